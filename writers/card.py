@@ -1,4 +1,4 @@
-"""Makes the dataset card, `dataset.json`, and all that is published with it.
+"""Makes the dataset card, `dataset.json`, and the other files that are published with it.
 
 The card is a function of the recipe and of counts: no times, no folder names, no number of workers, so the
 same build gives the same bytes anywhere. `report.html` (shardkit.writers.report) is a function of the card
@@ -38,7 +38,7 @@ _READERS = 16
 
 
 def content_of(card: DatasetCard) -> dict[str, Any]:
-    """Return the recipe of a card, which any version may have written, without keys that are gone."""
+    """Return the recipe in a card, written by any version, without keys that no longer exist."""
     content = dict(card.recipe)
     dedup = content.get("dedup") or {}
     if dedup.get("near") is not None:
@@ -61,7 +61,7 @@ def make_card(
     filter_files: Mapping[str, str] | None = None,
     buckets: Mapping[str, Any] | None = None,
 ) -> DatasetCard:
-    """The card of a dataset, without its `files`."""
+    """Make the card of a dataset, without its `files`."""
     content = recipe.content()
     sources = [
         dict(entry)
@@ -106,12 +106,12 @@ def make_card(
 
 
 def _plain(filters: FilterFacts) -> dict[str, Any]:
-    """Without counts by language, where settings are the same for all."""
+    """Return the facts as plain data, without counts by language if there are none."""
     return {key: value for key, value in asdict(filters).items() if key != "languages" or value}
 
 
 def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:
-    """Return the entries of a card that a dataset of text does not have."""
+    """Return the entries of a card that only datasets of tokens have."""
     packed = funnel.packed
     return {
         "column": "tokens",
@@ -128,10 +128,10 @@ def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) ->
 
 @dataclass(frozen=True)
 class BuiltDataset:
-    """What is published: `links` are files of the work folder by their names in the dataset.
+    """A dataset to publish: `links` are files of the work folder by their names in the dataset.
 
-    `commits` wrote the shards; `tables` wrote those among the links that are no shards, one output each.
-    `texts` are further files; `facts` is what their card says.
+    `commits` are the tasks that wrote the shards; `tables` are the tasks, by name, that wrote the other
+    links, one output each. `texts` has the content of further files; `facts` is the card without its `files`.
     """
 
     manifest: Manifest
@@ -158,7 +158,7 @@ def assemble(
     tables: Mapping[str, Commit],
     describe: Callable[[Manifest], DatasetCard],
 ) -> BuiltDataset:
-    """Number the shards that tasks made, and make report and card of what `describe` says of them.
+    """Number the shards of all tasks, and make the report and the card, which `describe` creates.
 
     `tables` are commits by the name of their only file in the dataset.
     """
@@ -174,7 +174,7 @@ def assemble(
         files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
     texts = {REPORT_NAME: render_report(card)}
     if all(BLOCKS_NAME in commit.outputs for commit, _ in made):
-        # A few KiB a shard, as long as the dataset's index is held. Work folders may be in a store.
+        # A few KiB per shard, small enough for memory. Reads are concurrent as the files may be in a store.
         with ThreadPoolExecutor(_READERS) as pool:
             data = b"".join(pool.map(_read_blocks, (commit for commit, _ in made)))
         texts[BLOCKS_NAME] = data
@@ -188,7 +188,7 @@ def assemble(
 
 
 def _read_blocks(commit: Commit) -> bytes:
-    """The checksums of a task's shards; BuildError if they are not those that it committed."""
+    """Read the block checksums of a task's shards; raises BuildError if the file differs from its commit."""
     file, stated = commit.files / BLOCKS_NAME, commit.outputs[BLOCKS_NAME]
     data = file.read_bytes()
     if describe_file(data) != {"bytes": stated.bytes, FILE_HASH: stated.xxh3_128}:
@@ -197,5 +197,5 @@ def _read_blocks(commit: Commit) -> bytes:
 
 
 def describe_file(data: bytes) -> dict[str, Any]:
-    """The card's entry of a file beside the shards."""
+    """Return the card's entry for a file next to the shards."""
     return {"bytes": len(data), **hash_bytes(data, [FILE_HASH])}

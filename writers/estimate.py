@@ -1,29 +1,29 @@
-"""Checks before a build that what it will write fits on the disks, by an estimate from a sample of its input.
+"""Checks before a build that its files will fit on the disks, by an estimate from a sample of its input.
 
-`rehearse` puts a sample through all stages in a temporary folder and scales up what each stage wrote: tasks
-of a split by the stored bytes of their source, those of partitions by the documents or the tokens that come
-to them. So expansion of compressed files, filters, annotations, the tokenizer and compressed shards are in
-the estimate as they are. A sample cannot show what depends on the whole:
+`rehearse` puts a sample through all stages in a temporary folder and scales up the bytes that each stage
+wrote: tasks of a split by the stored bytes of their source, tasks of partitions by their documents or tokens.
+So the estimate includes the expansion of compressed files, filters, annotations, the tokenizer and
+compression of shards. A sample cannot show effects that depend on the whole input:
 
-- duplicates meet only there. Nothing is taken off for those that are removed; of near-duplicates, `PAIRED`
-  of all documents are taken to be in pairs, with `PAIR_BYTES` each, where the sample has fewer.
-- exchanges merge many runs, and a sample has few: what they write comes from `stage_requests`.
-- the documents of an index are not in the sample: that many more documents are added.
+- duplicates appear only in the whole input. The estimate subtracts nothing for removed duplicates; for
+  near-duplicates, it assumes that at least the share `PAIRED` of all documents is in pairs of `PAIR_BYTES`.
+- exchanges merge many runs, and a sample has few: the bytes of merges come from `stage_needs`.
+- the documents of an index are not in the sample: the same number of documents is added.
 
-The result is high rather than low, by `MARGIN` and by what duplicate removal saves.
+The estimate is high rather than low, by `MARGIN` and by the bytes that duplicate removal saves.
 
-`choose_pieces` and `put_pieces` take the sample, a function of file names and sizes: of each source its share
-of the bytes, of at most eight of its files in a hashed order, of each file its beginning. Files of lines are
+`choose_pieces` and `put_pieces` take the sample, a function of file names and sizes: each source has its
+share of the bytes, from the beginnings of at most eight of its files in a hashed order. Files of lines are
 cut at the end of a line, Parquet after some rows; others are taken whole. With `cut_anywhere`, for builds
 that may quarantine any part, CSV and WARC files end in the middle of a record.
 
-`check_disk` subtracts what finished tasks of this build hold already. A work folder only grows until the
-build is done. An output on the same file system is made of hard links to it and takes nothing; on another
-one, or if the work folder is in a store, it is a copy. Each machine of a build with its work in a store needs
-scratch for the running tasks of its workers. A build of which `most_bytes` fits everywhere is not rehearsed,
-so one that is small for its disk begins at once: a rehearsal takes seconds, whatever the input. That bound
-knows of plain JSON lines how long the first records are, and takes the worst of all else. `check_disk: false`
-in a recipe leaves the check out.
+`check_disk` subtracts the bytes of tasks of this build that are already finished. A work folder only grows
+until the build is done. An output on the same file system consists of hard links to it and takes no space; on
+another one, or if the work folder is in a store, it is a copy. If the work folder is in a store, each machine
+needs scratch space for the running tasks of its workers. If `most_bytes`, an upper bound, fits everywhere,
+the build is not rehearsed and starts at once; a rehearsal takes seconds for any input. The bound uses the
+length of the first records of plain JSON lines, and the worst case for all other formats. `check_disk: false`
+in a recipe disables the check.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.rows import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.tokenize import TOKENIZE
 
-_FILES = 8  # of a source, if they are large: the beginning of one file may be unlike all else
+_FILES = 8  # number of large files to sample per source: the beginning of one may not be representative
 
 _LEAST_PIECE_BYTES = 1 << 20
 
@@ -87,7 +87,7 @@ class Piece:
 
 
 def choose_pieces(splits: Sequence[Split], wanted: int) -> list[Piece]:
-    """About `wanted` stored bytes, of every source in proportion."""
+    """Choose pieces of about `wanted` stored bytes, from all sources in proportion to their size."""
     whole = max(1, sum(split.bytes for split in splits))
     pieces = []
     for source in sorted({split.source for split in splits}):
@@ -109,9 +109,9 @@ def choose_pieces(splits: Sequence[Split], wanted: int) -> list[Piece]:
 def put_pieces(
     recipe: Recipe, pieces: Sequence[Piece], folder: Path, *, cut_anywhere: bool = False
 ) -> tuple[list[InputConfig], dict[int, int]]:
-    """Put pieces into `folder`; inputs that read them, and the stored bytes they stand for by source.
+    """Put pieces into `folder`; return inputs that read them, and the stored bytes of the pieces by source.
 
-    Both are of the sources that have any, in the same order.
+    Both have only the sources with a piece, in the same order.
     """
     stored: dict[int, int] = {}
     places: dict[int, Path] = {}
@@ -130,7 +130,7 @@ def put_pieces(
 
 
 def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anywhere: bool) -> int:
-    """Put a piece where the sample's recipe finds it; the stored bytes that it stands for."""
+    """Put a piece where the sample's recipe finds it; return its stored bytes in the source."""
     split = piece.split
     name = f"{number:05d}-{PurePosixPath(split.input.path.partition('?')[0]).name}"
     if piece.bytes < split.input.bytes:
@@ -154,7 +154,10 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anyw
 
 
 def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
-    """A file's beginning, decompressed; 0 if there is damage, or too much, which the build must see."""
+    """Write the decompressed beginning of a file to `target`; return its stored bytes.
+
+    Returns 0, and leaves no file, if it is damaged or expands too much, which the build must find itself.
+    """
     split = piece.split
     with open_input(split.input) as source, target.open("wb") as lines:
         taken = 0
@@ -167,7 +170,7 @@ def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
                 if taken < piece.bytes:
                     lines.write(data)
                     if lines.tell() > _MOST_TEXT * piece.bytes + _SMALL_BYTES:
-                        break  # a decompression bomb, which would fill the disk
+                        break  # do not let a decompression bomb fill the disk
                     continue
                 end = data.rfind(b"\n") + 1 if whole_lines else len(data)
                 lines.write(data[:end])
@@ -183,7 +186,7 @@ def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
 
 
 def _copy_rows(piece: Piece, target: Path) -> int:
-    """The first rows of a Parquet file; 0 if there is damage, which the build must see."""
+    """Copy the first rows of a Parquet file; return their stored bytes, 0 if the file is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -199,17 +202,17 @@ def _copy_rows(piece: Piece, target: Path) -> int:
                         break
         return copied * size // rows
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        if getattr(error, "errno", None) is not None:  # the disk's, not the file's
+        if getattr(error, "errno", None) is not None:  # an error of the disk, not of the file
             raise
         target.unlink(missing_ok=True)
         return 0
 
 
-_MOST_TEXT = 64  # times the stored bytes: more than text of any kind is compressed
-_SMALL_BYTES = 1 << 24  # of text, which may be more
-_COPIED_BYTES = 1 << 30  # of memory for a batch of rows
+_MOST_TEXT = 64  # maximum ratio of text to stored bytes; text is never compressed more
+_SMALL_BYTES = 1 << 24  # text up to this size may exceed that ratio
+_COPIED_BYTES = 1 << 30  # memory for a batch of rows
 
-SAMPLE_BYTES = 8 << 20  # stored bytes of all sources: seconds of work, whatever the input
+SAMPLE_BYTES = 8 << 20  # stored bytes of the sample over all sources: seconds of work for any input
 
 MARGIN = 1.1
 
@@ -217,16 +220,16 @@ PAIRED = 0.5
 
 PAIR_BYTES = 400
 
-FILE_BYTES = 4096  # what a file takes beyond its bytes at most; of small ones there are many
+FILE_BYTES = 4096  # maximum overhead of a file on disk; it matters for many small files
 
-_COMPRESSED = 0.5  # of text, each document by itself
+_COMPRESSED = 0.5  # compressed size of text per byte, if each document is compressed separately
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a whole build writes into its work folder, `stages` in order, and what of it becomes the output.
+    """Estimated bytes that a whole build writes into its work folder, by stage in order, and of its output.
 
-    `largest_task` is the most that one task of many writes; `documents`, `text_bytes`: what filters keep.
+    `largest_task` is the maximum that one task writes; `documents` and `text_bytes` are kept by filters.
     """
 
     stages: Mapping[str, int]
@@ -237,17 +240,17 @@ class StageBytes:
 
     @property
     def work(self) -> int:
-        """All of it: nothing in a work folder goes before the build is done."""
+        """Bytes of all stages: nothing in a work folder is removed before the build is done."""
         return sum(self.stages.values())
 
 
 @dataclass(frozen=True)
 class _Scales:
-    """By how much the whole is more than the sample: for tasks of a split by its source, else by stage."""
+    """Ratios of the whole input to the sample: for tasks of a split by its source, for others by stage."""
 
     by_task: Mapping[str, float]
     by_tokens: Collection[str]
-    """The stages whose tasks grow with tokens."""
+    """The stages whose output grows with tokens; the others grow with documents."""
     documents: float
     tokens: float
 
@@ -263,9 +266,9 @@ def rehearse(
     *,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> StageBytes:
-    """Build from a sample in a temporary folder, up to publishing, and reckon what the whole will take.
+    """Build a sample in a temporary folder, up to publishing, and estimate the bytes of the whole build.
 
-    Raises what the build would raise; BuildError also if the sample leaves no document.
+    Raises the errors that the build would raise, and BuildError if no document of the sample is kept.
     """
     recipe = inputs.recipe
     with tempfile.TemporaryDirectory(prefix="shardkit-rehearsal-") as folder:
@@ -277,7 +280,7 @@ def rehearse(
         work = Work.at(Path(folder) / "work")
         small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())
         with make_listener(False) as listener, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, too
+            warnings.simplefilter("ignore", RuntimeWarning)  # the build will give the same warnings
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
                 documents = run_build(small, runner.run)
         whole: Counter[int] = Counter()
@@ -289,10 +292,10 @@ def rehearse(
 
 
 def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, share: float) -> Recipe:
-    """Return the recipe of a sample: `inputs`, which are about `share` of the recipe's, in place of its own.
+    """Return the recipe of a sample, with `inputs`, about `share` of the recipe's own, instead of these.
 
-    Whatever a build of it writes lies below `folder`: of the user's places only those of files that are read
-    are left in it. Nothing in it stops a build that the whole would not stop.
+    A build of it writes only below `folder`: the only places of the user in it are of files that are read.
+    Limits that the sample could exceed but not the whole input are lifted.
     """
     places = [{"path": str(folder / f"out-{number}")} for number in range(max(1, len(recipe.outputs)))]
     outputs = tuple(
@@ -321,7 +324,7 @@ def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, s
 def _scaled(
     asked: float | Mapping[str, float], labels: Collection[str | None], share: float
 ) -> float | dict[str, float]:
-    """Return what a split asks of a sample: numbers of documents in proportion, shares as they are."""
+    """Return the size of a split's part for a sample: scales numbers of documents, keeps shares."""
     if isinstance(asked, Mapping):
         return {
             label: int(one * share) if isinstance(one, int) else one
@@ -332,12 +335,12 @@ def _scaled(
 
 
 def _share(splits: Sequence[Split], stored: Mapping[int, int]) -> float:
-    """Return the part of all stored bytes that a sample has."""
+    """Return the share of all stored bytes that is in a sample."""
     return sum(stored.values()) / max(1, sum(split.bytes for split in splits))
 
 
 def _without_indexes(recipe: Recipe) -> Recipe:
-    """Return the recipe without indexes, which `_add_near` reckons."""
+    """Return the recipe without indexes, whose documents `_add_near` adds to the estimate."""
     if recipe.dedup.near is None:
         return recipe
     near = recipe.dedup.near.model_copy(update={"against": ()})
@@ -345,7 +348,7 @@ def _without_indexes(recipe: Recipe) -> Recipe:
 
 
 def _first(documents: Documents) -> Outputs:
-    """The first dataset of tokens, or of text if there is none."""
+    """Return the first dataset of tokens, or the first dataset if there is none."""
     return next((one for one in documents.outputs if one.tokenized), documents.outputs[0])
 
 
@@ -363,7 +366,7 @@ def _scales(by_split: Sequence[float], made: Documents) -> _Scales:
 
 
 def _published(made: Documents) -> dict[str, set[str]]:
-    """The names of the outputs that become files of a dataset, by the key of the task."""
+    """Return the names of the outputs that become files of a dataset, by the key of the task."""
     found = {commit.key: {ANNOTATIONS_FILE} for commit in made.cleaned if made.recipe.annotate}
     for one in made.outputs:
         found |= {commit.key: commit.outputs.keys() - {PROVENANCE_NAME} for commit in one.packed}
@@ -405,7 +408,7 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
             largest = max(largest, size * split)
         elif stage in scales.by_tokens:
             largest = max(largest, size / partitions)
-        elif stage != NEAR.name:  # partitions that are sized to the memory of a task
+        elif stage != NEAR.name:  # partitions of these stages fit the memory of a task
             largest = max(largest, min(size, inputs.recipe.memory))
     return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
 
@@ -430,7 +433,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: fl
 
 
 def _add_near(stages: dict[str, float], documents: float, text: float, indexed: int) -> None:
-    """Raise the sizes of near-duplicate stages to the least they take, and by the documents of an index."""
+    """Raise the sizes of near-duplicate stages to their assumed minimum, and add an index's documents."""
     least = {SHINGLES.name: PAIRED * text * _COMPRESSED}
     least[CANDIDATES.name] = PAIRED * documents * PAIR_BYTES
     for stage in near.STAGES:
@@ -439,20 +442,22 @@ def _add_near(stages: dict[str, float], documents: float, text: float, indexed: 
         stages[stage.name] = size * (1 + more / max(1.0, documents))
 
 
-CERTAIN = 200  # 10 for the expansion of compressed text, 12 for all that stages write of short documents
+# Upper bound of bytes written per stored byte: compressed text expands up to 10 times, and all stages write
+# up to 12 times the text of short documents.
+CERTAIN = 200
 
-_PLAIN = 20  # of JSON lines, beside what they write for each record however short it is
+_PLAIN = 20  # upper bound of bytes written per byte of plain JSON lines, without `_RECORD_BYTES`
 
-_RECORD_BYTES = 4096
+_RECORD_BYTES = 4096  # upper bound of bytes written per record in addition
 
-_LOOKED_BYTES = 512 << 10  # of each source, for the length of records
+_LOOKED_BYTES = 512 << 10  # bytes per source that are read to measure the length of records
 
 _STAGE = "disk check"
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Bytes that finished tasks of a stage hold, and whether all of its tasks are finished."""
+    """Bytes in the outputs of finished tasks of a stage, and whether all of its tasks are finished."""
 
     bytes: int = 0
     complete: bool = False
@@ -460,7 +465,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """What one file system must yet take: `parts` by what they are, in bytes; `folder` is one on it."""
+    """Bytes that a build still needs on one file system, in `parts` by purpose; `folder` is on it."""
 
     folder: Path
     parts: Mapping[str, int]
@@ -471,7 +476,7 @@ class DiskNeed:
 
 
 def most_bytes(splits: Sequence[Split]) -> int:
-    """More than a build of these splits writes to any disk, told in milliseconds."""
+    """Return an upper bound of the bytes that a build writes to any disk, computed in milliseconds."""
     most = 0
     by_source = defaultdict[int, list[Split]](list)
     for split in parts_of(splits):
@@ -486,7 +491,7 @@ def most_bytes(splits: Sequence[Split]) -> int:
                 with open_input(piece.split.input) as file:
                     data = file.read(min(piece.bytes, _LOOKED_BYTES))
                 records, held = records + data.count(b"\n") + 1, held + len(data)
-            of_records = 2 * records * _RECORD_BYTES // max(1, held)  # later ones may be half as long
+            of_records = 2 * records * _RECORD_BYTES // max(1, held)  # later records may be half as long
             most += min(CERTAIN, _PLAIN + of_records) * size
     return most
 
@@ -498,10 +503,10 @@ def check_disk(
     execution: Execution,
     progress: bool | Callable[[StageProgress], None] = False,
 ) -> list[DiskNeed]:
-    """BuildError if the build does not fit; else what it needs, empty where that was certain.
+    """Return the disk space that the build needs; [] if it certainly fits, for trials, or if disabled.
 
-    `output` is None for a remote one. Nothing is written but a sample in the system's temporary folder.
-    Trials are taken to fit.
+    Raises BuildError if the build does not fit. `output` is None for a remote output. Writes only a sample
+    into the system's temporary folder.
     """
     if not inputs.recipe.check_disk or inputs.recipe.limit is not None:
         return []
@@ -519,7 +524,7 @@ def check_disk(
             listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
             estimate = rehearse(inputs, min(workers, default_workers(inputs.recipe.memory)))
         except BuildError as error:
-            warn_user(f"whether the build fits on its disks is not known: {error}")
+            warn_user(f"cannot check whether the build fits on its disks: {error}")
             return []
         finished = {} if work.local is None else finished_stages(inputs, work)
         listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, time.perf_counter() - start))
@@ -530,7 +535,7 @@ def check_disk(
             parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in need.parts.items())
             raise BuildError(
                 f"{need.folder}: the build would need about {format_bytes(need.bytes)} more there ({parts}), "
-                f"{format_bytes(free)} are free; make room, put `work` or the output "
+                f"but {format_bytes(free)} are free; free space, put `work` or the output "
                 f"elsewhere, or build anyway with check_disk=false"
             )
     return needs
@@ -539,7 +544,7 @@ def check_disk(
 def disk_needs(
     estimate: StageBytes, finished: Mapping[str, Finished], work: Work, output: Path | None, workers: int
 ) -> list[DiskNeed]:
-    """Return the bytes that each file system must yet take, one entry for each."""
+    """Return the bytes that are still needed on each file system, one entry per file system."""
     wanted: list[tuple[Path, str, int]] = []
     linked = False
     if work.local is not None:
@@ -561,11 +566,11 @@ def disk_needs(
 
 
 class _UnfinishedError(Exception):
-    """What later stages hold is not known before this one is done."""
+    """The tasks of later stages are not known before this stage is finished."""
 
 
 def finished_stages(inputs: BuildInputs, work: Work) -> dict[str, Finished]:
-    """Return the bytes of finished tasks of this build by stage, up to the first that is not done."""
+    """Return the bytes of finished tasks of this build by stage, up to the first unfinished stage."""
     held: dict[str, Finished] = {}
 
     def look(*groups: Sequence[Task]) -> list[list[Commit]]:
@@ -578,13 +583,13 @@ def finished_stages(inputs: BuildInputs, work: Work) -> dict[str, Finished]:
             raise _UnfinishedError
         return found
 
-    with suppress(_UnfinishedError, BuildError):  # an error of a finished stage is for the build to report
+    with suppress(_UnfinishedError, BuildError):  # the build itself reports errors of finished stages
         run_build(inputs, look)
     return held
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder itself, or the nearest folder above it that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder

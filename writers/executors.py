@@ -1,8 +1,8 @@
 """Selects the work folder and the engine of a build, and puts files where its tasks find them.
 
-Does not affect output bytes. The tokenizer and the lists and models of filters are read by many tasks. On one
-machine, or with a shared file system, they stay where they are. With a work folder in a store they are copied
-there once, as the outputs of a task that runs where the build was started (`place_files`).
+It does not affect output bytes. Many tasks read the tokenizer and the lists and models of filters. On one
+machine, or with a shared file system, these files stay in place. If the work folder is in a store, they are
+copied there once, as the outputs of a task that runs on the machine of the driver (`place_files`).
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ from shardkit.writers.stages.inputs import BuildInputs
 
 EngineName = Literal["local", "ray"]
 
-_WORKER_TEXT_BYTES = 1 << 21  # filtering less takes no longer than a process takes to start
-_MODULES = ("shardkit.writers.stages.graph", "pyarrow.parquet")  # which import those of all tasks
-_TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
+_WORKER_TEXT_BYTES = 1 << 21  # text per worker: filtering less is faster than starting a process
+_MODULES = ("shardkit.writers.stages.graph", "pyarrow.parquet")  # these import the modules of all tasks
+_TOKENIZER = ".tokenizer"  # separate folder, so that its name cannot conflict with files of filters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a build runs. Its fields are options of the command line, in these words."""
+    """How a build runs. The fields are options of the command line, and their docstrings its help texts."""
 
     workers: int | None = None
-    """Worker processes, or tasks at a time on a Ray cluster; default: one per core, fewer for little text or
-    memory."""
+    """Number of worker processes, or of concurrent tasks on a Ray cluster; default: one per core, fewer if
+    there is little text or memory."""
     engine: EngineName = "local"
     """Where tasks run: processes on this machine, or a Ray cluster."""
     ray_address: str | None = None
     """The Ray cluster, such as auto or ray://host:10001; default: $RAY_ADDRESS, else a cluster started on
     this machine."""
     task_seconds: float = TASK_SECONDS
-    """Kill a task that takes longer and run it once more (with Ray, a few times), then end with its name;
-    default: 21600."""
+    """Kill a task that takes longer and run it once more (with Ray, a few times), then end with an error that
+    names it; default: 21600."""
     retry_failed: bool = False
-    """Run the tasks of splits again that an earlier build gave up, as `max_failed_splits` allowed; default:
-    use what is left of those splits, nothing."""
+    """Run the tasks of splits again that failed in an earlier build within `max_failed_splits`; default: keep
+    leaving these splits out."""
     speculate: bool = True
-    """With the engine ray, run a task on a second, idle worker, too, if it takes several times as long as
-    others, and take the first answer."""
+    """With the engine ray, start a second attempt on an idle worker if a task takes several times as long as
+    others, and use the first answer."""
     lease_seconds: float = LEASE_SECONDS
-    """Silence after which the driver of a work folder in a store counts as dead."""
+    """Time without a heartbeat after which the driver of a work folder in a store counts as dead."""
 
     def __post_init__(self) -> None:
         if not self.task_seconds > 0:
-            raise BuildError(f"a limit of {self.task_seconds} s for a task: must be above 0")
+            raise BuildError(f"task_seconds is {self.task_seconds}; it must be above 0")
         if self.engine not in get_args(EngineName):
             raise BuildError(
                 f"engine {self.engine!r} is unknown; use one of {', '.join(get_args(EngineName))}"
             )
         if self.engine == "ray":
-            import_ray()  # MissingExtraError now, before there is a work folder
+            import_ray()  # raises MissingExtraError now, before a work folder is created
 
     def for_text(self, text_bytes: int, memory_bytes: int) -> Execution:
-        """The same for about so much text: no more processes than pay off, unless their number is given."""
+        """Return the settings for `text_bytes` of text: limits `workers`, unless set, to as many as help."""
         if self.engine != "local" or self.workers is not None:
             return self
         enough = max(1, -(-text_bytes // _WORKER_TEXT_BYTES))
@@ -83,7 +83,7 @@ class Execution:
 
 
 def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execution: Execution) -> Work:
-    """The recipe's work folder, or that of `default`, which is removed after success."""
+    """Return the recipe's work folder, or the one at `default`, which a build removes after success."""
     if recipe.work is not None and is_remote(recipe.work):
         url = recipe.work.rstrip("/")
         scratch = default_scratch(url) if recipe.scratch is None else recipe.resolve(recipe.scratch)
@@ -106,7 +106,7 @@ def open_runner(
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"tasks finished: {runner.finished:,}")
             raise
-        except OSError as error:  # while this process reads files of finished tasks between two stages
+        except OSError as error:  # this process failed to read files of finished tasks between two stages
             raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
@@ -124,7 +124,7 @@ def _engine(recipe: Recipe, execution: Execution) -> Engine:
 
 
 class _Place(Protocol):
-    """The part of `Journal` and of `Planner` that `place_files` needs."""
+    """The methods of `Journal` and `Planner` that `place_files` uses."""
 
     @property
     def work(self) -> Work: ...
@@ -134,9 +134,9 @@ class _Place(Protocol):
 def place_files(inputs: BuildInputs, journal: _Place) -> BuildInputs:
     """Return the inputs with files of filters and the tokenizer where tasks find them.
 
-    That is by their paths in the recipe if the work folder is on this machine, else copies of them. Files of
-    filters with absolute paths must exist on each machine, and all of them must if one lies outside of the
-    recipe's folder.
+    If the work folder is on this machine, these are the files themselves, else copies in the work folder.
+    Files of filters with absolute paths must exist on each machine; if a relative path leads outside of the
+    recipe's folder, all files of filters must.
     """
     if journal.work.local is not None:
         return inputs
@@ -165,7 +165,7 @@ def copy_files(
     files: Mapping[str, str],
     places: Annotated[Mapping[str, Path], DecidesNoByte("`files` has the digest of each")],
 ) -> None:
-    """Copy files, by the names that they get in `folder`."""
+    """Copy files from `places` into `folder`, by name; `files` has their digests."""
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(places[name], folder / name)

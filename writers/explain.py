@@ -1,12 +1,13 @@
-"""Explains what a build has to do and why, without doing it; cleans a work folder of what it does not use.
+"""Explains which tasks a build has to run and why, without running it; removes unused tasks of a work folder.
 
-To explain, nothing is run or written. `Planner.run` stands in for `Runner.run`: it looks up which tasks are
-finished and ends (UnknownError) at the first stage that has to do something, because what later stages do
-depends on what that gives; those are listed by name. Why a task has to run follows from the finished one of
-its name that differs least: what of its arguments and of the code changed.
+An explanation runs and writes nothing. `Planner.run` replaces `Runner.run`: it looks up which tasks are
+finished and stops (UnknownError) at the first stage with unfinished tasks, because later stages depend on its
+results; later stages are listed by name only. The reason why a task has to run comes from a comparison with
+the finished task of the same name that differs least: which arguments changed, and whether the code did.
 
-A build never removes finished work, so going back to an earlier recipe or input file finds it. What is left
-of other recipes, of other versions of shardkit, or of input files that are gone is removed here, on request.
+A build never removes finished tasks, so going back to an earlier recipe or input file finds them. Tasks of
+other recipes, of other versions of shardkit, or of input files that no longer exist are removed here, on
+request.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ NEW = "new: no task of this name has run"
 
 LOST = "an output is missing or cut"
 
-_LONGEST = 60  # characters of a value
+_LONGEST = 60  # maximum number of characters of a value that is shown
 
 
 class UnknownError(Exception):
-    """What comes next depends on tasks that have to run first."""
+    """The following stages are not known, because tasks have to run first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why tasks have to run: what changed, from what to what where that can be told, and one of them."""
+    """Why tasks have to run: the change, with old and new value if known; number of tasks; an example."""
 
     what: str
     tasks: int
@@ -52,7 +53,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A stage: how many tasks it has, how many are finished, and why the others have to run."""
+    """The tasks of a stage: how many there are, how many are finished, and why the others have to run."""
 
     stage: str
     tasks: int
@@ -61,7 +62,10 @@ class StagePlan:
 
 
 class Planner:
-    """`stages` holds what was looked up, `keys` the finished tasks that the plan uses."""
+    """Looks up finished tasks instead of running them.
+
+    `stages` has the stages looked up so far, `keys` the keys of the finished tasks that the build uses.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -69,16 +73,16 @@ class Planner:
         self.keys: set[str] = set()
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """The finished ones."""
+        """Return the commits of finished tasks, None for the others."""
         return with_fallbacks(self.work, tasks, self.work.find(tasks))
 
     def run_here(self, task: Task) -> Commit:
-        """The commit of a task; UnknownError if it has to be made."""
+        """Return the commit of a task; raises UnknownError if the task has to run."""
         [[commit]] = self.run([task])
         return commit
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Commits of each group; UnknownError if one of them has to be made."""
+        """Return the commits of each group; raises UnknownError if a task has to run."""
         found = [self.find(group) for group in groups]
         complete = True
         for group, commits in zip(groups, found, strict=True):
@@ -109,14 +113,14 @@ class Planner:
 
 
 def _why(task: Task, versions: Sequence[Record]) -> list[str]:
-    """Describe the differences from the finished task of this name that differs least."""
+    """Describe the differences between a task and the finished version of it that differs least."""
     if not versions:
         return [NEW]
     return min((differences(task, record) for record in versions), key=len)
 
 
 def differences(task: Task, record: Record) -> list[str]:
-    """Describe the arguments and code of a task that differ from the record's, a line each."""
+    """Describe the arguments of a task, and the code, that differ from a record, one line per difference."""
     found = [
         f"{key.removesuffix(_CONTENT)}: read from other bytes"
         if key.endswith(_CONTENT)
@@ -124,13 +128,13 @@ def differences(task: Task, record: Record) -> list[str]:
         for key, old, new in _changed(record.args, task.deciding())
     ]
     if record.code != code_version():
-        found.append(f"code: not made by this version of shardkit ({__version__}) and its libraries")
+        found.append(f"code: made by another version of shardkit (this is {__version__}) or of its libraries")
     return found or [LOST]
 
 
 _ABSENT = object()
 
-_CONTENT = ".content"  # which `plain` gives what counts by its content
+_CONTENT = ".content"  # key that `plain` gives to values that count by their content
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -141,7 +145,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """{dotted key: value} of nested plain data."""
+    """Return nested plain data as {dotted key: value}."""
     if isinstance(value, Mapping) and value:
         parts = [(f"{key}.{name}".lstrip("."), item) for name, item in value.items()]
     elif isinstance(value, list | tuple) and value:
@@ -156,30 +160,30 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     if value is _ABSENT:
-        return "(not there)"
+        return "(missing)"
     text = str(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 @dataclass(frozen=True, slots=True)
 class StaleTask:
-    """A finished task that this build does not use: of another recipe, or of a file that was removed."""
+    """A finished task that this build does not use: of another recipe, or of a removed input file."""
 
     key: str
     commit: Commit
 
     @property
     def bytes(self) -> int:
-        """Size of its outputs."""
+        """Size of the task's outputs, in bytes."""
         return self.commit.bytes
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """`stages` were looked up; `later` come after one that has to run, so only their names are known.
+    """The plan of a build: `stages` with known tasks, and the names of `later` stages, which depend on these.
 
-    `stale` are finished tasks of the work folder that the looked-up stages do not use, and those of stages
-    that the recipe does not have.
+    `stale` has finished tasks in the work folder that the known stages do not use, or whose stage the recipe
+    does not have.
     """
 
     work: str
@@ -188,7 +192,7 @@ class Explanation:
     stale: Sequence[StaleTask]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "work": self.work,
             "stages": [
@@ -215,9 +219,9 @@ def explain_build(
     overrides: Sequence[str] = (),
     storage: StorageOptions | None = None,
 ) -> Explanation:
-    """Explain what `build` with the same arguments would do in its work folder.
+    """Explain which tasks `build` with the same arguments would run in its work folder.
 
-    Raises what it would raise before.
+    Raises the errors that `build` would raise before it runs tasks.
     """
     recipe = with_overrides(recipe, overrides)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
@@ -225,7 +229,7 @@ def explain_build(
 
 
 def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
-    """The same for a work folder."""
+    """Explain which tasks a build would run in the work folder `work`."""
     kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept), storage)
     work.prepare()
@@ -238,14 +242,14 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
     stale = [
         StaleTask(key, commit)
         for key, commit in work.commits()
-        if key not in planner.keys and base_name(commit.stage) not in later  # of those, use is not known
+        if key not in planner.keys and base_name(commit.stage) not in later  # later stages may use theirs
     ]
     return Explanation(work.place, tuple(planner.stages), tuple(later), tuple(stale))
 
 
 @dataclass(frozen=True)
 class CleanReport:
-    """What was removed, or would be; `kept` finished tasks with `kept_bytes` stay."""
+    """The tasks that were removed, or would be in a dry run; `kept` tasks with `kept_bytes` stay."""
 
     work: str
     removed: Sequence[StaleTask]
@@ -255,11 +259,11 @@ class CleanReport:
 
     @property
     def removed_bytes(self) -> int:
-        """Size of all outputs that were removed."""
+        """Size of the outputs of all removed tasks, in bytes."""
         return sum(task.bytes for task in self.removed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "work": self.work,
             "removed": [task.key for task in self.removed],
@@ -280,11 +284,11 @@ def clean_work(
     dry_run: bool = False,
     force: bool = False,
 ) -> CleanReport:
-    """Remove finished tasks that this build does not use, or `everything` with the work folder itself.
+    """Remove finished tasks that this build does not use, or with `everything` the whole work folder.
 
-    Tasks of stages that come after one that has to run are kept: what of them will be used is not known yet.
-    `dry_run` removes nothing. BuildError if a build uses the work folder; with `force`, the lease of a driver
-    in a store is not heeded.
+    Tasks of stages after a stage that has to run are kept, because the build may use them. `dry_run` removes
+    nothing. Raises BuildError if a build uses the work folder; `force` ignores the lease of a driver in a
+    store.
     """
     recipe = with_overrides(recipe, overrides)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())

@@ -2,14 +2,15 @@
 
     scan -> clean -> duplicates -> index -> publish
 
-An index in a folder is linked from the work folder. Into a store each task puts its part as it is made, under
-a name that follows from what it is made of, so that a part never changes; the record, put last, makes them an
-index. So no machine ever holds the index.
+The files of an index in a folder are hard links to the work folder. For an index in a store, each task
+uploads its part, under a name that is a digest of its inputs, so that a part never changes; the record is
+written last and completes the index. So no machine needs space for the whole index.
 
-The first stages are those of a build, so the work folder of one that keeps it (`work`) is used as it is.
+The first stages are the same as in a build, so an index reuses the tasks in the work folder of a build that
+keeps it (`work`).
 
-`index_part` makes a part in the order of documents: memory is a chunk of rows, some megabytes of keys, and
-the n-grams of some megabytes of text (or of one document), for a split of any size.
+`index_part` makes a part in the order of documents. Its memory is a chunk of rows, some megabytes of keys,
+and the n-grams of some megabytes of text (or of one document), for a split of any size.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ from shardkit.writers.stages.needs import task_memory
 
 @dataclass(frozen=True)
 class DedupIndexResult:
-    """What an index holds, and what was removed on the way: documents by reason."""
+    """The size of an index, the number of documents removed by reason, and the times of stages."""
 
     location: str
     documents: int
@@ -93,7 +94,7 @@ class DedupIndexResult:
     total_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
             "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
             "total_seconds": round(self.total_seconds, 3),
@@ -113,11 +114,11 @@ def build_dedup_index(
     progress: bool | Callable[[StageProgress], None] = True,
     storage: StorageOptions | None = None,
 ) -> DedupIndexResult:
-    """Write the index of what `recipe` keeps after duplicate removal into `index`: a folder, or a URL.
+    """Write an index of the documents that `recipe` keeps after duplicate removal.
 
-    Of each document's n-grams the `sketch` smallest hashes are kept; 0: all. `storage` says how stores are
-    reached. After an interruption the same call goes on. Raises RecipeError, also where the recipe has no
-    dedup.near, and BuildError.
+    `index` is a folder or URL. The index has the `sketch` smallest hashes of each document's n-grams, or all
+    if it is 0. `storage` has the settings of stores. After an interruption, the same call continues. Raises
+    BuildError, and RecipeError, also if the recipe has no dedup.near.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -163,19 +164,19 @@ def _target_of(index: str | Path, storage: StorageOptions | None) -> Path | Stor
         return StoreTarget(str(index).rstrip("/"), storage)
     target = local_path(str(index)).absolute()
     if not target.name:
-        raise RecipeError(f"{target} cannot hold an index; name a folder")
+        raise RecipeError(f"{target} cannot hold an index; give a folder with a name")
     return target
 
 
 def _default_work(target: Path | StoreTarget) -> str:
-    """The work folder if the recipe names none: next to the index, or for a URL in the recipe's folder."""
+    """Return the default work folder: next to the index, or in the recipe's folder if that is a URL."""
     if isinstance(target, Path):
         return f"{target}.work"
     return f"{target.url.rpartition('/')[2]}.work"
 
 
 def _check_disk(made: Sequence[Commit], target: Path) -> None:
-    """BuildError if files that have to be fetched or copied for the index do not fit."""
+    """Raise BuildError if the files to fetch or copy for the index do not fit on their disks."""
     size = sum(commit.bytes for commit in made)
     places = {commit.folder for commit in made if commit.remote is not None}
     devices = {existing_folder(place).stat().st_dev for place in (made[0].folder, target)}
@@ -184,8 +185,8 @@ def _check_disk(made: Sequence[Commit], target: Path) -> None:
         free = shutil.disk_usage(existing_folder(place)).free
         if size > free:
             raise BuildError(
-                f"{place}: the index needs {format_bytes(size)} there, {format_bytes(free)} are free; make "
-                "room, put the index into a store or elsewhere, or build anyway with check_disk=false"
+                f"{place}: the index needs {format_bytes(size)} there, but {format_bytes(free)} are free; "
+                "free space, put the index into a store or elsewhere, or build anyway with check_disk=false"
             )
 
 
@@ -198,7 +199,7 @@ def _publish(
     sketch: int,
     replace: bool,
 ) -> DedupIndex:
-    """Make `target` the index of what the tasks made, by the name of each part in a store."""
+    """Publish the parts that the tasks made as an index at `target`; keys of `made` are names of parts."""
     parts = {name: INDEX.result(commit) for name, commit in made.items()}
     if isinstance(target, StoreTarget):
         return publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
@@ -215,7 +216,7 @@ def index_tasks(
     sketch: int,
     target: StoreTarget | None = None,
 ) -> dict[str, Task]:
-    """One task a split, by the name of its part if that is put into the store `target`."""
+    """Return one task per split, by the name of its part, which it uploads if `target` is set."""
     tasks: dict[str, Task] = {}
     near, memory_bytes = documents.near, task_memory(documents.recipe.memory)
     assert near is not None, "check_indexable"
@@ -229,7 +230,7 @@ def index_tasks(
 
 
 def _removed(documents: Documents) -> dict[str, int]:
-    """The number of removed documents by reason."""
+    """Return the number of removed documents by reason."""
     removed: dict[str, int] = {}
     for counts in documents.counts:
         for reason, count in counts.ledger.dropped.items():
@@ -239,18 +240,18 @@ def _removed(documents: Documents) -> dict[str, int]:
     }
 
 
-_KEYS_MEMORY_BYTES = 32 << 20  # at most, in which keys are read, and as much in which they are written
+_KEYS_MEMORY_BYTES = 32 << 20  # maximum memory to read keys, and the same again to write them
 
-_PIECE_BYTES = 4 << 20  # at most, of text whose n-grams are held at once
+_PIECE_BYTES = 4 << 20  # maximum size of text whose n-grams are in memory at a time
 
-_NGRAM_BYTES = 24  # that n-grams take at most for a byte of text, while their set is made
+_NGRAM_BYTES = 24  # maximum memory of n-grams per byte of text, while their set is made
 
 
 @dataclass(frozen=True, slots=True)
 class IndexPart:
-    """What a part holds: `documents`, the `bytes` of their texts, and `files` by name.
+    """The content of a part: number of documents, bytes of their texts, and facts of its files by name.
 
-    `removed` documents were left out; `sketches` sets of n-grams are not whole.
+    `removed` is the number of documents left out; `sketches` the number of truncated sets of n-grams.
     """
 
     documents: int
@@ -269,9 +270,9 @@ def index_split(
     sketch: int,
     memory_bytes: MemoryBytes,
     target: StoreTarget | None,
-    name: Annotated[str, DecidesNoByte("follows from all else")],
+    name: Annotated[str, DecidesNoByte("is a digest of the other arguments")],
 ) -> IndexPart:
-    """Write the part of an index that a split gives into `folder`, or as the part `name` into a store."""
+    """Write a split's part of an index into `folder`, or upload it as part `name` if `target` is set."""
     rows = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
     made = index_part(documents, part, rows, minhash, sketch, folder, memory_bytes=memory_bytes)
     if target is not None:
@@ -292,11 +293,11 @@ def index_part(
     *,
     memory_bytes: int = 512 << 20,
 ) -> IndexPart:
-    """Write the part of an index that a split gives into `folder`.
+    """Write a split's part of an index into `folder`.
 
-    `documents` is the split's Arrow file, `part` what `sign_documents` made of it; `removed` are the rows of
-    the Arrow file to leave out, in any order; other rows than the part's do no harm. Of each set of n-grams
-    the `sketch` smallest hashes are kept, all if 0.
+    `documents` is the split's Arrow file, and `part` the output of `sign_documents` for it. `removed` are the
+    rows of the Arrow file to leave out, in any order; rows that are not in the part are ignored. The `sketch`
+    smallest hashes of each set of n-grams are kept, or all if it is 0.
     """
     removed = np.sort(removed)
     count, text_bytes = _filter_tables(part, removed, minhash.permutations, folder, memory_bytes)
@@ -315,7 +316,7 @@ def index_part(
 def _filter_tables(
     part: Artifact, removed: npt.NDArray[np.int64], width: int, folder: Path, memory_bytes: int
 ) -> tuple[int, int]:
-    """Write all files of a part but the sets; (documents, bytes of their texts)."""
+    """Write all files of a part except the sets; return the number of documents and bytes of their texts."""
     row_bytes = 3 * (DOCUMENT.itemsize + 4 * width)
     most = max(1, min(CHUNK_ROWS, memory_bytes // 2 // row_bytes))
     table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
@@ -339,7 +340,7 @@ def _filter_tables(
 
 
 def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory_bytes: int) -> None:
-    """Write the run of word keys without these rows of the part; the others are numbered anew."""
+    """Write the run of word keys without the rows `gone`, and renumber the other rows."""
     with RunWriter(path, KEYS, memory_bytes=memory_bytes) as writer:
         for rows, _ in Slice.whole(KEYS, [keys]).stream(memory_bytes):
             rows = rows[_stays(rows["row"], gone)]
@@ -350,7 +351,7 @@ def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory
 def _write_sketches(
     texts: Iterable[pa.LargeStringArray], minhash: MinHashConfig, sketch: int, folder: Path
 ) -> int:
-    """Write the sets of n-grams; returns how many are not whole."""
+    """Write the sets of n-grams; return how many of them are truncated."""
     number = sketches = 0
     with ShingleWriter(folder, smallest=sketch or None) as sets:
         for some in texts:
@@ -366,7 +367,7 @@ def _write_sketches(
 def _texts(
     documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64], most_bytes: int
 ) -> Iterator[pa.LargeStringArray]:
-    """The texts of the part's documents that stay, in order, at most so many bytes at a time, or one."""
+    """Yield the texts of the part's kept documents in order, in batches of up to `most_bytes`, or of one."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
     start = at = 0
     with documents.open_arrow() as file:
@@ -385,7 +386,7 @@ def _texts(
 
 
 def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of `rows` are not in `removed`; both ascend."""
+    """Return bool[n], which of `rows` are not in `removed`; both must be sorted."""
     places = np.searchsorted(removed, rows)
     stays = np.ones(len(rows), np.bool_)
     inside = places < len(removed)
@@ -402,13 +403,13 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class StoreTarget:
-    """Where tasks put the parts of an index that is built into a store: a URL."""
+    """The URL of an index in a store, to which tasks upload its parts."""
 
     url: str
-    storage: Annotated[StorageOptions | None, DecidesNoByte("says how the store is reached")] = None
+    storage: Annotated[StorageOptions | None, DecidesNoByte("only sets how the store is reached")] = None
 
     def put(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Send files of a folder as the part `name`, and remove them from the folder."""
+        """Upload files of a folder as the part `name`, and remove them from the folder."""
         try:
             store = connect(self.url, self.storage)
             with ThreadPoolExecutor(_THREADS) as pool:
@@ -422,7 +423,7 @@ class StoreTarget:
 def _record_of(
     parts: Mapping[str, IndexPart], made_from: Mapping[str, Any], settings: Mapping[str, Any], sketch: int
 ) -> IndexRecord:
-    """The record of an index of these parts, by their folders."""
+    """Make the record of an index; `parts` has its parts by folder name."""
     listed = [
         {"folder": folder, "documents": part.documents, "bytes": part.bytes, "files": part.files}
         for folder, part in parts.items()
@@ -454,10 +455,10 @@ def publish_to_store(
     sketch: int = SKETCH,
     replace: bool = False,
 ) -> DedupIndex:
-    """Make the URL an index of the parts that its tasks put there, by name; its record comes last.
+    """Complete the index at a URL, where tasks have put `parts` by name, by writing its record.
 
-    BuildError: another index is there and `replace` is not set, or other files, or a part is gone. Parts that
-    only the replaced index has are removed.
+    Parts that only the replaced index has are removed. Raises BuildError if the URL has another index and
+    `replace` is not set, if it has other files, or if a part is missing.
     """
     record = _record_of(parts, made_from, settings, sketch)
     try:
@@ -466,16 +467,17 @@ def publish_to_store(
         old = _old_record(target, replace=replace) if INDEX_FILE in present else None
         if old != record:
             if old is not None and not replace:
-                raise BuildError(f"{target.url}: holds another index; --replace puts this one in its place")
+                raise BuildError(f"{target.url}: holds another index; use --replace to replace it")
             if foreign := sorted(key for key in present if key != INDEX_FILE and not _OWN.fullmatch(key)):
                 raise BuildError(
-                    f"{target.url}: holds objects that no index has (first: {foreign[0]}); choose another URL"
+                    f"{target.url}: holds objects that are not part of an index (first: {foreign[0]}); "
+                    f"choose another URL"
                 )
             wanted = {f"{part.folder}/{name}" for part in record.parts for name in part.files}
             if gone := sorted(wanted - present):
                 raise BuildError(
-                    f"{target.url}/{gone[0]}: is gone, and {len(gone) - 1:,} others; remove the work folder "
-                    "and build again"
+                    f"{target.url}/{gone[0]}: is missing, as are {len(gone) - 1:,} others; remove the work "
+                    "folder and build again"
                 )
             store.put(INDEX_FILE, _text_of(record))
             replaced = () if old is None else old.parts
@@ -504,11 +506,11 @@ def publish_index(
     sketch: int = SKETCH,
     replace: bool = False,
 ) -> DedupIndex:
-    """Make the folder `target` the index of these parts: what `index_part` wrote, and what it returned.
+    """Publish an index in the folder `target`, from the folders and results of `index_part`.
 
-    `settings` are those of every part. `made_from` is plain data for people: of which recipe and inputs it
-    is. If the very same index is there, nothing is done. BuildError: the target holds another index and
-    `replace` is not set, or other files.
+    `settings` are the settings of all parts. `made_from` is plain data on the recipe and inputs, for display.
+    If the same index is already there, nothing is done. Raises BuildError if the target has another index and
+    `replace` is not set, or if it has other files.
     """
     named = {f"part-{number:05d}": part for number, (_, part) in enumerate(parts)}
     record = _record_of(named, made_from, settings, sketch)
@@ -525,7 +527,7 @@ def publish_index(
         for part, (folder, _) in zip(record.parts, parts, strict=True):
             _fill(unfinished / part.folder, folder)
         publish_bytes(unfinished / INDEX_FILE, _text_of(record))
-        # A crash between the two renames leaves no index; the same command then puts the new one there.
+        # A crash between the two renames leaves no index; the same command then completes the new one.
         if target.exists():
             _remove(replaced)
             target.rename(replaced)
@@ -538,7 +540,7 @@ def publish_index(
 
 
 def _is_published(target: Path, record: IndexRecord, *, replace: bool) -> bool:
-    """Whether exactly this index is there; BuildError if what is there must not be replaced."""
+    """Return whether the target has exactly this index; raises BuildError if it must not be replaced."""
     if not target.exists():
         return False
     names = {INDEX_FILE}
@@ -553,13 +555,14 @@ def _is_published(target: Path, record: IndexRecord, *, replace: bool) -> bool:
             if old.record == record:
                 return True
             if not replace:
-                raise BuildError(f"{target}: holds another index; --replace puts this one in its place")
+                raise BuildError(f"{target}: holds another index; use --replace to replace it")
             names |= {f"{part.folder}/{name}" for part in old.record.parts for name in part.files}
     if not target.is_dir():
         raise BuildError(f"{target}: is not a folder; choose another place")
     if foreign := sorted(set(_file_names(target)) - names):
         raise BuildError(
-            f"{target}: holds files that no index has (first: {foreign[0]}); choose another, or empty it"
+            f"{target}: holds files that are not part of an index (first: {foreign[0]}); choose another "
+            f"folder, or empty it"
         )
     return False
 

@@ -1,4 +1,4 @@
-"""Which fields of a file's first records hold text, ids, URLs and conversations, for a draft of a recipe."""
+"""Finds the fields with text, ids, URLs and conversations in the first records of files, for a draft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardkit.writers.inputs.read_csv import first_rows
 from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 
-_SAMPLED_FILES = 3  # of each ending: the first, one in the middle, the last
+_SAMPLED_FILES = 3  # number of files per extension: the first, one in the middle, the last
 
 
 _SAMPLED_RECORDS = 100
@@ -66,35 +66,35 @@ _PAIRS = (
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What the records of a format hold: the keys of the recipe, and what else there is."""
+    """The fields of an input's records as keys of the recipe, and facts from the sample."""
 
     text: str = "text"
     id: str | None = None
     url: str | None = None
     html: bool = False
     lines: bool = False
-    format: str | None = None  # where the name does not tell it
-    encoding: str | None = None  # where it is UTF-16 and no byte order mark says so
-    messages: str | None = None  # field with a conversation, in place of `text`
-    prompt: str | None = None  # with `completion` in place of `text`
+    format: str | None = None  # the format, if the file name does not show it
+    encoding: str | None = None  # the encoding, if it is UTF-16 without a byte order mark
+    messages: str | None = None  # field with a conversation, instead of `text`
+    prompt: str | None = None  # field with a prompt, with `completion` instead of `text`
     completion: str | None = None
 
     others: Sequence[str] = field(default=(), compare=False)
     beginning: str = field(default="", compare=False)
-    """Of the first text."""
+    """The beginning of the first text."""
     short: float = field(default=0.0, compare=False)
-    """Share of texts in the sample that have fewer than `LEAST_WORDS` words."""
+    """Share of texts in the sample with fewer than `LEAST_WORDS` words."""
 
     @property
     def named(self) -> str:
-        """The fields that hold text, for people."""
+        """The names of the fields with text, for messages."""
         return self.messages or (f"{self.prompt}, {self.completion}" if self.prompt else self.text)
 
 
 def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | None = None) -> Fields | str:
-    """The fields of files of one ending, or what they lack.
+    """Return the fields of files with one extension, or why they have no usable fields.
 
-    `given` is a format that names do not tell, `encoding` one that no byte order mark does.
+    `given` is the format if file names do not show it, `encoding` the encoding if no byte order mark does.
     """
     format, compression = guess_format(files[0].name) or ("", None)
     format = given or format
@@ -104,7 +104,7 @@ def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | Non
     chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}
     samples = [first_records(file, format, compression) for file in list(chosen.values())[:_SAMPLED_FILES]]
     samples = [sample for sample in samples if sample]
-    values: dict[str, list[list[object]]] = defaultdict(list)  # by field, of each file
+    values: dict[str, list[list[object]]] = defaultdict(list)  # by field, one list of values per file
     for sample in samples:
         for name in dict.fromkeys(name for record in sample for name in record):
             values[name].append([record.get(name) for record in sample])
@@ -114,13 +114,13 @@ def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | Non
     if fields is None:
         shared = next((name for name, found in everywhere.items() if _turns(found, "from", "value")), None)
         if shared is None:
-            return "no field of text"
-        return f"conversations of ShareGPT in {shared}: rename their from and value to role and content"
+            return "has no field with text"
+        return f"has conversations of ShareGPT in {shared}: rename their keys from, value to role, content"
     return replace(fields, format=given, encoding=encoding)
 
 
 def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
-    """The fields of conversations, or of prompts and what follows them; None if there are none."""
+    """Return the fields of conversations, or of prompts and completions; None if there are none."""
     others = [name for name in values if name not in ("id", "url")]
     lengths = {name: sum(map(len, _strings(found))) for name, found in values.items()}
     for name, found in values.items():
@@ -129,7 +129,7 @@ def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
     for prompt, completion in _PAIRS:
         rest = [other for other in others if other not in (prompt, completion)]
         pair = [lengths.get(name, 0) for name in (prompt, completion)]
-        # What else is as long, or has another part of the prompt, must not be lost.
+        # Choose a pair only if no other field is as long or has more of the prompt: its text would be lost.
         is_whole = all(lengths.get(name, 0) < sum(pair) for name in rest) and not any(values.get("input", []))
         if all(pair) and is_whole:
             first = readable_text(_strings(values[prompt])[0])
@@ -138,7 +138,7 @@ def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
 
 
 def _turns(values: Sequence[object], *keys: str) -> bool:
-    """Whether values are lists of objects with these keys, apart from nulls."""
+    """Return whether all values, except nulls, are lists of objects with these keys."""
     lists = [value for value in values if value is not None]
     return bool(lists) and all(
         isinstance(value, list)
@@ -149,7 +149,7 @@ def _turns(values: Sequence[object], *keys: str) -> bool:
 
 
 def _choose(values: Mapping[str, list[object]]) -> Fields | None:
-    """Which fields are text, id and URL, by their values in all records of the sample."""
+    """Choose the fields with text, id and URL by their values in all records of the sample."""
     texts = {name: strings for name, found in values.items() if (strings := _strings(found))}
     urls = [name for name, strings in texts.items() if all(map(_URL.fullmatch, strings))]
     ids = [name for name, found in values.items() if _ID_NAME.fullmatch(name) and _distinct(found)]
@@ -173,7 +173,7 @@ def _choose(values: Mapping[str, list[object]]) -> Fields | None:
 
 
 def _strings(values: Sequence[object]) -> list[str]:
-    """The values if they are text, apart from nulls; empty if fewer than half are."""
+    """Return the values that are text; [] if fewer than half are, or if others are not null."""
     strings = [value for value in values if isinstance(value, str) and value]
     others = [value for value in values if value is not None and not isinstance(value, str)]
     return strings if not others and 2 * len(strings) >= len(values) else []
@@ -184,7 +184,7 @@ def _distinct(values: Sequence[object]) -> bool:
 
 
 def first_records(file: InputFile, format: str, compression: str | None) -> list[dict[str, object]]:
-    """The first records, fields of objects inside them as "a.b"; empty if they cannot be read."""
+    """Return the first records, with nested fields as "a.b"; [] if the file cannot be read."""
     try:
         if format == "jsonl":
             parsed = (parsed_json(line) for line in first_lines(file, compression))
@@ -218,7 +218,7 @@ def _rows(file: InputFile, format: str) -> list[dict[str, Any]]:
 
 
 def first_lines(file: InputFile, compression: str | None) -> Iterator[str]:
-    """The lines of the first `_SAMPLE_BYTES` that are complete, or the last one of a shorter file."""
+    """Yield the complete lines in the first `_SAMPLE_BYTES`, and the last line of a shorter file."""
     held, size = b"", 0
     for piece in _first_pieces(file, compression):
         size += len(piece)
@@ -229,7 +229,7 @@ def first_lines(file: InputFile, compression: str | None) -> Iterator[str]:
 
 
 def _first_pieces(file: InputFile, compression: str | None) -> Iterator[bytes]:
-    """The first `_SAMPLE_BYTES` or a little more of a file's content, as UTF-8; up to where it is damaged."""
+    """Yield at least the first `_SAMPLE_BYTES` of a file's content as UTF-8, or up to damage or its end."""
     size = 0
     try:
         with open_input(file) as stored:
@@ -246,7 +246,7 @@ def _first_pieces(file: InputFile, compression: str | None) -> Iterator[bytes]:
 
 
 def _array(file: InputFile, compression: str | None) -> Iterator[dict[str, Any]]:
-    """The objects at the beginning of an array, or of a file with one object after the other."""
+    """Yield the objects at the beginning of an array, or of a file of concatenated objects."""
     text, decoder = "\n".join(first_lines(file, compression)).strip(), json.JSONDecoder()
     at = 1 if text.startswith("[") else 0
     while True:
@@ -275,6 +275,6 @@ def _flat(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def readable_text(text: str) -> str:
-    """The beginning of a text on one line, without characters that end a comment or control a terminal."""
+    """Return the beginning of a text on one line, without line breaks or control characters."""
     line = "".join(filter(str.isprintable, " ".join(text[: 4 * _BEGINNING_CHARACTERS].split())))
     return line if len(line) <= _BEGINNING_CHARACTERS else f"{line[:_BEGINNING_CHARACTERS]}…"

@@ -1,12 +1,12 @@
-"""Drafts a recipe from a look at data: formats, fields and sizes of files, and a sample of their records.
+"""Drafts a recipe from data: from formats, fields and sizes of files, and a sample of their records.
 
-    files of each argument -> by ending: format, records of a few files, fields
-    -> endings with the same fields are one input, whose `exclude` has all other files
+    files of each argument -> by extension: format, records of a few files, fields
+    -> extensions with the same fields become one input, whose `exclude` matches all other files
 
 Fields are found by content. The text is the field with the longest values, or one with a usual name if its
-values are nearly as long. A URL field holds http(s) addresses only; an id field has a name for that and no
-value twice. Of plain and compressed files with JSON lines the first line is tried, so that a MANIFEST.json is
-left out. Nothing else is read but the first MiB of a few files of each ending.
+values are at least a third as long. A URL field has only http(s) addresses; an id field has a typical name
+and no value twice. The first line of each file of JSON lines is parsed, so that a MANIFEST.json is left out.
+Otherwise only the first MiB of a few files per extension is read.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from shardkit.writers.recipe.recipe import recipe_from_mapping
 
 __all__ = ["Draft", "DraftInput", "Fields", "draft_recipe"]
 
-_TRIED_FILES = 256  # of each ending; beyond that, files are taken to be like the others
+_TRIED_FILES = 256  # number of files per extension to examine; more files are assumed to be alike
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """One entry of `inputs`."""
+    """A drafted entry of the recipe's `inputs`."""
 
     path: str
     exclude: Sequence[str]
@@ -65,7 +65,7 @@ class DraftInput:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was found, and the recipe as YAML; `left_out` says why a file is no input, by its name."""
+    """The inputs that were found, and the recipe as YAML; `left_out` has reasons by name of the file."""
 
     inputs: Sequence[DraftInput]
     left_out: Mapping[str, str]
@@ -81,9 +81,9 @@ def draft_recipe(
     bos: str | None = None,
     storage: StorageOptions | None = None,
 ) -> Draft:
-    """A recipe for files, folders, globs and URLs; its relative paths start from `folder`.
+    """Draft a recipe for files, folders, globs and URLs; its relative paths start at `folder`.
 
-    RecipeError if a path matches nothing, or if no file holds documents.
+    Raises RecipeError if a path matches nothing, or if no file has documents.
     """
     inputs: list[DraftInput] = []
     left_out: dict[str, str] = {}
@@ -92,12 +92,15 @@ def draft_recipe(
         inputs += _inputs_at(path, folder, storage, left_out)
     if not inputs:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:5])
-        raise RecipeError(f"{' '.join(data)}: no file holds documents ({reasons})")
+        raise RecipeError(f"{' '.join(data)}: no file has documents ({reasons})")
     return Draft(inputs, left_out, _yaml_of(inputs, tokenizer, eos, bos))
 
 
 def _with_globs(data: Sequence[str]) -> list[str]:
-    """The arguments. Where a shell has listed all files of a folder with one ending, their glob again."""
+    """Return the arguments, with a glob instead of all files of one extension in a folder.
+
+    This restores a glob that the shell has expanded.
+    """
     listed: dict[Path, list[str]] = defaultdict(list)
     for argument in data:
         path = Path(argument)
@@ -111,13 +114,13 @@ def _with_globs(data: Sequence[str]) -> list[str]:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """Relative to the recipe's folder, or absolute if it lies elsewhere altogether."""
+    """Return a path relative to the recipe's folder, or absolute if that needs three or more ".."."""
     relative = Path(os.path.relpath(Path(path).absolute(), folder))
     return str(Path(path).absolute() if relative.parts[:3] == ("..",) * 3 else relative)
 
 
 def _ending(name: str) -> str:
-    """ ".jsonl.gz" of "a.b.jsonl.gz"."""
+    """Return the extension of a name, such as ".jsonl.gz" for "a.b.jsonl.gz"."""
     path = PurePosixPath(name)
     compressed = path.suffix.lower() in COMPRESSIONS
     return (PurePosixPath(path.stem).suffix + path.suffix) if compressed else path.suffix
@@ -126,15 +129,15 @@ def _ending(name: str) -> str:
 def _inputs_at(
     path: str, folder: Path, storage: StorageOptions | None, left_out: dict[str, str]
 ) -> list[DraftInput]:
-    """The inputs for one argument; files that are none go to `left_out`."""
+    """Return the inputs for one argument; adds other files and the reasons to `left_out`."""
     stub = {"inputs": path, "tokenizer": {"path": "x", "eos": "x"}, "output": "x"}
     recipe = recipe_from_mapping(stub, folder=folder)
     named = find_files(recipe, recipe.inputs[0], path, storage)
     left_out |= dict.fromkeys(named.hidden, "its name, or that of its folder, begins with . or _")
     left_out |= named.left_out
-    left_out |= dict.fromkeys(named.held_out, "called like a split that is not to train on")
+    left_out |= dict.fromkeys(named.held_out, "its name is that of a split not meant for training")
     groups: dict[_Group, list[InputFile]] = defaultdict(list)
-    others: dict[str, list[InputFile]] = defaultdict(list)  # of no known format, by ending
+    others: dict[str, list[InputFile]] = defaultdict(list)  # files of unknown format, by extension
     unfit = [named.files[name] for name in named.held_out]
     for name, file in named.files.items():
         if name in named.held_out:
@@ -158,7 +161,7 @@ def _inputs_at(
         if isinstance(fields, Fields):
             found[fields].append(group)
         else:
-            left_out[files[0].name] = f"{fields}, and so {len(files) - 1:,} more" if files[1:] else fields
+            left_out[files[0].name] = f"{fields}, like {len(files) - 1:,} more files" if files[1:] else fields
     if not groups:
         for ending, files in others.items():
             if (as_text := _as_text(files)) is not None:
@@ -180,7 +183,7 @@ def _inputs_at(
 
 
 class _Group(NamedTuple):
-    """Files that are one input: of one ending, with what their names or byte order marks do not tell."""
+    """Files of one extension, and the format and encoding if names and byte order marks do not show them."""
 
     ending: str
     format: str | None
@@ -188,7 +191,7 @@ class _Group(NamedTuple):
 
 
 def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[str]:
-    """Globs that leave out `others` and none of `files`: by ending if possible, else by name."""
+    """Return globs that match all of `others` and none of `files`: by extension if possible, else by name."""
     kept = {PurePosixPath(file.name).name for file in files}
     endings = {_ending(file.name) for file in files}
     globs = set()
@@ -209,22 +212,23 @@ def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[st
 
 
 def _group_of(file: InputFile, ending: str) -> _Group | str:
-    """Return which input a file belongs to, or why it is none."""
+    """Return the group of a file, or why it cannot be an input."""
     known, stored = guess_format(file.name), _head(file)
     if known is None:
         kind = look(stored)
-        return kind.what if not kind.is_text else "not a format that can be read, judged by its name"
+        return kind.what if not kind.is_text else "its name has no known format"
     format, compression = known
-    if format == "mds":  # which begins with a number
+    if format == "mds":  # begins with binary numbers, so its content cannot be examined
         return _Group(ending, None, None)
     if format not in SEEKING:
         compression = compression_in(stored, compression)
     content = look(_head(file, compression))
     if (format, content.kind) != ("jsonl", "json") and (problem := content.problem(format, "inputs[0]")):
         return problem
-    encoding = _unmarked(content) if format in TEXTUAL and format != "html" else None  # pages say their own
+    # HTML pages declare their encoding themselves.
+    encoding = _unmarked(content) if format in TEXTUAL and format != "html" else None
     if encoding is not None and encoding_of(encoding) is None:
-        return f"text in {encoding.upper()} without a byte order mark; convert it to UTF-8"
+        return f"is text in {encoding.upper()} without a byte order mark; convert it to UTF-8"
     if format != "jsonl":
         return _Group(ending, None, encoding)
     if content.kind == "json" and first_records(file, "json", compression):
@@ -240,7 +244,7 @@ def _unmarked(content: FirstBytes) -> str | None:
 
 
 def _as_text(files: Sequence[InputFile]) -> Fields | None:
-    """Fields of files whose names tell no format, each a document; None if one of them is no text."""
+    """Return fields for files of unknown format, each file a document; None if one of them is not text."""
     kinds = [look(_head(file)) for file in files[:_TRIED_FILES]]
     encodings = {_unmarked(kind) for kind in kinds}
     if any(not kind.is_text for kind in kinds) or len(encodings) > 1:
@@ -253,7 +257,7 @@ def _as_text(files: Sequence[InputFile]) -> Fields | None:
 
 
 def _head(file: InputFile, compression: str | None = None) -> bytes:
-    """The first bytes of a file, or of its content; empty if they cannot be read."""
+    """Return the first bytes of a file, or of its decompressed content; b"" if they cannot be read."""
     try:
         with open_input(file) as stored:
             if compression is None:
@@ -299,7 +303,7 @@ output:
 
 
 def _sources(inputs: Sequence[DraftInput]) -> list[str]:
-    """A label for each input: the last part of its path that is no pattern, numbered if others have it."""
+    """Return a unique label per input: the last part of its path without a pattern, numbered if needed."""
     made: list[str] = []
     for entry in inputs:
         parts = [part for part in entry.path.split("/") if part not in ("", ".", "..") and "*" not in part]

@@ -1,13 +1,13 @@
-"""`build`: a recipe to a published dataset.
+"""`build`: makes and publishes the dataset of a recipe.
 
     recipe -> destination, work folder, engine -> splits -> already published? -> enough disk space?
-    -> the steps (stages/graph.py), from reading raw files to shards and what was removed
+    -> the steps (stages/graph.py), from raw files to shards and tables of removed documents
     -> check that the counts add up -> publish: shards, provenance, report, card, and the index last
 
 The same inputs and recipe give the same bytes with any engine, and a build that was killed continues where it
-stopped. Whether the output already has the dataset is decided by content, not by times: by the card's recipe,
-tokenizer and version, and by the digests of the raw inputs, which are read again for this (at the speed of
-the disk, much faster than building).
+stopped. A build finds out by content, not by times, whether the output already has the dataset: it compares
+the card's recipe, tokenizer and version, and the digests of the raw inputs, which it reads again for this (at
+the speed of the disk, much faster than building).
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ def build(
 ) -> BuildResult:
     """Build the dataset of `recipe`: the path of a YAML file, a dict of the same keys, or a Recipe.
 
-    Finished tasks are skipped. Relative paths in a dict start from the current folder. `output` replaces
-    output.path: a folder, relative to the current one, or a URL; `overrides` such as "seed=5" other keys.
-    `engine` to `speculate` say how tasks run (`Execution`) and never change a byte, if the same splits fail.
-    A place with another dataset is refused unless `replace`. RecipeError, BuildError, MissingExtraError.
+    Finished tasks are skipped. Relative paths in a dict start at the current folder. `output` replaces
+    output.path: a folder, relative to the current one, or a URL; `overrides`, such as "seed=5", replace other
+    keys. The arguments `engine` to `speculate` control how tasks run (`Execution`) and never change a byte,
+    if the same splits fail. Without `replace`, an output place with another dataset is an error. Raises
+    RecipeError, BuildError, MissingExtraError.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -137,9 +138,9 @@ def build_unpublished(
     progress: bool = True,
     storage: StorageOptions | None = None,
 ) -> list[BuiltDataset]:
-    """Run all stages of a sample's recipe in the local work folder that it names, and publish nothing.
+    """Run all stages of a sample's recipe in the recipe's local work folder, without publishing.
 
-    Parts of a split may be empty. Raises what `build` would raise.
+    Parts of a split may be empty. Raises the errors that `build` would raise.
     """
     assert recipe.work is not None
     work, splits = Work.at(recipe.resolve(recipe.work)), scan.scan_inputs(recipe, storage)
@@ -153,7 +154,7 @@ def build_unpublished(
 def _listener(
     progress: bool | Callable[[StageProgress], None], recipe: Recipe, work: Work
 ) -> Listener[StageProgress]:
-    """Make the listener of stages; only a display hears of the build as a whole, too."""
+    """Make the listener of stages; only a display also receives the progress of the whole build."""
     if progress is not True:
         return make_listener(progress)
     stages = [*stages_of(recipe), UPLOAD]
@@ -161,7 +162,7 @@ def _listener(
 
 
 def _run_steps(inputs: BuildInputs, runner: Runner) -> list[BuiltDataset]:
-    """Run all steps, with the files of filters and the tokenizer where their tasks find them."""
+    """Put the files of filters and the tokenizer where tasks find them, and run all steps."""
     inputs = place_files(inputs, runner.journal)
     documents = run_build(inputs, runner.run)
     check_unchanged(inputs.splits, documents.input_hashes)
@@ -189,14 +190,14 @@ def _publish_all(
 
 
 def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe, the one that a dict spells, or the one in a YAML file, with some keys replaced."""
+    """Return a recipe, given as such, as a dict or as a YAML file, with some keys replaced."""
     if isinstance(recipe, (str, Path)):
         return load_recipe(recipe, list(overrides))
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
     if isinstance(recipe, Recipe):
         data, folder = recipe.model_dump(mode="json"), recipe.folder
-    else:  # of Python's types, those that YAML has, and paths
+    else:  # the dict may have values of types that YAML has, and paths
         data, folder = json.loads(json.dumps(dict(recipe), default=fspath)), Path.cwd()
     for override in overrides:
         data = apply_override(data, override)
@@ -206,12 +207,15 @@ def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides
 def destinations_of(
     recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
 ) -> list[Path | RemoteOutput]:
-    """The destination of each dataset of the recipe; RecipeError if one cannot be used.
+    """Return the destination of each dataset of the recipe; raises RecipeError if one cannot be used.
 
-    `output` replaces the only one, or the folder of the parts of a split.
+    `output` replaces the path of the only output, or the folder of the parts of a split.
     """
     if output is not None and recipe.outputs:
-        raise RecipeError(f"--output names one place, and the recipe has {len(recipe.outputs)} outputs")
+        raise RecipeError(
+            f"--output is one place, but the recipe has {len(recipe.outputs)} outputs; set outputs[].path "
+            f"instead"
+        )
     found: list[Path | RemoteOutput] = []
     for one in recipe.datasets():
         place = one.output.path
@@ -222,13 +226,13 @@ def destinations_of(
             continue
         folder = recipe.resolve(place) if output is None else local_path(place).absolute()
         if not folder.name:
-            raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
+            raise RecipeError(f"output.path: {folder} cannot hold a dataset; give a folder with a name")
         found.append(folder)
     return found
 
 
 def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOptions | None) -> str:
-    """The work folder if the recipe names none: next to the output, or for a URL in the recipe's folder."""
+    """Return the default work folder: next to the output, or in the recipe's folder if that is a URL."""
     target = destinations_of(recipe, output, storage)[0]
     if isinstance(target, Path):
         return f"{target if recipe.split is None else target.parent}.work"
@@ -239,7 +243,7 @@ def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOpti
 def _scan(
     recipe: Recipe, work: Work, targets: Sequence[Path | RemoteOutput], storage: StorageOptions | None
 ) -> tuple[list[Split], scan.KeptCuts]:
-    """The splits of the inputs, with the help of what the work folder remembers."""
+    """Return the splits of the inputs, reusing the cuts of files recorded in the work folder."""
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     splits = scan.scan_inputs(recipe, storage, kept=cuts)
     places = [target if isinstance(target, Path) else str(target) for target in targets]
@@ -253,14 +257,14 @@ def _keep_cuts(cuts: scan.KeptCuts, work: Work) -> None:
 
 
 def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
-    """RecipeError if an input lies where the build writes: the next one would read the output of this one."""
+    """Raise RecipeError if an input is in a place where the build writes, as later builds would read it."""
     roots = [str(place if is_remote(place) else Path(place).resolve()).rstrip("/") for place in places]
     for split, identity in zip(splits, identities(split.input for split in splits), strict=True):
         for root in roots:
             if identity.startswith(root + "/"):
                 raise RecipeError(
-                    f"inputs[{split.source}].path: {split.file} lies in {root}, where this build writes; "
-                    f"keep inputs, output and work apart"
+                    f"inputs[{split.source}].path: {split.file} is in {root}, where this build writes; use "
+                    f"separate folders for inputs, output and work"
                 )
 
 
@@ -271,9 +275,9 @@ def _published_card(
     replace: bool,
     execution: Execution,
 ) -> DatasetCard | None:
-    """The card of the dataset at `output` if this build would make the same one; None if it has to run.
+    """Return the card of the dataset at `output` if this build would make the same; None if it has to run.
 
-    BuildError if there is another dataset and `replace` is not set, or if a store cannot be reached.
+    Raises BuildError if there is another dataset and `replace` is not set, or a store cannot be reached.
     """
     found = find_published(output)
     if found is None or replace:
@@ -288,17 +292,17 @@ def _published_card(
     if problem is not None or found.contents is None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
-            f"to put this one in its place"
+            f"to replace it"
         )
     finish_published(output, found.contents)
     return found.contents.card
 
 
 def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -> str | None:
-    """Why the card is not that of the dataset of `recipe` that this build makes, or None."""
+    """Return how the dataset of the card differs from the one that this build would make, or None."""
     splits, tokenizer = inputs.splits, inputs.tokenizer
     if card is None or not card.has("recipe_digest"):
-        return "which no recipe made"
+        return "not made by a recipe"
     try:
         if card.recipe_digest != digest_of(recipe.content()):
             return "made by another recipe"
@@ -321,15 +325,15 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
 
 
 def _failed(card: DatasetCard | None, allowed: int) -> str | None:
-    """Describe a dataset that lacks more than `allowed` splits, as their tasks failed; None for others."""
+    """Describe a dataset that lacks more than `allowed` splits because their tasks failed, else None."""
     failed = Count() if card is None else card.funnel.quarantined.get(FAILED_SPLIT, Count())
     return f"made without {failed.documents:,} splits that failed" if failed.documents > allowed else None
 
 
 def _remove_left(recipe: Recipe, work: Work) -> None:
-    """Remove the default work folder if a crash came between publishing and removing it."""
+    """Remove the default work folder if an earlier build crashed between publishing and removing it."""
     if recipe.work is None and work.folder.is_dir():
-        with suppress(BuildError), Journal(work) as journal:  # in use by another build, or not ours: it stays
+        with suppress(BuildError), Journal(work) as journal:  # keep a folder in use, or not of shardkit
             journal.remove()
 
 
@@ -337,7 +341,7 @@ _Shards = list[tuple[Commit, Sequence[ShardInfo]]]
 
 
 def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
-    """The counts of all steps for a dataset of text, and its shards."""
+    """Return the counts of all steps for a dataset of text, and its shards."""
     written = [TEXT.result(commit) for commit in made.texts]
     shards = [one.shards for one in written]
     funnel = Funnel(
@@ -351,7 +355,7 @@ def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 
 def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
-    """The counts of all steps for a dataset of tokens, and its shards."""
+    """Return the counts of all steps for a dataset of tokens, and its shards."""
     recipe = made.recipe
     tokenized = [TOKENIZE.result(commit) for commit in made.tokenized]
     parts = [PACK.result(commit) for commit in made.packed]
@@ -391,7 +395,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 
 def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:
-    """The ledgers of each source by the step that booked them; `last` has that of each split."""
+    """Return one ledger per source for each step; `written` has the ledger per split of the step `last`."""
     of_splits = {"cleaning": [counts.ledger for counts in documents.counts]}
     of_splits |= {"cutting lines": list(documents.cut)} if documents.cut else {}
     of_splits[last] = list(written)
@@ -403,7 +407,7 @@ def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict
 
 
 def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> BuiltDataset:
-    """Assemble one dataset to publish; BuildError if there is no sample."""
+    """Assemble one dataset to publish; raises BuildError if it has no samples."""
     recipe = made.recipe
     funnel, shards = _count_text(documents, made) if recipe.output.is_text else _count_rows(documents, made)
     funnel.check()
@@ -434,9 +438,9 @@ def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> Built
 def _nothing_to_write(recipe: Recipe) -> str:
     if recipe.part in (None, TRAIN):
         if recipe.output.where is not None:
-            return f"output.where: no document has {recipe.output.where}; there is nothing to write"
-        return "no document has any token: there is nothing to write"
-    return f"split: no document is in {recipe.part}; raise its share, or its `similarity`"
+            return f"output.where: no document matches {recipe.output.where}; there is nothing to write"
+        return "no document with a token is left; there is nothing to write"
+    return f"split: no document is in {recipe.part}; raise its share, or raise `similarity`"
 
 
 def publish_dataset(
@@ -447,14 +451,14 @@ def publish_dataset(
     *,
     replace: bool,
 ) -> None:
-    """Put a dataset to its place; BuildError if another driver has taken the work folder over meanwhile."""
+    """Publish a dataset at `target`; raises BuildError if another driver took over the work folder."""
     runner.journal.check_lease()
     files = (dataset.manifest, dataset.links, dataset.texts)
     publish(target, *files, replace=replace, run=runner.run, listener=listener)
 
 
 def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Commit]:
-    """The Parquet files beside the shards, by name in the dataset: commits with that one output each."""
+    """Return commits for the Parquet files next to the shards, by name; each has only that one output."""
     tables = {provenance_name(n): commit for n, commit in enumerate(made.provenance)}
     if not made.has_removed:
         return tables

@@ -1,15 +1,15 @@
 """`shardkit pack`: rows of any length from a token store, without raw text or tokenizer.
 
-A token store is a dataset with `output.format: tokens`: whole documents, one an MDS sample of the column
+A token store is a dataset with `output.format: tokens`: whole documents, one per MDS sample with the column
 `tokens`, in the order of training, with the provenance and the card of any dataset. Builds with a loss mask
-have it in a second column, `loss_mask`. Packing a store repeats stage `pack` and nothing before it, so one
-store gives datasets of many lengths in minutes:
+store it in a second column, `loss_mask`. Packing a store repeats only the stage `pack`, so one store gives
+datasets of many lengths in minutes:
 
     card -> the recipe that would have made the dataset -> partitions -> pack -> provenance -> publish
 
 The result has the same bytes as a build from the raw inputs with that recipe: shards, index, provenance, card
-and report. Partitions are ranges of the documents' hashes, and follow from the card. A task reads its range
-of the store's provenance tables, and from the store's shards the documents that these name.
+and report. Partitions are ranges of the documents' hashes and depend on the card only. A task reads its range
+of the store's provenance tables, and the documents of these tables from the store's shards.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url"
 
 @dataclass(frozen=True)
 class StoreFiles:
-    """Where a token store is, as an argument of tasks; `content` names what is in it."""
+    """The location of a token store, as an argument of tasks; `content` is a digest of its card."""
 
     location: str
     storage: StorageOptions | None
     content: str
 
     def connect(self) -> Store:
-        """The store that its files are read from."""
+        """Return the store with the files of the token store."""
         if is_remote(self.location):
             return connect(self.location, self.storage)
         return LocalStore(Path(self.location))
 
     def open(self) -> _TokenStore:
-        """The index, read once in a process."""
+        """Return the token store with its index, which is read once per process."""
         return _open_store(self)
 
 
@@ -90,14 +90,14 @@ class _TokenStore:
     manifest: Manifest
 
     def shard(self, number: int) -> MdsShard:
-        """A shard, whose bytes are compared with the hashes in the index."""
+        """Read a shard; raises BuildError if its bytes differ from the hashes in the index."""
         info = self.manifest.shards[number]
         name, where = info.stored.basename, f"{self.store.url}/{info.stored.basename}"
         stored = read_object(self.store, name, info.stored.bytes)
         for kind, digest in hash_bytes(stored.data, info.stored.hashes).items():
             if digest != info.stored.hashes[kind]:
-                problem = f"{kind} {digest}, the index states {info.stored.hashes[kind]}"
-                raise BuildError(f"{where}: {problem}; see shardkit verify")
+                problem = f"{kind} is {digest}, but {info.stored.hashes[kind]} in the index"
+                raise BuildError(f"{where}: {problem}; run shardkit verify")
         raw = decompress_shard("mds", info, stored, where) if info.compression else stored
         return shard_from_raw(where, info, raw)
 
@@ -121,9 +121,9 @@ def pack_store(
 ) -> BuildResult:
     """Pack the documents of a token store (a dataset of `output.format: tokens`) into the dataset `output`.
 
-    `overrides` are keys of a recipe's `pack` and `output`, such as "pack.sequence_length=32768". Both places
-    may be URLs. BuildError if `store` is no token store, or if another dataset is at `output` and `replace`
-    is not set; RecipeError. The same call continues.
+    `overrides` set keys of a recipe's `pack` and `output`, such as "pack.sequence_length=32768". Both places
+    may be URLs. After an interruption, the same call continues. Raises BuildError if `store` is not a token
+    store, or if another dataset is at `output` and `replace` is not set; RecipeError for invalid settings.
     """
     start = time.perf_counter()
     location = str(store).rstrip("/") if is_remote(str(store)) else str(local_path(store).absolute())
@@ -144,7 +144,7 @@ def pack_store(
 
 
 def _card_of_store(files: StoreFiles) -> DatasetCard:
-    """The card of a token store; BuildError if it is another dataset, or none."""
+    """Return the card of a token store; raises BuildError if the place has no token store."""
     contents = find_only_contents(files.connect())
     card = None if contents is None else contents.card
     try:
@@ -153,24 +153,24 @@ def _card_of_store(files: StoreFiles) -> DatasetCard:
         kind = None
     if card is None or kind != "tokens":
         raise BuildError(
-            f"{files.location}: is no token store; build one with `output: {{format: tokens, …}}`, or as one "
-            f"of several `outputs`"
+            f"{files.location}: is not a token store; build one with `output: {{format: tokens, …}}`, or as "
+            f"one of several `outputs`"
         )
     return card
 
 
 def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe with which a build would make this dataset from the raw inputs."""
+    """Return the recipe with which a build would make the packed dataset from the raw inputs."""
     routed = {key: value for key, value in card.recipe["output"].items() if key == "where"}
     content = {**content_of(card), "output": {"path": output} | routed, "pack": {}}
     part = content.pop("part", None)
     for override in overrides:
         if not override.startswith(_SETTINGS) or override.startswith("output.path"):
-            raise RecipeError(f"{override}: packing has the settings of a recipe's `pack` and `output` only")
+            raise RecipeError(f"{override}: set only keys of `pack` and `output`, except output.path")
         content = apply_override(content, override)
     recipe = recipe_from_mapping(content, folder=Path.cwd(), name="pack").of_part(part)
     if recipe.output.format not in ("mds", "wds"):
-        raise RecipeError(f"output.format: rows are written as mds or wds, not {recipe.output.format}")
+        raise RecipeError(f"output.format: must be mds or wds for rows, not {recipe.output.format}")
     return recipe
 
 
@@ -210,7 +210,10 @@ def pack_stored(
     partition: int,
     settings: Annotated[PackSettings, RecipeKey()],
 ) -> Packed:
-    """Pack the documents of a store whose hashes lie in [first, stop), `bounds`; they are in its `tables`."""
+    """Pack the documents whose hashes are in the range `bounds` = [first, stop).
+
+    `tables` are the numbers of the store's provenance tables that have these documents.
+    """
     store = files.open()
     parts = [_documents(store, number, bounds, settings.seed) for number in tables]
     documents = pa.concat_tables(parts).combine_chunks()
@@ -228,12 +231,12 @@ PACK_STORED = Stage("pack", "shuffle and pack", pack_stored)
 
 
 def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int) -> pa.Table:
-    """SPILL_SCHEMA, and `shard` and `row` in the store, of a table's documents that lie in the bounds."""
+    """Read the documents of a provenance table within `bounds`: SPILL_SCHEMA, and `shard` and `row`."""
     name = provenance_name(number)
     try:
         table = pq.read_table(pa.BufferReader(pa.py_buffer(read_object(store.store, name))))
     except pa.ArrowException as error:
-        raise BuildError(f"{store.store.url}/{name}: {error}; see shardkit verify") from error
+        raise BuildError(f"{store.store.url}/{name}: {error}; run shardkit verify") from error
     hashes = keyed_hashes(table.column("document_id").to_pylist(), seed, "shuffle")
     inside = (hashes >= np.uint64(bounds[0])) & (hashes <= np.uint64(bounds[1] - 1))
     sizes = table.column("token_end").to_numpy().astype(np.int64)
@@ -245,7 +248,7 @@ def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int
 def _columns(
     store: _TokenStore, documents: pa.Table, types: Mapping[str, np.dtype[Any]]
 ) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64]]:
-    """The documents' tokens and masks one after the other, and where each begins."""
+    """Return the documents' concatenated tokens and masks, and the offset of each document."""
     lengths = documents.column("tokens").to_numpy()
     ends = np.cumsum(lengths)
     columns = {name: np.empty(int(ends[-1]) if len(ends) else 0, dtype) for name, dtype in types.items()}
@@ -257,8 +260,8 @@ def _columns(
             if len(values) != lengths[at]:
                 raise BuildError(
                     f"{store.store.url}: document {documents.column('document_id')[at].as_py().hex()} has "
-                    f"{len(values):,} values in {name}, provenance states {lengths[at]:,} tokens; see "
-                    "shardkit verify"
+                    f"{len(values):,} values in {name}, but {lengths[at]:,} tokens in its provenance table; "
+                    "run shardkit verify"
                 )
             column[starts[at] : ends[at]] = values
     return columns, starts
@@ -273,7 +276,7 @@ def _samples(store: _TokenStore, documents: pa.Table) -> Iterator[dict[str, obje
 
 
 def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Commit]:
-    """Copy the files beside the store's shards that are of the documents, not of their rows, as they are."""
+    """Copy the store's files about documents, such as annotations; files about rows are made anew."""
     of_rows = (REPORT_NAME, f"{PROVENANCE_FOLDER}/")
     names = [name for name in card.file_names if not name.startswith(of_rows)]
     tasks = []
@@ -289,7 +292,7 @@ def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Co
 
 
 def copy_files(folder: Path, files: StoreFiles, names: Sequence[str]) -> None:
-    """Copy files of the store into `folder`."""
+    """Copy files of the token store into `folder`."""
     store = files.open()
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -300,22 +303,22 @@ COPIED = Stage("side_files", "write", copy_files)
 
 
 def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence[Packed]) -> DatasetCard:
-    """The card that a build from the raw inputs would make: what is of documents is as in the store."""
+    """Make the card that a build from the raw inputs would make; facts about documents are the store's."""
     content = recipe.content()
     packed = sums_of(parts)
     tokens = packed["tokens"] + packed.get("cropped", 0)
     if (packed["documents"], tokens) != (card.funnel.kept.documents, card.tokens):
         raise BuildError(
-            f"{packed['documents']:,} documents of {tokens:,} tokens were packed, the store has "
-            f"{card.funnel.kept.documents:,} of {card.tokens:,}; see shardkit verify"
+            f"{packed['documents']:,} documents of {tokens:,} tokens were packed, but the store has "
+            f"{card.funnel.kept.documents:,} of {card.tokens:,}; run shardkit verify"
         )
     trained = sum(part.trained for part in parts)
     booked = trained + sum(part.cropped_trained for part in parts) + packed.get("repeated", 0)
     stored = card.data["trained_tokens"] if recipe.is_masked else card.tokens
     if recipe.has_masked_rows and booked != stored:
         raise BuildError(
-            f"{booked:,} tokens to train on were packed, cropped or masked, the store has {stored:,}; see "
-            "shardkit verify"
+            f"{booked:,} tokens to train on were packed, cropped or masked, but the store has {stored:,}; "
+            "run shardkit verify"
         )
     histograms = {"row_padding": Histogram(), "row_pieces": Histogram()}
     for part in parts:

@@ -1,9 +1,9 @@
-"""`train_classifier`: labelled texts to a fastText model for the `classifier` filter.
+"""`train_classifier`: trains a fastText model on labeled texts, for the `classifier` filter.
 
-A part of the records, chosen by a hash of their text, is held out and tells how good the model is. Training
-is fastText's own code in the package floret, which, unlike others, takes no other package's module name; the
-file is put into fastText's format, so that fastText reads it, too. It runs with one thread and a seed: the
-same records and settings give the same bytes.
+A part of the records, chosen by a hash of their text, is held out to measure the quality of the model.
+Training uses fastText's own code in the package floret, which, unlike other packages of it, does not use the
+module name of another package. The file is converted to fastText's format, so that fastText can read it
+too. Training uses one thread and a seed: the same records and settings give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
 _SPACES = str.maketrans("\n\r\t\v\f\0", "      ")
-_EXTRA_AT, _EXTRA_BYTES = 52, 8  # floret's two numbers among the arguments, which fastText has not
-_PLAIN = struct.pack("<2i", 1, 1)  # words in a table, one hash for each n-gram: as fastText
+_EXTRA_AT, _EXTRA_BYTES = 52, 8  # offset and size of two arguments that floret adds to fastText's format
+_PLAIN = struct.pack("<2i", 1, 1)  # their values for fastText's own method: a word table, one hash per n-gram
 _BATCH_TEXTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """fastText's arguments, with its names in the command line where it has them; n-grams of characters off.
+    """Arguments of fastText; n-grams of characters are not used.
 
     A model takes 4 * dimensions * (words + buckets) bytes.
     """
@@ -51,7 +51,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class LabelQuality:
-    """What the model makes of the held-out documents of one label; None where nothing was to be divided."""
+    """The quality of the model on the held-out documents of one label; None if there were none to measure."""
 
     label: str
     documents: int
@@ -62,7 +62,7 @@ class LabelQuality:
 
 @dataclass(frozen=True)
 class TrainedClassifier:
-    """A model and how good it is on what it was not trained on."""
+    """A trained model and its quality on the held-out documents."""
 
     path: str
     bytes: int
@@ -72,7 +72,7 @@ class TrainedClassifier:
     labels: tuple[LabelQuality, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
@@ -84,9 +84,9 @@ def train_classifier(
     label: str = "label",
     settings: TrainingSettings | None = None,
 ) -> TrainedClassifier:
-    """Train on JSONL records that have the fields `text` and `label`, and write the model to `output`.
+    """Train on JSONL records with the fields `text` and `label`, and write the model to `output`.
 
-    Raises BuildError for a record that cannot be used, MissingExtraError without floret.
+    Raises BuildError for a record that cannot be used, and MissingExtraError if floret is not installed.
     """
     settings, output = settings or TrainingSettings(), local_path(output)
     floret = _floret()
@@ -94,7 +94,7 @@ def train_classifier(
     held_out = [_is_held_out(one, settings) for one, _ in records]
     trained = Counter(name for (_, name), out in zip(records, held_out, strict=True) if not out)
     if len(trained) < 2:
-        raise BuildError(f"{labelled}: a classifier needs documents of two labels, there are {len(trained)}")
+        raise BuildError(f"{labelled}: a classifier needs documents of two labels, found {len(trained)}")
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         train, model = Path(folder, "train.txt"), Path(folder, "model.bin")
         with train.open("w", encoding="utf-8", newline="") as file:
@@ -103,7 +103,7 @@ def train_classifier(
                     file.write(f"{LABEL_PREFIX}{name} {_line(one)}\n")
         try:
             floret.train_supervised(str(train), **_arguments(settings)).save_model(str(model))
-        except (RuntimeError, ValueError) as error:  # such as: the learning rate was too high
+        except (RuntimeError, ValueError) as error:  # for example, the learning rate was too high
             raise BuildError(f"{labelled}: fastText cannot train on it: {error}") from error
         _as_fasttext(model)
         result = _measure(model, output, records, held_out)
@@ -115,7 +115,7 @@ def _floret() -> Any:
     try:
         import floret
     except ImportError as error:
-        purpose = "training a classifier (on Python 3.13 pip builds floret, which takes a C++ compiler)"
+        purpose = "training a classifier (on Python 3.13, pip builds floret, which requires a C++ compiler)"
         raise MissingExtraError("floret", "classifier", purpose) from error
     return floret
 
@@ -135,7 +135,7 @@ def _arguments(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def _records(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
-    """(text, label) of each record."""
+    """Yield (text, label) of each record."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file):
@@ -151,10 +151,10 @@ def _record(line: bytes, text: str, label: str, where: str) -> tuple[str, str]:
     except ValueError as error:
         raise BuildError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(text), str):
-        raise BuildError(f"{where} has no text under {text!r}; name its field")
+        raise BuildError(f"{where} has no text in field {text!r}; set `text` to the name of the field")
     name = record.get(label)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise BuildError(f"{where} has no label under {label!r}: it must be a string or a whole number")
+        raise BuildError(f"{where} has no label in field {label!r}; it must be a string or a whole number")
     name = str(name).removeprefix(LABEL_PREFIX)
     if not name or name.translate(_SPACES).strip() != name or " " in name:
         raise BuildError(f"{where}: label {name!r} is empty or has white space, which fastText forbids")
@@ -167,13 +167,13 @@ def _is_held_out(text: str, settings: TrainingSettings) -> bool:
 
 
 def _line(text: str) -> str:
-    """A text as fastText takes it: one line, no word of which is a label or the end of a line."""
+    """Return a text as one line for fastText, without words that it takes for a label or a line end."""
     plain = text.translate(_SPACES).replace("</s>", " ").replace(LABEL_PREFIX, " ")
     return plain.encode(errors="replace").decode()
 
 
 def _as_fasttext(path: Path) -> None:
-    """Take floret's two numbers out of a model's arguments."""
+    """Remove floret's two additional arguments from a model file, so that it is in fastText's format."""
     data = path.read_bytes()
     assert data[_EXTRA_AT : _EXTRA_AT + _EXTRA_BYTES] == _PLAIN, "not a model of floret 0.10"
     path.write_bytes(data[:_EXTRA_AT] + data[_EXTRA_AT + _EXTRA_BYTES :])

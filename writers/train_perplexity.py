@@ -1,13 +1,13 @@
-"""`train_perplexity`: texts to a language model for the `perplexity` filter, without a compiler.
+"""`train_perplexity`: trains a language model on texts, for the `perplexity` filter, without a compiler.
 
-The model is one of n-grams of words with interpolated modified Kneser-Ney smoothing (Chen and Goodman 1998),
-written as an ARPA file. It has the n-grams that KenLM's lmplz finds, with its log10 probabilities to 1e-5.
-Words and sentences are those of the filter. The longest n-grams and those that begin a sentence count as
-often as they occur, others as often as another word stands before them. Where a text is too small to estimate
-the discounts of an order, they are lmplz's fallback.
+It is a model of word n-grams with interpolated modified Kneser-Ney smoothing (Chen and Goodman 1998), written
+as an ARPA file. It has the same n-grams as a model of KenLM's lmplz, and its log10 probabilities to 1e-5.
+Texts are split into words and sentences as in the filter. The count of an n-gram is the number of its
+occurrences if it is of the highest order or begins a sentence, else the number of different words before it.
+If a text is too small to estimate the discounts of an order, lmplz's fallback discounts are used.
 
-All n-grams of the text are held in memory: with five orders about 200 bytes for each word of it. lmplz sorts
-on the disk, so it is for larger texts; a filter does not need them.
+All n-grams of the text are kept in memory: with order 5, about 200 bytes per word of text. For larger texts
+use lmplz, which sorts on disk; a filter does not need them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardkit.writers.kernels.words import normalized_words
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _UNKNOWN, _BEGIN, _END = range(3)
 _FALLBACK = (0.5, 1.0, 1.5)
-_MAX_ORDER = 10  # far beyond any use
-_MAX_WORD = 1000  # characters; longer ones are data, and would make lines that no reader takes
+_MAX_ORDER = 10  # far above any useful order
+_MAX_WORD = 1000  # characters; longer words are data, and would make lines too long for readers of ARPA files
 _CHUNK = 1 << 16
 
 _Ints = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TrainedPerplexity:
-    """A model, and what it was made of. `fallback` are the orders whose discounts could not be estimated."""
+    """A trained model and its counts; `fallback` lists the orders whose discounts could not be estimated."""
 
     path: str
     bytes: int
@@ -50,8 +50,8 @@ class TrainedPerplexity:
 
 
 class _Ngrams(NamedTuple):
-    """The n-grams of one order: numbers of the shorter ones that each begins and ends with, its last word,
-    how often it occurs, and whether it begins a sentence."""
+    """The n-grams of one order: the indices of the (n-1)-grams that begin and end each, its last word, its
+    number of occurrences, and whether it begins a sentence."""
 
     prefixes: _Ints
     suffixes: _Ints
@@ -67,12 +67,12 @@ def train_perplexity(
     order: int = 5,
     words: Literal["normalized", "white_space"] = "normalized",
 ) -> TrainedPerplexity:
-    """Train on texts, each line of which is a sentence, and write the model to `output`, an ARPA file.
+    """Train on texts, where each line is a sentence, and write the model to `output` as an ARPA file.
 
-    `words` are those of the filter's setting. Raises BuildError if there is no word.
+    `words` is the setting of the filter. Raises BuildError if the texts have no words.
     """
     if not 2 <= order <= _MAX_ORDER:
-        raise ValueError(f"order is {order}; models of n-grams have 2 to {_MAX_ORDER}")
+        raise ValueError(f"order is {order}; it must be from 2 to {_MAX_ORDER}")
     output = local_path(output)
     tokens, vocabulary = _tokens(texts, normalized_words if words == "normalized" else str.split)
     sentences = tokens.count(_BEGIN)
@@ -98,7 +98,7 @@ def train_perplexity(
 
 
 def _tokens(texts: Iterable[str], split: Callable[[str], list[str]]) -> tuple[array[int], list[str]]:
-    """Split texts: (numbers of the words of all sentences, with beginnings and ends; the words)."""
+    """Split texts; return the word ids of all sentences, with begin and end marks, and the vocabulary."""
     numbers = {word: number for number, word in enumerate(_SPECIAL)}
     tokens = array("i")
     for text in texts:
@@ -113,11 +113,11 @@ def _tokens(texts: Iterable[str], split: Callable[[str], list[str]]) -> tuple[ar
 
 
 def _count(tokens: _Ints, words: int, order: int) -> list[_Ngrams]:
-    """Find and count the n-grams of two words, of three, and so on."""
+    """Find and count the n-grams of each order from 2 to `order`."""
     begins = np.flatnonzero(tokens == _BEGIN)
     lengths = np.diff(np.append(begins, len(tokens)))
-    offsets = np.arange(len(tokens)) - np.repeat(begins, lengths)  # in the sentence
-    numbers, levels = tokens, []  # of the n-gram that ends at each token
+    offsets = np.arange(len(tokens)) - np.repeat(begins, lengths)  # offset of each token in its sentence
+    numbers, levels = tokens, []  # index of the n-gram that ends at each token
     for size in range(2, order + 1):
         ends = np.flatnonzero(offsets >= size - 1)
         keys = numbers[ends - 1] * words + tokens[ends]
@@ -131,7 +131,10 @@ def _count(tokens: _Ints, words: int, order: int) -> list[_Ngrams]:
 
 
 def _adjusted(levels: list[_Ngrams]) -> Iterator[_Ints]:
-    """Count the words before each n-gram, or its occurrences if it begins a sentence or is longest."""
+    """Yield, per order, the numbers of different words before n-grams, or their occurrences.
+
+    Occurrences are counted for n-grams that begin a sentence, or are of the highest order.
+    """
     for level, longer in zip(levels, [*levels[1:], None], strict=True):
         if longer is None:
             yield level.counts
@@ -141,7 +144,7 @@ def _adjusted(levels: list[_Ngrams]) -> Iterator[_Ints]:
 
 
 def _discounts(counts: _Ints) -> tuple[float, float, float] | None:
-    """Estimate what to take off counts of 1, 2 and more; None where the counts do not tell."""
+    """Estimate the discounts of counts 1, 2 and more; return None if the counts do not suffice."""
     seen = [int((counts == count).sum()) for count in range(5)]
     if not all(seen[1:4]):
         return None
@@ -153,10 +156,10 @@ def _discounts(counts: _Ints) -> tuple[float, float, float] | None:
 def _arpa(
     vocabulary: list[str], levels: list[_Ngrams], counts: list[_Ints], discounts: list[_Floats]
 ) -> Iterator[str]:
-    """Yield the text of the file."""
+    """Yield the text of the ARPA file."""
     yield "\\data\\\n" + "".join(f"ngram {size}={len(one)}\n" for size, one in enumerate(counts, 1))
     taken = discounts[0][np.minimum(counts[0], 3)]
-    # What discounts leave is shared by all words, of which <unk> is one, but not <s>.
+    # The discounted probability is distributed over all words, including <unk> but not <s>.
     probs = (counts[0] - taken + taken.sum() / (len(vocabulary) - 1)) / counts[0].sum()
     probs[_BEGIN] = 1
     for place, level in enumerate(levels):
@@ -175,7 +178,7 @@ def _arpa(
 def _section(
     vocabulary: list[str], levels: list[_Ngrams], probs: _Floats, backoffs: _Floats | None
 ) -> Iterator[str]:
-    """Yield the n-grams of one order; `levels` are those of its words after the first."""
+    """Yield the section of one order; `levels` has the n-grams of orders 2 up to this order."""
     yield f"\n\\{len(levels) + 1}-grams:\n"
     for first in range(0, len(probs), _CHUNK):
         part = slice(first, first + _CHUNK)

@@ -147,7 +147,7 @@ def test_labels_are_chosen_and_numbers_are_bounded(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Bounds], str]] = [
         ({"language/label": (0, 1)}, "a set of labels"),
         ({"language/score": {"en"}}, r"\(least, greatest\)"),
-        ({"language/scores": (0, 1)}, "no rule 'language/scores' has values; there are language/label, lang"),
+        ({"language/scores": (0, 1)}, "has no values of rule 'language/scores'; rules: language/label, lang"),
     ]
     for bounds, message in wrong:
         with pytest.raises(ShardkitError, match=message):
@@ -165,5 +165,5 @@ def test_a_rule_whose_values_change_their_kind_is_named(tmp_path: Path) -> None:
             if values.dtype.kind == "f":
                 file.write(batch, filtered)
                 continue
-            with pytest.raises(BuildError, match="user/score: double, user/score: string: a rule"):
+            with pytest.raises(BuildError, match="user/score: double, user/score: string: differs"):
                 file.write(batch, filtered)

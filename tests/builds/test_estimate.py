@@ -204,7 +204,7 @@ def test_a_sample_that_tells_nothing_stops_no_build(tmp_path: Path, set_free: Ca
     recipe = make_corpus(tmp_path, 40)
     set_free(20_000)
     read = look(load_recipe(recipe, ["filters=[{length: {min_words: 1000}}]"]))
-    with pytest.warns(RuntimeWarning, match="is not known: no document is left") as caught:
+    with pytest.warns(RuntimeWarning, match="fits on its disks: no document is left") as caught:
         assert check_disk(read, Work.at(tmp_path / "work"), None, Execution(workers=1)) == []
     assert caught[0].filename == __file__
 

@@ -177,7 +177,7 @@ def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(f"shardkit.writers.{module}.code_version", lambda: "newer")
     for count, reasons in to_run(explain(recipe)).values():
         assert count
-        assert all(reason.startswith("code: not made by this version of shardkit") for reason in reasons)
+        assert all(reason.startswith("code: made by another version of shardkit") for reason in reasons)
 
 
 def test_cleaning_keeps_what_the_recipe_uses_and_an_earlier_recipe_builds_again(recipe: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_split_that_kills_its_worker_twice_is_quarantined_and_not_tried_again(
     assert "killed by SIGKILL" in texts[0]
     assert texts[0].endswith("; it runs again")
     assert texts[1].endswith("in 2 attempts")
-    assert texts[2].endswith("the build goes on without it (1 of 1 that max_failed_splits allows)")
+    assert texts[2].endswith("the build continues without it (1 of 1 failures that max_failed_splits allows)")
 
     size = (recipe.parent / "poison-0.jsonl.gz").stat().st_size
     assert made.funnel.quarantined == {"failed_split": Count(1, size)}
@@ -144,7 +144,7 @@ def test_hanging_and_dying_give_the_same_bytes_with_any_number_of_workers(
     shutil.rmtree(tmp_path / "corpus" / "work")
     place = poison("hang")
     begin = time.monotonic()
-    with pytest.warns(RuntimeWarning, match="was not done after 5 s"):
+    with pytest.warns(RuntimeWarning, match="did not finish within 5 s"):
         hung = make(recipe, "max_failed_splits=2", workers=1, task_seconds=5.0)
     assert time.monotonic() - begin < 120
     assert attempts(place) == 4
@@ -160,7 +160,7 @@ def test_ray_loses_a_worker_and_a_node_and_gives_up_the_split_that_processes_her
     near = recipe.read_text().replace("dedup: {exact: {}}", "dedup: {exact: {}, near: {}}")
     recipe.write_text(near + "memory: 512MB\n")
     poison("die")
-    with pytest.warns(RuntimeWarning, match="the build goes on without it"):
+    with pytest.warns(RuntimeWarning, match="the build continues without it"):
         expected = make(recipe, ONE, workers=1)
     expected_bytes = tree(expected.output)
     monkeypatch.setattr(engine_ray, "FIRST_PAUSE_SECONDS", 0.1)
@@ -200,7 +200,7 @@ def test_one_failed_split_more_than_allowed_ends_the_build_and_gives_none_up(
     tmp_path: Path, failing_readers: list[str]
 ) -> None:
     recipe = make_poisoned(tmp_path / "corpus", 2)
-    message = r"2 tasks failed, max_failed_splits allows 1; .*\n.*poison-0.*cannot parse\n.*poison-1"
+    message = r"2 tasks failed, but max_failed_splits allows 1; .*\n.*poison-0.*cannot parse\n.*poison-1"
     for attempt in (1, 2):
         with pytest.warns(RuntimeWarning, match="1 of 1"), pytest.raises(BuildError, match=message):
             make(recipe, ONE)

@@ -285,10 +285,10 @@ def test_groups_of_one_hash_and_documents_of_none_stay_apart() -> None:
     [
         ("owner", {}, "group: no input keeps a field 'owner'; add it to inputs"),
         (STARCODER | {"title": "name"}, {}, "group: no input keeps a field 'name'"),
-        ({"by": "repo", "begin": NAME}, {}, "group.*separator: is missing; it ends what `begin` begins"),
+        ({"by": "repo", "begin": NAME}, {}, "group.*separator: is missing; it must follow"),
         (STARCODER | {"separator": NAME}, {}, "begin and separator are the same token"),
         (STARCODER | {"separator": "<sep>"}, {}, "group: .* has no special token '<sep>'"),
-        ("repo", {"pack": {"strategy": "best_fit_crop"}}, "group: is not for pack.strategy: best_fit_crop"),
+        ("repo", {"pack": {"strategy": "best_fit_crop"}}, "group: cannot be used with pack.strategy"),
         (
             "repo",
             {"output": {"path": "o", "format": "tokens"}},

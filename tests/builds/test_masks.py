@@ -171,7 +171,7 @@ def test_a_store_whose_masks_do_not_fit_its_card_is_refused(
     card = json.loads((copy / "dataset.json").read_text())
     card["trained_tokens"] += 1
     (copy / "dataset.json").write_text(json.dumps(card))
-    with pytest.raises(BuildError, match=r"tokens to train on were packed, cropped or masked, the store"):
+    with pytest.raises(BuildError, match=r"tokens to train on were packed, cropped or masked, but the store"):
         pack_store(copy, tmp_path / "out", workers=1, progress=False)
 
 

@@ -178,10 +178,10 @@ def test_text_needs_no_tokenizer_and_rows_do(
     [
         ({"output": "a", "outputs": ["b"]}, "give `output`, or a list of `outputs`"),
         ({}, "give `output`, or a list of `outputs`"),
-        ({"outputs": ["a", "a/b"]}, r"outputs\[1\].path: a/b is, lies in or holds another output"),
+        ({"outputs": ["a", "a/b"]}, r"outputs\[1\].path: a/b is the same as, inside of or around another"),
         ({"output": {"path": "a", "format": "jsonl", "pack": {}}}, "pack is for rows of tokens"),
-        ({"output": {"path": "a", "format": "parquet", "compression": "zstd"}}, "compressed by zstd within"),
-        ({"output": {"path": "a", "format": "jsonl", "compression": "br"}}, "by zstd or gz"),
+        ({"output": {"path": "a", "format": "parquet", "compression": "zstd"}}, "always use zstd internally"),
+        ({"output": {"path": "a", "format": "jsonl", "compression": "br"}}, "must be zstd or gz"),
     ],
 )
 def test_outputs_that_cannot_be_meant_are_refused(
@@ -192,7 +192,7 @@ def test_outputs_that_cannot_be_meant_are_refused(
 
 
 def test_one_place_for_several_outputs_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="names one place, and the recipe has 2 outputs"):
+    with pytest.raises(RecipeError, match="is one place, but the recipe has 2 outputs"):
         build(recipe | {"outputs": ["a", "b"]}, output=tmp_path, workers=1, progress=False)
 
 
@@ -287,11 +287,9 @@ def test_the_command_packs_and_says_what_it_made(
     assert facts["sequence_length"] == 128
     assert shardkit.verify(tmp_path / "out").ok
     assert main(["pack", str(together / "short"), str(tmp_path / "b"), "--quiet"]) == 1
-    assert "is no token store; build one with `output: {format: tokens" in capsys.readouterr().err
+    assert "is not a token store; build one with `output: {format: tokens" in capsys.readouterr().err
     assert main([*words[:3], "--set", "seed=4", "--quiet"]) == 2
-    assert (
-        "seed=4: packing has the settings of a recipe's `pack` and `output` only" in capsys.readouterr().err
-    )
+    assert "seed=4: set only keys of `pack` and `output`, except output.path" in capsys.readouterr().err
 
 
 def test_a_token_store_is_a_dataset_whose_samples_are_documents(together: Path) -> None:
@@ -347,8 +345,8 @@ def test_text_is_annotated_only_if_filters_have_values(
 @pytest.mark.parametrize(
     ("where", "problem"),
     [
-        ({"source": "wiki"}, r"output.where: there is no source 'wiki'; there are plain, tables, zipped"),
-        ({"language": "de"}, "only the `language` filter knows languages"),
+        ({"source": "wiki"}, r"output.where: there is no source 'wiki'; sources: plain, tables, zipped"),
+        ({"language": "de"}, "languages are known only with the `language` filter"),
         ({"bucket": "high"}, "no input keeps a field 'bucket'; add it to"),
     ],
 )

@@ -300,7 +300,7 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             {"data/a.jsonl": b'{"text": "a b c d"}\n'},
             ["inputs=[{path: data}]", "output.path=data"],
             RecipeError,
-            r"inputs\[0\]\.path: data/a\.jsonl lies in .*keep inputs",
+            r"inputs\[0\]\.path: data/a\.jsonl is in .*use separate folders",
         ),
         (
             {"home/letter.txt": b""},

@@ -200,11 +200,11 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"inputs": [{"path": "s3://"}]}, "inputs[0].path: 's3://' is not a valid URL"),
         (
             {"inputs": [{"path": "a", "base": "s3://b"}]},
-            "inputs[0]: base is a folder above the path, or a URL",
+            "inputs[0]: base must be a folder above the path, or a URL",
         ),
         (
             {"inputs": [{"path": "s3://b/a", "base": "b"}]},
-            "inputs[0]: base is a folder above the path, or a URL",
+            "inputs[0]: base must be a folder above the path, or a URL",
         ),
         ({"output": {"path": "s3://"}}, "output.path: 's3://' is not a valid URL"),
         ({"output": {"path": "$OUT/x"}}, "output.path: '$OUT/x' begins with a variable"),
@@ -219,7 +219,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
             {"dedup": {"near": {"scope": {"field": "dump"}}}},
             "dedup.near.scope: no input keeps a field 'dump'",
         ),
-        ({"dedup": {"near": {"scope": "language"}}}, "dedup.near.scope: only the `language` filter knows"),
+        ({"dedup": {"near": {"scope": "language"}}}, "dedup.near.scope: languages are known only"),
         ({"dedup": {"near": {"scope": "host"}}}, "dedup.near.scope: should be"),
         ({"dedup": {"url": {"drop_parameters": ["*_id"]}}}, "dedup.url.drop_parameters[0]: should"),
         ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
@@ -229,7 +229,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ),
         ({"output": {"path": "o", "hashes": ["xxh9"]}}, "output.hashes[0]: unknown hash 'xxh9'"),
         ({"output": {"path": "o", "compression": "rar"}}, "output.compression: "),
-        ({"output": {"path": "o", "format": "wds", "compression": "zstd"}}, "tar shards are plain"),
+        ({"output": {"path": "o", "format": "wds", "compression": "zstd"}}, "tar shards are never"),
         (
             {"output": {"path": "o", "format": "tar"}},
             "output.format: should be 'mds', 'wds', 'parquet', 'jsonl' or 'tokens', got 'tar'",

@@ -146,7 +146,7 @@ def test_packing_a_store_of_some_documents_gives_the_bytes_of_a_build_of_these(
 @pytest.mark.parametrize(
     ("where", "problem"),
     [
-        ({"source": {"min": 2}}, "output.where: source is no number; give the values"),
+        ({"source": {"min": 2}}, "output.where: source is not a number; give a list of values"),
         ({"copies": {"min": 3, "max": 2}}, "min 3 is more than max 2"),
         ({"copies": {"least": 3}}, "unknown key"),
     ],

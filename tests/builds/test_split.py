@@ -204,8 +204,8 @@ def test_a_part_does_not_depend_on_parts_after_it(inputs: list[dict[str, str]], 
 @pytest.mark.parametrize(
     ("split", "problem"),
     [
-        ({"train": 0.1}, "train is the name of what is left"),
-        ({"a": 0.5, "b": 0.5}, "the parts take everything"),
+        ({"train": 0.1}, "train is the name of the rest"),
+        ({"a": 0.5, "b": 0.5}, "the shares of the parts add up to 1 or more"),
         ({"validation": 2.0}, "write a share such as 0.1% or 0.001, or a number of documents, not 2.0"),
         ({"validation": "all"}, "write a share such as 0.1%"),
         ({"validation": {"wiki": 0.1}}, "there is no source 'wiki'; there are web, books"),

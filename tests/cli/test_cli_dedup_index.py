@@ -58,7 +58,7 @@ def test_the_index_of_a_recipe_is_made_once_and_named_in_json(
     assert (result["location"], result["digest"]) == (str(place), index.digest)
     assert result["documents"] + sum(result["removed"].values()) == 115
     assert main([*words, "--set", "dedup.near.similarity=0.7"]) == 1
-    assert "holds another index; --replace puts" in capfd.readouterr().err
+    assert "holds another index; use --replace" in capfd.readouterr().err
     assert main([*words, "--set", "dedup.near.similarity=0.7", "--replace"]) == 0
     assert f"{place} holds the signatures of {result['documents']} documents" in capfd.readouterr().err
 

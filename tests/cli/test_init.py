@@ -54,7 +54,7 @@ def test_the_recipe_that_init_writes_builds_what_is_there(
     (tmp_path / "data/README.md").write_text("# Data")
     assert main(["init", "data"]) == 0
     shown = capsys.readouterr().out
-    assert "left out: data/MANIFEST.json: no field of text" in shown
+    assert "left out: data/MANIFEST.json: has no field with text" in shown
     assert "shardkit build recipe.yaml --limit 1000" in shown
     recipe = load_recipe("recipe.yaml")
     lines, table = recipe.inputs
@@ -123,12 +123,12 @@ def test_files_that_a_shell_listed_are_one_input(tmp_path: Path, monkeypatch: py
     ("name", "content", "message"),
     [
         ("a.pdf", "%PDF-1.4\n", "a.pdf: a PDF document"),
-        ("a.jsonl", '{"n": 1}\n', "a.jsonl: no field of text"),
-        ("a.json", '[{"n": 1}]', "a.json: no field of text"),
+        ("a.jsonl", '{"n": 1}\n', "a.jsonl: has no field with text"),
+        ("a.json", '[{"n": 1}]', "a.json: has no field with text"),
         (
             "a.jsonl",
             '{"conversations": [{"from": "human", "value": "hi"}]}',
-            "conversations of ShareGPT in co",
+            "has conversations of ShareGPT in co",
         ),
         (
             "a.txt",
@@ -143,7 +143,7 @@ def test_data_without_documents_is_refused(
     (tmp_path / name).write_text(content)
     assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml")]) == 2
     error = capsys.readouterr().err
-    assert "no file holds documents" in error
+    assert "no file has documents" in error
     assert message in error
     assert not (tmp_path / "recipe.yaml").exists()
 
@@ -246,7 +246,7 @@ def test_files_that_are_left_out_are_named(tmp_path: Path, capsys: pytest.Captur
     write_lines(tmp_path / "in/_more.jsonl", [record(3)])
     assert main(["init", str(tmp_path / "in"), "--output", str(tmp_path / "r.yaml")]) == 0
     shown = capsys.readouterr().out
-    assert "in/test.jsonl: called like a split that is not to train on" in shown
+    assert "in/test.jsonl: its name is that of a split not meant for training" in shown
     assert "in/_more.jsonl: its name, or that of its folder, begins with . or _" in shown
 
 

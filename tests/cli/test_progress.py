@@ -81,7 +81,7 @@ def test_compiling_is_said_at_once_and_once(capsys: pytest.CaptureFixture[str]) 
         listener(StageProgress("clean", 2, 2, 0, 0, 0, 3.0, compile_seconds=1.5))
     assert capsys.readouterr().err.splitlines() == [
         "clean: 0 of 2 tasks, compiling kernels …",
-        "clean: 2 of 2 tasks, 0:00:03 in all, 1.5 s of it compiling kernels, which are kept",
+        "clean: 2 of 2 tasks, 0:00:03 in all, 1.5 s of it compiling kernels, which are cached",
     ]
 
 

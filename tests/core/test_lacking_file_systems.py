@@ -354,7 +354,7 @@ def test_a_build_gives_the_same_dataset_without_these_calls(
 @pytest.mark.parametrize(
     ("lacks", "number", "problem"),
     [
-        ("flock", ENOLCK, r"out\.work: cannot be used as work folder: .*\(flock\).*; `work` names another"),
+        ("flock", ENOLCK, r"out\.work: cannot be used as work folder: .*\(flock\).*; set `work` to another"),
         pytest.param("flock", ENOSYS, r"\(flock\)", marks=pytest.mark.extended),
         pytest.param(
             *("move_folders", ENOSYS, r"cannot rename folders; use a folder on a local disk"),

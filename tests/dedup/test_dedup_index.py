@@ -331,7 +331,7 @@ def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> 
     before, number = tree(folder_of(first)), record.stat().st_ino
     made_index(tmp_path)
     assert record.stat().st_ino == number  # the very same index: not touched
-    with pytest.raises(BuildError, match="holds another index; --replace"):
+    with pytest.raises(BuildError, match="holds another index; use --replace"):
         made_index(tmp_path, texts=[TEXTS])
     assert tree(folder_of(first)) == before
     made_index(tmp_path, texts=[TEXTS], replace=True)
@@ -349,7 +349,7 @@ def test_a_damaged_index_can_be_replaced(index: DedupIndex) -> None:
 
 def test_files_that_no_index_has_are_never_removed(index: DedupIndex, tmp_path: Path) -> None:
     (folder_of(index) / "part-00000" / "notes.txt").write_text("mine")
-    with pytest.raises(BuildError, match=r"no index has \(first: part-00000/notes.txt\)"):
+    with pytest.raises(BuildError, match=r"not part of an index \(first: part-00000/notes.txt\)"):
         made_index(folder_of(index).parent, texts=[TEXTS], replace=True)
     (tmp_path / "other" / "index").mkdir(parents=True)
     made_index(tmp_path / "other")  # an empty folder is no obstacle

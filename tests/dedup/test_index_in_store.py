@@ -119,7 +119,7 @@ def test_an_index_appears_last_and_is_replaced_only_on_request(tmp_path: Path, s
     first = put_index(parts, store.url)
     assert put_index(parts, store.url).record == first.record
     other = make_parts(tmp_path / "other", count=3, first=100)
-    with pytest.raises(BuildError, match="holds another index; --replace"):
+    with pytest.raises(BuildError, match="holds another index; use --replace"):
         put_index(other, store.url)
     assert open_index(store.url).record == first.record
     second = put_index(other, store.url, replace=True)
@@ -145,7 +145,7 @@ def test_missing_parts_foreign_objects_and_other_sizes_are_named(tmp_path: Path,
         open_index(store.url)
     other = MemoryStore("memory://index-beside-others")
     other.put("notes.txt", b"mine")
-    with pytest.raises(BuildError, match=r"holds objects that no index has \(first: notes.txt\)"):
+    with pytest.raises(BuildError, match=r"holds objects that are not part of an index \(first: notes.txt\)"):
         put_index(parts, other.url)
 
 

@@ -164,7 +164,7 @@ def test_a_task_that_hangs_again_ends_the_build_with_its_name(
     with (
         LocalEngine(1, task_seconds=0.5) as engine,
         pytest.warns(RuntimeWarning),
-        pytest.raises(BuildError, match=r"task stage/hang-0: was not done after 0.5 s, in 2 attempts"),
+        pytest.raises(BuildError, match=r"task stage/hang-0: did not finish within 0.5 s, in 2 attempts"),
     ):
         run_all(engine, [make_task(tasks, "hang", tmp_path, 9)], work)
     assert len(list(tmp_path.glob("try-*"))) == 2
@@ -253,7 +253,7 @@ def test_workers_end_with_the_build(tmp_path: Path, tasks: ModuleType, number: s
 
 @pytest.mark.parametrize("workers", [0, -1, 1000])
 def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
-    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 256"):
+    with pytest.raises(BuildError, match=f"{workers} workers; give between 1 and 256"):
         LocalEngine(workers)
 
 

@@ -187,14 +187,14 @@ def test_a_cluster_that_is_not_there_is_said_at_once(scheme: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, -1, 100_001])
 def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
-    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 100,000"):
+    with pytest.raises(BuildError, match=f"{workers} workers; give between 1 and 100,000"):
         RayEngine(workers, address=None, memory_bytes=MEMORY)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"code": "0" * 32}, "are other versions than where the build was started; install the same"),
+        ({"code": "0" * 32}, "differ from those on the machine that started the build; install the same"),
         (
             {"marker": "/nowhere/marker"},
             r"does not see the work folder .*work; .* set `work` to a place in S3",
@@ -280,8 +280,8 @@ def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
         commits = run_all(ray, planned, work)
     assert len(commits) == 6
     node = socket.gethostname()
-    problem = f"task stage/die_until-0: its process on node {node} died (killed, out of memory, or at it for"
-    problem += " over 21,600 s?)"
+    problem = f"task stage/die_until-0: its process on node {node} died (was it killed, out of memory,"
+    problem += " or running for over 21,600 s?)"
     expected = [f"{problem}; it runs again (retry {n} of 4)" for n in (1, 2)]
     assert [str(warning.message) for warning in told] == expected
     assert capfd.readouterr().out == ""
@@ -341,7 +341,7 @@ def test_a_straggler_runs_a_second_time_on_an_idle_worker_and_the_first_attempt_
     with RayEngine(None, address=None, memory_bytes=MEMORY, stragglers=stragglers) as ray:
         with pytest.warns(
             RuntimeWarning,
-            match=r"straggle-0: has run for \d+ s( on node \S+)?; it is run a second time, too",
+            match=r"straggle-0: has run for \d+ s( on node \S+)?; a second attempt starts now",
         ):
             commits = run_all(ray, planned, work)
         assert time.monotonic() - begin < 60
@@ -357,7 +357,7 @@ def test_a_task_that_hangs_is_killed_and_runs_again(
 ) -> None:
     quick_retries(monkeypatch)
     limited = RayEngine(None, address=None, memory_bytes=MEMORY, task_seconds=2.0)
-    with limited as ray, pytest.warns(RuntimeWarning, match="at it for over 2 s"):
+    with limited as ray, pytest.warns(RuntimeWarning, match="running for over 2 s"):
         run_all(ray, [make_task(tasks, "hang_until", place, 1)], work)
     assert len(list(place.iterdir())) == 2
 
@@ -407,7 +407,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
 ) -> None:
     monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 0.5)
     monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.1)
-    message = r"no node of the Ray cluster had a CPU and 4 GB .*there is 2 CPUs with 4 GB\).*`memory` smaller"
+    message = r"no node .* had a CPU and 4 GB .*largest nodes: 2 CPUs with 4 GB\).*`memory` smaller"
     with (
         engine(memory_bytes=NODE_MEMORY + 1) as ray,
         pytest.warns(RuntimeWarning, match="waiting for one"),
@@ -418,7 +418,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
 
 @extended
 def test_a_second_cluster_is_refused_while_connected(connected: RayCluster) -> None:
-    with pytest.raises(BuildError, match=r"connected to a Ray cluster already; .*127\.0\.0\.1:1"):
+    with pytest.raises(BuildError, match=r"already connected to a Ray cluster; .*127\.0\.0\.1:1"):
         RayEngine(1, address="127.0.0.1:1", memory_bytes=MEMORY).__enter__()
 
 
@@ -562,7 +562,7 @@ def test_a_build_whose_head_dies_ends_soon_with_what_to_do(
         begin = time.monotonic()
         _, errors = process.communicate(timeout=60)
         assert time.monotonic() - begin < 40
-    assert "start the cluster again, then the same command: finished tasks are kept" in errors
+    assert "start the cluster again, then run the same command: finished tasks are kept" in errors
     assert process.returncode == 1
 
 

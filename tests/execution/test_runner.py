@@ -161,7 +161,7 @@ def test_a_task_done_by_two_is_the_first_ones(journal: Journal) -> None:
 def test_two_runs_of_a_task_that_differ_are_an_error(journal: Journal) -> None:
     finish(journal)
     with pytest.raises(
-        BuildError, match=r"stage/task: two runs of it gave different bytes \(a.txt, sub/b.txt\)"
+        BuildError, match=r"stage/task: two runs of it wrote different bytes \(a.txt, sub/b.txt\)"
     ):
         finish(journal, make_task(text="other"))
     assert (folder_of(journal) / "a.txt").read_text() == "text"
@@ -211,7 +211,7 @@ def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path) -> None:
 
 def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BuildError, match=r"file/work: .*file is not a folder.*`work` names another place"):
+    with pytest.raises(BuildError, match=r"file/work: .*file is not a folder.*set `work` to another place"):
         Journal(Work.at(tmp_path / "file" / "work")).__enter__()
     assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
 

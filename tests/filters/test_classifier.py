@@ -113,8 +113,8 @@ def test_a_label_that_the_model_does_not_have_is_a_recipe_error(model: Path) -> 
         ({"text": "x", "label": True}, "record 1 has no label"),
         ({"text": "x", "label": "a b"}, "white space"),
         ({"text": "x", "label": "__label__"}, "empty"),
-        ({"text": 1, "label": "a"}, "record 1 has no text under 'text'"),
-        ({"text": "x", "label": "b"}, "two labels, there are 1"),
+        ({"text": 1, "label": "a"}, "record 1 has no text in field 'text'"),
+        ({"text": "x", "label": "b"}, "two labels, found 1"),
     ],
 )
 def test_records_that_cannot_be_used_stop_training(

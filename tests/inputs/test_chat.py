@@ -309,11 +309,11 @@ def test_variables_are_part_of_what_names_the_work_that_may_be_kept() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"messages": []}, "messages comes from the conversation"),
-        ({"tools": []}, "tools comes from the conversation"),
-        ({"strftime_now": "today"}, "strftime_now is no date such as 2026-01-31"),
+        ({"messages": []}, "messages cannot be set here: it comes from the conversation"),
+        ({"tools": []}, "tools cannot be set here: it comes from the conversation"),
+        ({"strftime_now": "today"}, "strftime_now is not a date such as 2026-01-31"),
         ({"x": float("nan")}, "should be a finite number"),
-        ({"x": b"a"}, "should be another value"),
+        ({"x": b"a"}, "should be a value of another type"),
     ],
 )
 def test_variables_that_are_no_json_or_the_conversations_own_are_refused(
@@ -456,7 +456,7 @@ def test_truncated_conversations_keep_their_beginnings_and_all_masked_tokens_are
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"dedup": {"lines": True}}, "dedup.lines would cut into conversations"),
+        ({"dedup": {"lines": True}}, "dedup.lines would remove lines of conversations"),
         ({"filters": ["c4_quality"]}, "c4_quality edits texts"),
         (
             {"filters": [{"decontamination": {"evaluations": [{"path": "e"}], "cut": {}}}]},

@@ -181,7 +181,7 @@ def test_a_date_is_that_of_the_recipe() -> None:
     template = "{{ strftime_now('%d %b %Y') }}"
     assert render(template, variables={"strftime_now": "2024-07-26"}) == "26 Jul 2024"
     for given in ("today", 5, None):
-        with pytest.raises(ChatError, match="no date such as 2026-01-31"):
+        with pytest.raises(ChatError, match="not a date such as 2026-01-31"):
             render(template, variables={"strftime_now": given})
 
 

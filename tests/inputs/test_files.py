@@ -413,5 +413,5 @@ def test_an_input_below_the_output_is_refused(server: S3Server, tmp_path: Path) 
     server.client().put_object(Bucket=bucket, Key="data/in/a.jsonl", Body=b"{}")
     path = make_corpus(tmp_path, 20)
     overrides = [f"inputs=[{{path: 's3://{bucket}/**/*.jsonl'}}]"]
-    with pytest.raises(RecipeError, match="keep inputs, output and work apart"):
+    with pytest.raises(RecipeError, match="use separate folders for inputs, output and work"):
         build(path, output=f"s3://{bucket}/data", overrides=overrides, workers=1, progress=False)

@@ -212,7 +212,7 @@ def test_rows_inside_quotes_and_quotes_that_are_read_as_text_are_counted_and_rep
 
 @pytest.mark.parametrize("settings", [{"delimiter": "\n"}, {"quote": "\r"}, {"quote": ",", "delimiter": ","}])
 def test_characters_that_cannot_take_rows_apart_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"a line end cannot be one|are the same character"):
+    with pytest.raises(RecipeError, match=r"cannot be a line end|are the same character"):
         read(tmp_path, put(tmp_path, "a.csv", b"text\na\n"), **settings)
 
 

@@ -81,7 +81,7 @@ def test_every_object_equals_the_local_file(corpus: Path, tmp_path: Path, change
     assert objects(memory) == files_of(folder)
     assert result.location == memory.url
     assert result.to_dict()["output"] == memory.url
-    with pytest.raises(BuildError, match="is no folder of this machine"):
+    with pytest.raises(BuildError, match="is not a folder on this machine"):
         assert result.output
 
 
@@ -254,7 +254,7 @@ def test_another_dataset_is_refused_before_any_work_and_replaced_when_told(
 ) -> None:
     memory = foreign(tmp_path)
     before = objects(memory)
-    with pytest.raises(BuildError, match=r"already holds a dataset, which no recipe made; .*--replace"):
+    with pytest.raises(BuildError, match=r"already holds a dataset, not made by a recipe; .*--replace"):
         build_to(corpus, memory)
     assert objects(memory) == before
     build_to(corpus, memory, replace=True)

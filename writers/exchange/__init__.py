@@ -1,1 +1,1 @@
-"""Brings records with equal keys together, from all splits: sorted runs, and merges of them."""
+"""Brings rows with equal keys from all splits together, by sorted runs and merges of runs."""

@@ -1,20 +1,20 @@
-"""The exchange: moves everything that crosses splits from the tasks that make it to those that read it.
+"""The exchange: moves rows between splits, from the tasks that write them to the tasks that read them.
 
 A *run* is one file of rows sorted by a uint64 key. Each map task writes one (`RunWriter`), `exchange` merges
 many runs into few, and a reduce task reads one range of keys of these few runs (`Slice`). It is the
 sorted-string table of an LSM tree, without updates:
 
-    map      a run a task                          RunWriter: sorts in memory, spills, merges its own spills
-    merge    64 runs -> one, cut into key ranges   a task a range, about 1 GiB each; again while runs are many
+    map      one run per task                      RunWriter: sorts in memory, spills, merges its own spills
+    merge    64 runs -> one, cut into key ranges   one task per range of about 1 GiB; repeated for many runs
     reduce   a range of keys of <= 64 runs         Slice.read, Slice.stream
 
-Without merging, reading S runs by R tasks takes S x R requests, which is what limits other designs. A merge
-level costs one more reading and writing of all bytes in large requests, and divides the runs by 64; it is
-left out where the pieces that readers get are large, or few. So requests grow with the bytes, not with S x R.
+Without merging, R tasks that read S runs need S x R requests, which is the limit of other designs. A merge
+level reads and writes all bytes once more, in large requests, and divides the number of runs by 64; it is
+skipped if readers get large pieces, or few. So requests grow with the bytes, not with S x R.
 
 Guarantees: a reader sees the rows of its range in the order (key, number of the map task, order of writing),
-whatever was merged. Which merges happen, their names and bytes follow from the runs and `Limits` alone, never
-from workers. Reading and merging take bounded memory at any size. What runs look like is in sorted_runs.py.
+for any merges. The merges, their names and their bytes depend only on the runs and `Limits`, never on
+workers. Reading and merging take bounded memory at any size. The format of runs is in sorted_runs.py.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 
 _KEYS = 1 << 64
 
-_LOCAL_READS = 4  # at once, of files of this machine
+_LOCAL_READS = 4  # concurrent reads of files on this machine
 
-_SORT_BYTES = 24  # a row takes to be sorted, beside itself twice
+_SORT_BYTES = 24  # memory to sort a row, in addition to two copies of the row
 
 
 class RunWriter:
     """Writes one run of rows that come in any order; equal keys keep the order of writing.
 
-    Rows are collected while they can be sorted in two thirds of `memory_bytes`, and spilled next to `path`;
-    at the end the spills are merged. As many spills as a merge reads become one, and as many of those one
-    again, so that a row is written once more for each factor of `fan_in`. What fits into memory is written
-    once. The bytes of the run do not depend on memory.
+    Rows are collected while they can be sorted in two thirds of `memory_bytes`, then spilled next to `path`.
+    At the end the spills are merged: each `fan_in` spills become one spill of the next level, so a row is
+    written once per level. Rows that all fit into memory are written once. The bytes of the run do not depend
+    on memory.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class RunWriter:
         self._memory_bytes = memory_bytes
         self._pending: list[Batch] = []
         self._sorting_bytes = self._bytes = 0
-        self._levels: list[list[Path]] = [[]]  # spills, merged spills, … each in the order of writing
+        self._levels: list[list[Path]] = [[]]  # spills, merged spills, ..., each in the order of writing
         self._spills = 0
-        # A merge holds some blocks of each spill.
+        # A merge keeps some blocks of each spill in memory, so blocks must be small if memory is.
         block_bytes = min(limits.block_bytes, max(1, memory_bytes // (8 * limits.fan_in)))
         self._spill_limits = replace(limits, block_bytes=block_bytes)
 
@@ -95,7 +95,7 @@ class RunWriter:
         return self
 
     def write(self, rows: npt.NDArray[Any], payload: Payload | None = None) -> None:
-        """Append rows of the table's type, and their payloads one after the other."""
+        """Append rows of the table's dtype, and their concatenated payloads."""
         assert rows.dtype == self._table.dtype, rows.dtype
         assert (payload is not None) == self._table.payload
         payload = np.empty(0, np.uint8) if payload is None else payload
@@ -160,7 +160,7 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows with keys in [start, stop) of a few runs: plain data, the argument of a reduce task."""
+    """The rows of a few runs with keys in [start, stop). Plain data, so it can be an argument of a task."""
 
     table: Table
     runs: tuple[tuple[Segment, ...], ...]
@@ -170,30 +170,30 @@ class Slice:
 
     @classmethod
     def whole(cls, table: Table, files: Sequence[Artifact], limits: Limits = DEFAULT_LIMITS) -> Slice:
-        """All rows of some runs."""
+        """Return the slice of all rows of some runs."""
         runs = tuple((Segment(file, file.size(), "", 0, _KEYS),) for file in files)
         return cls(table, runs, 0, _KEYS, limits)
 
     @cached_property
     def content(self) -> str:
-        """Names the rows: what the reader's task names as its input."""
+        """A digest that identifies the rows, for the digest of the task that reads them."""
         files = [[[segment.content, segment.origin] for segment in run] for run in self.runs]
         layout = [self.table.layout, self.table.origin, self.limits.block_bytes]
         return digest_of([*layout, str(self.start), str(self.stop), files])
 
     def within(self, start: int, stop: int) -> Slice:
-        """The rows with keys in [start, stop), a part of the range."""
+        """Return the slice of the rows with keys in [start, stop), a part of this range."""
         runs = [tuple(s for s in run if s.start < stop and start < s.stop) for run in self.runs]
         return replace(self, runs=tuple(filter(None, runs)), start=start, stop=stop)
 
     @property
     def bytes(self) -> int:
-        """Size of the files that the rows are in."""
+        """Total size of the files with the rows, in bytes."""
         return sum(segment.bytes for run in self.runs for segment in run)
 
     def read(self) -> Batch:
-        """All rows in order, and their payloads in that order; holds them once, and some megabytes."""
-        rows, payload = bytearray(), bytearray()  # which grow in place; arrays of NumPy 2.5 are copied
+        """Return all rows in order and their payloads, with memory for one copy and some megabytes."""
+        rows, payload = bytearray(), bytearray()  # grow in place; NumPy 2.5 copies an array to resize it
         for more, texts in self.stream(self.limits.read_memory_bytes):
             rows += more.view(np.uint8).data
             payload += texts.data
@@ -205,28 +205,28 @@ class Slice:
         return all(segment.file.remote is None for run in self.runs for segment in run)
 
     def stream(self, memory_bytes: int) -> Iterator[Batch]:
-        """The rows in batches, in order, within about `memory_bytes`; the next ranges are read meanwhile.
+        """Yield the rows in batches, in order, within about `memory_bytes`; prefetches the next ranges.
 
-        All rows of a key are in one batch, unless they alone are larger than a quarter of the memory.
+        All rows with the same key are in one batch, unless they exceed a quarter of the memory.
         """
         chunk_bytes = self.limits.chunk_bytes(memory_bytes, len(self.runs))
         share = memory_bytes // (4 * max(1, len(self.runs)))
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
-        # The C library keeps what each thread frees for that thread: on this machine few threads suffice.
+        # The C library keeps the memory that a thread frees for this thread, so local reads use few threads.
         workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 4, self.table)
 
 
 class StepReader:
-    """The rows of a slice, asked for in step with a pass over what their keys number; holds a batch."""
+    """Reads a slice in key order, in step with a pass over the items that keys number; keeps one batch."""
 
     def __init__(self, piece: Slice, memory_bytes: int) -> None:
         self._batches = piece.stream(memory_bytes)
         self._held = np.empty(0, piece.table.dtype)
 
     def before(self, key: int) -> Rows:
-        """The next rows, up to but excluding `key`."""
+        """Return the next rows, up to but excluding `key`."""
         found = [self._held[:0].copy()]
         while True:
             count = int(np.searchsorted(self._held["key"], np.uint64(key)))
@@ -238,7 +238,7 @@ class StepReader:
 
 
 class Exchanged:
-    """The merged runs, held by the driver."""
+    """The merged runs, kept by the driver, which cuts them into slices."""
 
     def __init__(self, table: Table, runs: Sequence[tuple[Segment, ...]], limits: Limits) -> None:
         self.table, self.runs, self._limits = table, runs, limits
@@ -246,7 +246,7 @@ class Exchanged:
         self._starts = [[segment.start for segment in run] for run in runs]
 
     def slice(self, start: int, stop: int) -> Slice:
-        """The rows with keys in [start, stop)."""
+        """Return the slice of the rows with keys in [start, stop)."""
         found = []
         if start < stop:
             for run, starts, stops in zip(self.runs, self._starts, self._stops, strict=True):
@@ -265,11 +265,11 @@ def exchange(
     end: int = _KEYS,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Exchanged:
-    """Merge the runs of `maps` until each of `readers` tasks meets few and large ones.
+    """Merge the runs of `maps` until each of `readers` tasks reads few and large files.
 
-    The readers get equal or similar shares of the keys [0, end). Rows of larger keys are an error where they
-    are read. Merge tasks are stages `<reader>-<table>-merge-1`, …. A map that is a
-    `Segment` is a run that no task of this build wrote.
+    The readers get equal or similar shares of the keys [0, end). A row with a larger key is an error when it
+    is read. Merges are stages `<reader>-<table>-merge-1`, `-merge-2` and so on. A map that is a `Segment` is
+    a run that no task of this build wrote.
     """
     runs: list[tuple[Segment, ...]] = []
     for number, written in enumerate(maps):
@@ -293,7 +293,7 @@ def _written_by(commit: Commit, table: Table) -> Segment:
 def _merge_level(
     run: RunTasks, stage: Stage[[Slice], None], exchanged: Exchanged, end: int
 ) -> list[tuple[Segment, ...]]:
-    """Merge each group of runs into one, by as many tasks as keep each near `task_bytes`."""
+    """Merge each group of `fan_in` runs into one, by tasks that each write about `task_bytes`."""
     table, limits = exchanged.table, exchanged._limits
     tasks, groups = [], []
     for number, first in enumerate(range(0, len(exchanged.runs), limits.fan_in)):
@@ -327,7 +327,7 @@ def _merge(folder: Path, piece: Slice) -> None:
 
 
 class _Cursor:
-    """The rows of one run in a range, in order. Holds a chunk or two; the next ones are on their way."""
+    """Reads the rows of one run in a range, in order; keeps one or two chunks, and prefetches the next."""
 
     def __init__(
         self, run: Sequence[Segment], piece: Slice, workers: Workers, chunk_bytes: int, ahead: int
@@ -338,15 +338,15 @@ class _Cursor:
         self._chunks = self._plan(run)
         self._coming: deque[Future[Chunk]] = deque()
         self._held: deque[Chunk] = deque()
-        self._last = 0  # key that was held
+        self._last = 0  # the last key that was read, to check the order
 
     @property
     def last(self) -> int | None:
-        """The last key that is held; None if no more rows are to come."""
+        """The last key in memory; None if all remaining rows are in memory."""
         return int(self._held[-1].keys[-1]) if self._coming else None
 
     def fill(self, *, two_keys: bool = True) -> bool:
-        """Hold half a chunk of rows, or a chunk of one key, if there are more to come; False at the end."""
+        """Load at least half a chunk of rows, or a chunk if all have one key; return False at the end."""
         while True:
             while len(self._coming) < self._ahead and (coming := next(self._chunks, None)) is not None:
                 self._coming.append(coming)
@@ -359,12 +359,12 @@ class _Cursor:
             chunk = self._coming.popleft().result()
             if len(chunk.keys):
                 if chunk.key < self._last or (chunk.keys[1:] < chunk.keys[:-1]).any():
-                    raise BuildError(f"{self._file}: its keys are not in order; {self._file.remedy}")
+                    raise BuildError(f"{self._file}: its keys are not sorted; {self._file.remedy}")
                 self._held.append(chunk)
                 self._last = int(chunk.keys[-1])
 
     def take(self, key: int | None, side: Literal["left", "right"] = "left") -> list[Batch]:
-        """The held rows below `key`, or (side "right") up to and with it; all without a key."""
+        """Take the loaded rows below `key`, or up to `key` with side "right"; all if `key` is None."""
         taken = []
         while self._held:
             taken.append(self._held[0].take(key, side))
@@ -374,7 +374,7 @@ class _Cursor:
         return [piece for piece in taken if len(piece[0])]
 
     def _plan(self, run: Sequence[Segment]) -> Iterator[Future[Chunk]]:
-        """Begin to read one chunk after the other."""
+        """Start the read of one chunk after the other, and yield its future."""
         piece = self._piece
         keys = range(piece.start, piece.stop)
         for number, segment in enumerate(run):
@@ -398,7 +398,7 @@ class _Cursor:
 
 
 def _merged(cursors: Sequence[_Cursor], most_bytes: int, table: Table) -> Iterator[Batch]:
-    """Merge runs: rows that no later chunk can precede are complete, and are sorted together."""
+    """Merge runs: repeatedly sort the loaded rows whose keys are below those of all chunks to come."""
     while cursors := [cursor for cursor in cursors if cursor.fill()]:
         bound = min((last for cursor in cursors if (last := cursor.last) is not None), default=None)
         if pieces := [piece for cursor in cursors for piece in cursor.take(bound)]:
@@ -409,7 +409,7 @@ def _merged(cursors: Sequence[_Cursor], most_bytes: int, table: Table) -> Iterat
 
 
 def _one_key(cursors: Sequence[_Cursor], key: int, most_bytes: int, table: Table) -> Iterator[Batch]:
-    """The rows of a key that has more of them than a cursor holds, run by run."""
+    """Yield the rows of a key with more rows than a cursor keeps in memory, run by run."""
     pieces, held = list[Batch](), 0
     for cursor in cursors:
         while cursor.fill(two_keys=False) and (more := cursor.take(key, "right")):
@@ -423,7 +423,7 @@ def _one_key(cursors: Sequence[_Cursor], key: int, most_bytes: int, table: Table
 
 
 def _sorted(pieces: Sequence[Batch], table: Table) -> Batch:
-    """All rows of `pieces` by key; equal keys in the order of the pieces."""
+    """Return all rows of `pieces` sorted by key; equal keys stay in the order of the pieces."""
     keys = np.concatenate([rows["key"] for rows, _ in pieces])
     if (keys[1:] >= keys[:-1]).all():
         return joined(pieces, table)

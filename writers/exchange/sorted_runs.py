@@ -1,9 +1,9 @@
-"""Runs: files of rows sorted by key, of which ranges of keys can be read.
+"""The format of runs: files of rows sorted by key, whose key ranges can be read separately.
 
-A file is blocks of rows followed by their payloads, and a footer with the keys, sizes and hash of each block.
-Blocks grow with the file, so that a footer stays below 64 KiB and most often takes one request. Whatever is
-read is compared with its hash: each block with the one in the footer, the footer with the one behind it.
-Sorting, merging and the tasks around them are in exchange.py.
+A file is blocks of rows, each followed by its payloads, and a footer with the keys, sizes and hash of each
+block. The block size grows with the file, so that a footer stays below 64 KiB and usually takes one request.
+All data read is verified: blocks by the hashes in the footer, the footer by the hash after it. Sorting,
+merging and their tasks are in exchange.py.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ Rows = npt.NDArray[np.void]
 Payload = npt.NDArray[np.uint8]
 Batch = tuple[Rows, Payload]
 
-_MOST_BLOCKS = 1500  # in a file, so that a footer stays below 64 KiB
+_MOST_BLOCKS = 1500  # maximum number of blocks in a file, so that a footer stays below 64 KiB
 
 _BLOCK = np.dtype([("first", "<u8"), ("last", "<u8"), ("rows", "<u8"), ("payload", "<u8"), ("hash", "<u8")])
 
-_TAIL = struct.Struct("<8sQ16s")  # magic, blocks, hash of the footer and of the type of the rows
+_TAIL = struct.Struct("<8sQ16s")  # magic, number of blocks, hash of the footer and of the rows' layout
 
-EMPTY_BYTES = _TAIL.size  # of a run without rows
+EMPTY_BYTES = _TAIL.size  # size of a run without rows
 
-_FOOTER_HASH_BYTES = 16  # the tail's end
+_FOOTER_HASH_BYTES = 16  # size of the hash at the end of the tail
 
 _MAGIC = b"shardrun"
 
-_GUESSED_BLOCKS = 16  # more than a file of its size should have: usually one request reads the footer
+_GUESSED_BLOCKS = 16  # blocks to read in excess of the expected number, so that one request has the footer
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is exchanged: name and row type of its runs.
+    """A kind of exchanged rows: the file name and the row dtype of its runs.
 
-    `dtype` has the field `key` (<u8), which sorts, and with `payload` the field `size` (<i8): bytes of
-    payload that belong to the row. `origin` names an <i4 field that is filled with the number of the map task
-    when its run is read: tasks must not know their own number, because an added input file changes it.
+    `dtype` has the sort key in field `key` (<u8) and, with `payload`, the row's payload bytes in field `size`
+    (<i8). `origin` names an <i4 field that is set to the number of the map task when its run is read; a task
+    cannot write it, because its output must not depend on its number, which changes with added input files.
     """
 
     file: str
@@ -66,72 +66,72 @@ class Table:
 
     @property
     def name(self) -> str:
-        """The name of its runs without their ending."""
+        """The file name of its runs without the extension."""
         return self.file.removesuffix(".run")
 
     @cached_property
     def void(self) -> np.dtype[np.void]:
-        """Rows as plain bytes, which NumPy moves several times as fast as fields."""
+        """The dtype of rows as plain bytes, which NumPy copies several times as fast as fields."""
         return np.dtype((np.void, self.dtype.itemsize))
 
     @cached_property
     def layout(self) -> str:
-        """The meaning of the bytes of a run: the fields of a row, and the payload."""
+        """A description of the bytes of a run: the fields of a row, and whether it has payloads."""
         return f"{self.dtype.descr} payload={self.payload}"
 
 
-_NoByte = Annotated[int, DecidesNoByte("decides which tasks there are, or what is read at a time")]
+_NoByte = Annotated[int, DecidesNoByte("only affects which tasks there are, or how much is read at a time")]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that decide what is merged, and in which pieces files are read and written."""
+    """Sizes that determine which runs are merged, and the units of reading and writing."""
 
-    fan_in: _NoByte = 64  # runs that one task reads
-    task_bytes: _NoByte = 1 << 30  # that a merge task writes, about
-    partition_bytes: _NoByte = 100 << 20  # of one task that reads keys, about: several workers have tasks
-    least_segments: _NoByte = 64  # runs x readers that are never merged
-    segment_bytes: _NoByte = 4 << 20  # what a request costs: so much could be read and written again instead
-    block_bytes: int = 256 << 10  # unit of reading and checking, in small files
-    read_bytes: _NoByte = 16 << 20  # of one request, if memory allows
+    fan_in: _NoByte = 64  # maximum number of runs that one task reads
+    task_bytes: _NoByte = 1 << 30  # approximate output of a merge task
+    partition_bytes: _NoByte = 100 << 20  # approximate size per reading task, so that all workers have some
+    least_segments: _NoByte = 64  # up to this product of runs and readers, runs are never merged
+    segment_bytes: _NoByte = 4 << 20  # cost of a request, as the bytes that a merge could copy in its time
+    block_bytes: int = 256 << 10  # unit of reading and verifying in small files
+    read_bytes: _NoByte = 16 << 20  # maximum size of one request
     reads_in_flight: _NoByte = 32
-    merge_memory_bytes: MemoryBytes = 192 << 20  # of a merge task that reads from a store
+    merge_memory_bytes: MemoryBytes = 192 << 20  # memory of a merge task that reads from a store
     local_memory_bytes: MemoryBytes = (
         64 << 20
-    )  # of one that reads files of this machine: small reads cost little
-    read_memory_bytes: MemoryBytes = 64 << 20  # of `Slice.read`, beside what it returns
+    )  # memory of a merge task that reads local files, where small reads cost little
+    read_memory_bytes: MemoryBytes = 64 << 20  # memory of `Slice.read` in addition to its result
 
     def within(self, memory_bytes: int) -> Limits:
-        """With large memory, larger requests; the bytes of runs do not depend on it."""
+        """Return limits with larger requests for a larger memory; the bytes of runs stay the same."""
         merge = max(self.merge_memory_bytes, memory_bytes // 2)
         read = max(self.read_memory_bytes, memory_bytes // 8)
         return replace(self, merge_memory_bytes=merge, read_memory_bytes=read)
 
     def divided(self, by: int) -> Limits:
-        """The same of sizes that are so many times smaller: small data behaves as large data does."""
+        """Return limits with all sizes divided by `by`, so that small data behaves like large data."""
         sizes = {f.name: getattr(self, f.name) // by for f in fields(self) if f.name.endswith("_bytes")}
         return replace(self, **sizes)
 
     def partitions(self, rows: int, dtype: np.dtype[np.void]) -> int:
-        """Tasks that divide so many rows of keys among them."""
+        """Return the number of tasks that read `rows` rows, each about `partition_bytes`."""
         return max(1, -(-rows * dtype.itemsize // self.partition_bytes))
 
     def chunk_bytes(self, memory_bytes: int, runs: int) -> int:
-        """Return the bytes of a request, where so many runs are read within that memory.
+        """Return the size of a request if `runs` runs are read within `memory_bytes`.
 
-        Of each run a reader holds a chunk and a half, one is on its way, and a batch is a copy.
+        Per run, a reader keeps up to 1.5 chunks, prefetches one, and copies rows into a batch.
         """
         return min(max(1, memory_bytes // (4 * max(1, runs))), self.read_bytes)
 
     def merge_tasks(self, bytes: int) -> int:
-        """Tasks that merge a group of runs of together `bytes`, each a range of keys."""
+        """Return the number of tasks, one per key range, that merge a group of runs of `bytes`."""
         return max(1, -(-bytes // self.task_bytes))
 
     def merges(self, runs: int, bytes: int, readers: int) -> bool:
-        """Whether so many runs of together `bytes` are too many for so many readers."""
+        """Return whether `runs` runs of `bytes` in total should be merged for `readers` tasks."""
         if runs > self.fan_in:
             return True
-        saved = runs * readers - runs - readers  # requests, by a merge that makes one of each run
+        saved = runs * readers - runs - readers  # number of requests that a merge into one run saves
         return runs * readers > self.least_segments and bytes < self.segment_bytes * saved
 
 
@@ -140,18 +140,18 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Segment:
-    """One file of a run: all of its rows with keys in [start, stop). `content` is the hash of the file."""
+    """One file of a run, with all of its rows with keys in [start, stop); `content` is the file's hash."""
 
     file: Artifact
     bytes: int
     content: str
     start: int
     stop: int
-    origin: int | None = None  # number of the map task; None once the rows hold it
+    origin: int | None = None  # number of the map task; None if the rows already contain it
 
 
 class BlockWriter:
-    """Writes rows that come in order; the block size follows from `expected`, a bound on their bytes."""
+    """Writes sorted rows; the block size depends on `expected`, an upper bound of their total bytes."""
 
     def __init__(self, path: Path, table: Table, expected: int, limits: Limits) -> None:
         self._table, self._file = table, path.open("wb")
@@ -166,7 +166,7 @@ class BlockWriter:
 
     def write(self, rows: Rows, payload: Payload) -> None:
         ends = payload_ends(rows, self._table)
-        sizes = ends + np.arange(len(ends)) * rows.itemsize  # bytes before each row, payload included
+        sizes = ends + np.arange(len(ends)) * rows.itemsize  # bytes before each row, including payloads
         at = 0
         while at < len(rows):
             cut = int(np.searchsorted(sizes, sizes[at] + self._block_bytes - self._pending_bytes))
@@ -203,7 +203,7 @@ class BlockWriter:
 
 
 class Chunk:
-    """Some rows of a run, of which `at` are taken."""
+    """Consecutive rows of a run, which are taken from the front."""
 
     def __init__(self, rows: Rows, payload: Payload, table: Table) -> None:
         self._rows, self._payload, self._at = rows, payload, 0
@@ -229,18 +229,18 @@ class Chunk:
 @dataclass(frozen=True)
 class Footer:
     blocks: npt.NDArray[np.void]
-    offsets: npt.NDArray[np.int64]  # of each block, and of the footer
-    end: Payload  # of the file: what was read with the footer
+    offsets: npt.NDArray[np.int64]  # offset of each block, and of the footer, in the file
+    end: Payload  # the last bytes of the file, as far as they were read with the footer
 
     def blocks_of(self, keys: range) -> tuple[int, int]:
-        """[first, stop) of the blocks that have such keys."""
+        """Return the range [first, stop) of the blocks that may have keys in the range."""
         first = np.searchsorted(self.blocks["last"], np.uint64(keys.start))
         after = np.searchsorted(self.blocks["first"], np.uint64(keys.stop - 1), side="right")
         return int(first), int(after)
 
 
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
-    """The footer, and with it the whole of a small file: one request, unless blocks are unusually small."""
+    """Read the footer, or a small file whole; takes one request, unless there are many small blocks."""
     size = segment.bytes
     blocks = min(_MOST_BLOCKS, size // limits.block_bytes) + _GUESSED_BLOCKS
     needed = blocks * _BLOCK.itemsize + _TAIL.size
@@ -260,7 +260,7 @@ def _footer_bytes(end: Payload) -> int:
 
 
 def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
-    """Whether that is the end of a run of `size` bytes; also if the footer begins before it."""
+    """Return whether `end` may be the end of a run of `size` bytes; True if the footer begins before it."""
     if len(end) < _TAIL.size or not _TAIL.size <= (needed := _footer_bytes(end)) <= size:
         return False
     if needed > len(end):
@@ -269,7 +269,7 @@ def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
     blocks = np.frombuffer(data, _BLOCK)
     if end[-_FOOTER_HASH_BYTES:].tobytes() != _footer_hash(data, table):
         return False
-    # The file may come from someone else: numbers so small that none of their sums overflows.
+    # The file may be untrusted: limit the numbers, so that no sum overflows.
     is_possible = max(blocks["rows"].max(initial=0), blocks["payload"].max(initial=0)) <= size
     return bool(is_possible) and int(_offsets(blocks, table)[-1]) == size - needed
 
@@ -284,20 +284,20 @@ def _footer_hash(blocks: bytes, table: Table) -> bytes:
 
 
 def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, keys: range) -> Chunk:
-    """The rows of some blocks that are in the range of keys."""
+    """Read some blocks and return their rows in the range of keys."""
     listed, edges = footer.blocks[blocks], footer.offsets[blocks.start : blocks.stop + 1]
     start, stop = int(edges[0]), int(edges[-1])
-    begin = segment.bytes - len(footer.end)  # where `footer.end` begins
+    begin = segment.bytes - len(footer.end)  # offset of `footer.end` in the file
     is_right = partial(_have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
     data = footer.end[max(0, start - begin) : max(0, stop - begin)]
-    is_own = len(data) < stop - start or not is_right(data)  # read again what was damaged on the way
+    is_own = len(data) < stop - start or not is_right(data)  # damaged in transit, or not read so far
     if is_own:
         data = segment.file.read_range(start, stop, is_right)
     middles = edges[:-1] - start + listed["rows"].astype(np.int64) * table.dtype.itemsize
     cuts = zip((edges - start).tolist(), middles.tolist(), (edges[1:] - start).tolist(), strict=False)
     if table.payload:
         rows, payload = joined([(data[a:b].view(table.dtype), data[b:c]) for a, b, c in cuts], table)
-    else:  # the rows of all blocks lie one after the other
+    else:  # without payloads, the rows of all blocks are contiguous
         rows, payload = (data if is_own else data.copy()).view(table.dtype), data[:0]
     first_row = int(rows["key"].searchsorted(np.uint64(keys.start)))
     stop_row = int(rows["key"].searchsorted(np.uint64(keys.stop - 1), "right"))
@@ -324,9 +324,9 @@ def joined(pieces: Sequence[Batch], table: Table) -> Batch:
 
 
 def payload_ends(rows: Rows, table: Table) -> npt.NDArray[np.int64]:
-    """int64[len(rows) + 1]: where the payload of each row begins, and the end; read-only without payloads."""
+    """Return int64[len(rows) + 1], the offsets of payloads and the end; read-only without payloads."""
     if not table.payload:
-        return np.broadcast_to(np.int64(0), len(rows) + 1)  # one number, whatever their count
+        return np.broadcast_to(np.int64(0), len(rows) + 1)  # a single number in memory for any count
     ends = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(rows["size"], out=ends[1:])
     return ends

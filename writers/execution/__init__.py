@@ -1,4 +1,4 @@
-"""How the tasks of a build are run: what they are, where their outputs lie, who runs them, what is left.
+"""Runs the tasks of a build: tasks and stages, the work folder with their outputs, engines, and progress.
 
-See README.md of this folder for the rooms.
+See README.md of this folder for its modules.
 """

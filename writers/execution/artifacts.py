@@ -1,9 +1,9 @@
-"""Handles to what finished tasks wrote, wherever the work folder lies.
+"""Handles to the files of finished tasks, in a local work folder or in a store.
 
 Tasks and stages pass `Artifact`s around, and open files through them only. In a work folder of this machine
 an artifact is a plain file. In a work folder in a store it is an object: `open` reads ranges of it, each
 compared with the hashes in the commit, and `local` fetches the whole file to its place in the scratch folder.
-A handle is plain data, so it goes to workers, also on other machines, as an argument of their tasks.
+A handle is plain data, so it can be an argument of tasks in workers on this or other machines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BinaryFile = io.RawIOBase | io.BufferedReader
 
 
 class RemoteFiles(Protocol):
-    """A work folder in a store, as artifacts see it; `path` is where the file would be on this machine."""
+    """The methods of a remote work folder that artifacts use; `path` is a path in the scratch folder."""
 
     def open(self, path: Path) -> io.BufferedReader: ...
     def fetch(self, path: Path) -> None: ...
@@ -40,11 +40,11 @@ class RemoteFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A file of a finished task, or its folder of files: `folder / name` is one of them.
+    """A file of a finished task, or the folder of all its files: `folder / name` is one of them.
 
-    With `remote`, the file is read from there unless it was fetched to `path` before. `content` names the
-    bytes where they are known: a task whose argument it is depends on them. `remedy` is what errors advise
-    where the file is damaged.
+    With `remote`, the file is read from there unless it was fetched to `path` before. `content` is the hash
+    of the file if it is known; the digest of a task with this argument depends on it. `remedy` is the advice
+    in errors about a damaged file.
     """
 
     path: Path
@@ -63,12 +63,12 @@ class Artifact:
         return None if self.remote is None or self.path.exists() else self.remote
 
     def open(self) -> BinaryFile:
-        """The file, for `seek`, `read` and `readinto`, each of which may give less than asked for."""
+        """Open the file for `seek`, `read` and `readinto`; a read may return less than requested."""
         source = self._source
         return self.path.open("rb", buffering=0) if source is None else source.open(self.path)
 
     def open_arrow(self, *, mapped: bool = False) -> pa.NativeFile:
-        """The file for pyarrow; `mapped` maps a file of this machine into memory."""
+        """Open the file for pyarrow; with `mapped`, a local file is memory-mapped."""
         import pyarrow as pa
 
         source = self._source
@@ -77,7 +77,7 @@ class Artifact:
         return pa.BufferReader(map_path(self.path)) if mapped else pa.OSFile(str(self.path))
 
     def read_bytes(self) -> bytes:
-        """All of a small file."""
+        """Return the whole content of a small file."""
         with self.open() as file:
             data: Any = file.read()
             return bytes(data)
@@ -85,9 +85,10 @@ class Artifact:
     def read_range(
         self, start: int, stop: int, is_right: Callable[[npt.NDArray[np.uint8]], bool]
     ) -> npt.NDArray[np.uint8]:
-        """Bytes [start, stop), writable, in one request; `is_right` compares them with a hash.
+        """Return bytes [start, stop), writable, read in one request; `is_right` compares them with a hash.
 
-        From a store, wrong bytes are read again; if they stay wrong, the next run repeats the task.
+        Wrong bytes from a store are read again; if they stay wrong, the next build repeats the task. Raises
+        BuildError if bytes of a local file are missing or wrong.
         """
         source = self._source
         if source is not None:
@@ -104,12 +105,12 @@ class Artifact:
         return data
 
     def size(self) -> int:
-        """The file's size in bytes."""
+        """Return the file's size in bytes."""
         with self.open() as file:
             return file.seek(0, io.SEEK_END)
 
     def local(self) -> Path:
-        """The path of a whole file on this machine; fetches it if necessary."""
+        """Return the path of the whole file on this machine; fetches it if necessary."""
         source = self._source
         if source is not None:
             source.fetch(self.path)
@@ -117,7 +118,7 @@ class Artifact:
 
     @contextmanager
     def borrowed(self) -> Iterator[Path]:
-        """The path of a whole file on this machine; one that is fetched for this is removed at the end."""
+        """Yield the path of the whole file on this machine; a copy fetched for this is removed at the end."""
         source = self._source
         if source is None:
             yield self.path
@@ -129,13 +130,13 @@ class Artifact:
             copy.unlink(missing_ok=True)
 
     def committed_hash(self) -> str | None:
-        """The xxh3-128 that the file was committed with, if it is not on this machine."""
+        """Return the file's committed xxh3-128 if the file is not on this machine, else None."""
         source = self._source
         return None if source is None else source.content_of(self.path)
 
 
 def read_into(file: BinaryFile, buffer: memoryview) -> int:
-    """Fill `buffer` (bytes) from the file's position on; returns less than its size only at the end."""
+    """Fill `buffer` from the file's current position; return the number of bytes, less only at the end."""
     filled = 0
     while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
         filled += count

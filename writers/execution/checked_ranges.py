@@ -1,9 +1,9 @@
 """Reads ranges of committed files in a store, each compared with the hashes of its blocks.
 
-Neither HTTP nor S3 clients verify a range, and a flipped byte would go into the dataset in silence. Bytes
-that differ are read again; damage in transit goes away, damage in the store stays and is an error. A process
-caches up to `CACHE_BYTES` of blocks from short reads, because tasks that read a little of many files come
-back to their ends and directories.
+Neither HTTP nor S3 clients verify a range, and a flipped byte would silently go into the dataset. Bytes that
+differ are read again: this corrects damage in transit; damage in the store stays and is an error. A process
+caches up to `CACHE_BYTES` of blocks from short reads, because tasks that read a little of many files
+repeatedly read the files' ends and directories.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardkit.storage.threads import remake_after_fork
 from shardkit.writers.execution.commit import BLOCK_BYTES, Output, block_hashes
 
 CACHE_BYTES = 16 << 20
-_KEPT_AT_ONCE = 2  # blocks; longer reads are sequential and do not come back
-_TRIES = 3  # damage in transit goes away, damage in the store stays
+_KEPT_AT_ONCE = 2  # cache reads of up to 2 blocks; longer reads are sequential and not repeated
+_TRIES = 3  # damage in transit goes away on a new attempt, damage in the store stays
 
 
 class DamagedFileError(StoreError):
@@ -29,21 +29,21 @@ class DamagedFileError(StoreError):
 
 
 class CheckedRanges:
-    """The `get` of a store for one file, checked; `damaged` is called before a DamagedFileError is raised."""
+    """Reads ranges of one file and verifies them; calls `damaged` before it raises DamagedFileError."""
 
     def __init__(self, store: Store, output: Output, damaged: Callable[[], None] = lambda: None) -> None:
         self._store, self._output, self._damaged = store, output, damaged
-        self._hashes = block_hashes(output)  # empty: one block, whose hash is the file's
+        self._hashes = block_hashes(output)  # empty for a file of one block: the file's hash is used
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Bytes from `start` to `stop`, or up to the end of the block that `stop` lies in."""
+        """Return bytes from `start` to `stop`; may end before or after `stop`, at the end of a block."""
         size = self._output.bytes
         stop = size if stop is None else min(stop, size)
         if start >= stop:
             return b""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         place = self._store.url, key, self._output.xxh3_128
-        if (kept := _cache.get(place, first)) is not None:  # the caller asks for the rest next
+        if (kept := _cache.get(place, first)) is not None:  # the caller requests the rest in further calls
             return kept[start - first * BLOCK_BYTES :]
         data = self._fetch(key, first * BLOCK_BYTES, min(last * BLOCK_BYTES, size))
         if last - first <= _KEPT_AT_ONCE:
@@ -73,7 +73,7 @@ def get_checked(
     is_right: Callable[[bytes], bool],
     damaged: Callable[[], None],
 ) -> bytes:
-    """A range of an object; DamagedFileError, after a call of `damaged`, unless it can be read rightly."""
+    """Return a range of an object that passes `is_right`; else call `damaged` and raise DamagedFileError."""
     start, stop = bytes_range
     problem = f"bytes {start:,} to {stop:,} differ from the commit in {_TRIES} attempts"
     for _ in range(_TRIES):
@@ -83,25 +83,25 @@ def get_checked(
             problem = "is gone"
             break
         except StoreError as error:
-            if error.status != 416:  # shorter than committed
+            if error.status != 416:  # status 416: the object ends before the range
                 raise
-            problem = "is shorter than its commit says"
+            problem = "is shorter than recorded in its commit"
             break
         if len(data) == stop - start and is_right(data):
             return data
-    found = DamagedFileError(f"{store.url}/{key}", f"{problem}; the next run repeats its task")
+    found = DamagedFileError(f"{store.url}/{key}", f"{problem}; run the build again to repeat its task")
     try:
         damaged()
     except StoreError as failure:
-        found.add_note(f"the task could not be removed: {failure}")
+        found.add_note(f"the record of its task could not be removed: {failure}")
     raise found
 
 
-_Place = tuple[str, str, str]  # store, key, hash of the whole
+_Place = tuple[str, str, str]  # URL of the store, key of the object, hash of the whole object
 
 
 class _Cache:
-    """The least recently used blocks are dropped first."""
+    """An LRU cache of blocks, shared by all threads of the process."""
 
     def __init__(self) -> None:
         self.after_fork()

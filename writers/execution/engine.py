@@ -1,14 +1,14 @@
-"""Engines: what runs the tasks of a build on one machine. `engine_ray.py` runs them on a cluster.
+"""Engines that run the tasks of a build on one machine. `engine_ray.py` runs them on a cluster.
 
 `InlineEngine` runs tasks in this process. `LocalEngine` runs them in worker processes on this machine
 (processes.py), one task at a time in each. No task depends on its worker, so the number of workers never
 changes a byte. The first error stops all workers; committed tasks are kept.
 
-A task that takes longer than `task_seconds` has its process killed, by the kernel's timer, so that a hang in
-C code ends too. It runs once more, in another process; a second time is an error that names it.
+If a task takes longer than `task_seconds`, the kernel's timer kills its process, so that a hang in C code
+ends too. The task runs once more, in another process; a second timeout is an error that names the task.
 
-If a task has a fallback, that holds for a process that dies, too, and instead of the second error, or of an
-error of its own, the queue is told that the task failed.
+A task with a fallback also runs once more if its process dies. If its second attempt ends in the same way, or
+if it raises an error of its own, the engine reports it to the queue as failed instead of ending the build.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
 ]
 
 MAX_WORKERS = 256
-DEFAULT_MAX_WORKERS = 64  # beyond this, disk and memory bandwidth of one machine are the limit
+DEFAULT_MAX_WORKERS = 64  # with more workers, a machine's disk and memory bandwidth are the limit
 TASK_SECONDS = 6 * 3600.0  # tasks take minutes; a file of 100 GB that cannot be cut takes an hour or two
-_TRIES = 2  # of a task that takes too long: the first may have met a machine that hangs, or has no memory
+_TRIES = 2  # attempts of a task that times out: the machine may have hung or run out of memory meanwhile
 
 OnNews = Callable[[Task, News], None]
-"""Called as tasks run, with what they tell."""
+"""Called with a running task and a progress report of it."""
 
 
 class Engine(Protocol):
@@ -74,7 +74,7 @@ class Engine(Protocol):
 class InlineEngine(Closing):
     """Runs tasks one after the other in this process, for library calls and tests.
 
-    Errors are not wrapped (unless `run` is `run_guarded`), and compilation is not told.
+    Errors are not wrapped (unless `run` is `run_guarded`), and compilation of kernels is not reported.
     """
 
     workers = 1
@@ -94,14 +94,14 @@ class InlineEngine(Closing):
                 else:
                     queue.done(commit)
         finally:
-            PULSE.send = None  # who listens has heard of the last task
+            PULSE.send = None  # do not report later work of this process as a task of this run
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: this engine has no workers."""
 
 
 class WorkerTracebackError(Exception):
-    """Carries the text of a traceback out of a worker, as the cause of the error."""
+    """Carries the text of a worker's traceback, as the cause of the error raised here."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -116,9 +116,9 @@ class _Worker:
 
 @dataclass(slots=True)
 class LocalEngine(Closing):
-    """Up to `workers` processes, started when there is work and kept until the engine is closed.
+    """Runs tasks in up to `workers` processes, started on demand and kept until the engine is closed.
 
-    `modules` are imported once for all of them.
+    `modules` are imported once for all processes.
     """
 
     workers: int
@@ -126,12 +126,12 @@ class LocalEngine(Closing):
     modules: Sequence[str] = ()
     _processes: Processes = field(init=False)
     _started: list[_Worker] = field(default_factory=list)
-    _again: list[Task] = field(default_factory=list)  # whose process died
-    _deaths: Counter[str] = field(default_factory=Counter)  # by key of a task
+    _again: list[Task] = field(default_factory=list)  # tasks to run again because their process died
+    _deaths: Counter[str] = field(default_factory=Counter)  # number of died processes, by task key
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
-            raise BuildError(f"{self.workers} workers: between 1 and {MAX_WORKERS} are possible")
+            raise BuildError(f"got {self.workers} workers; give between 1 and {MAX_WORKERS}")
         self._processes = Processes(self.modules)
 
     def close(self) -> None:
@@ -148,8 +148,8 @@ class LocalEngine(Closing):
     def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
-        Raises the first task's error with its type and message; BuildError if a worker dies, or if a task
-        takes too long twice.
+        Raises the first error of a task with its type and message, or BuildError if a worker dies or a task
+        times out twice.
         """
         try:
             while not queue.exhausted:
@@ -179,11 +179,11 @@ class LocalEngine(Closing):
         worker.task = task
         try:
             worker.pipe.send((task, task.digest, work, self.task_seconds))
-        except OSError:  # it died idle
+        except OSError:  # the worker died while idle
             raise self._death(worker) from None
 
     def _receive(self, worker: _Worker, queue: TaskQueue, on_news: OnNews | None) -> None:
-        """Hand on what a worker sends: a commit, an error, or news of its task."""
+        """Receive a worker's message and pass it on: a commit, an error, or progress of its task."""
         try:
             answer = worker.pipe.recv()
         except (EOFError, OSError):
@@ -199,13 +199,13 @@ class LocalEngine(Closing):
         report(queue, task, *answer)
 
     def _bury(self, worker: _Worker, queue: TaskQueue) -> None:
-        """Have the task of a dead worker run again, or fail; BuildError if it ends the build."""
+        """Have the task of a dead worker run again, or fail; raises BuildError if that ends the build."""
         task = worker.task
         took_too_long = worker.process.wait() == -signal.SIGALRM
         if task is None or not (took_too_long or task.fallback):
             raise self._death(worker)
         self._deaths[task.key] += 1
-        problem = f"task {task}: was not done after {self.task_seconds:,g} s"
+        problem = f"task {task}: did not finish within {self.task_seconds:,g} s"
         if not took_too_long:
             problem = str(self._death(worker)).removesuffix(f"; {RESUME}")
         if self._deaths[task.key] < _TRIES:
@@ -235,7 +235,7 @@ class LocalEngine(Closing):
 
 
 def report(queue: TaskQueue, task: Task, commit: Commit | None, error: Exception | None, trace: str) -> None:
-    """Hand what `answer` gave to the queue. Raises an error that ends the build."""
+    """Pass the result of `answer` to the queue; raises `error` unless it is a TaskFailedError."""
     if error is None:
         assert commit is not None
         queue.done(commit)
@@ -247,14 +247,17 @@ def report(queue: TaskQueue, task: Task, commit: Commit | None, error: Exception
 
 
 def death_of(task: Task) -> TaskFailedError:
-    """The failure of a task whose process died in every attempt: it is published, so all engines say this."""
+    """Return the failure of a task whose process died in every attempt.
+
+    The text is published with the dataset, so it is the same for all engines.
+    """
     return TaskFailedError(f"task {task}: in every attempt its process died or ran past --task-seconds")
 
 
 def default_workers(memory_bytes: int, system: Path = limits.ROOT) -> int:
-    """One per core that this process or its container may use, as long as each can have `memory_bytes`.
+    """Return one worker per core that this process or its container may use, if memory suffices.
 
-    `system`: where the files lie that say how much there is.
+    Each worker needs `memory_bytes`. `system` is the root of the file system with the limits, for tests.
     """
     memory = limits.memory_bytes(system) * 4 // 5
     return max(1, min(limits.usable_cores(system), DEFAULT_MAX_WORKERS, memory // max(1, memory_bytes)))

@@ -3,18 +3,18 @@
 Ray places the tasks. Tasks (some KB) and commits go through Ray; data goes through the work folder only. Each
 task requests one CPU and the recipe's `memory`, and tasks are spread over the nodes.
 
-Beyond the tasks that fit, `WAITING_TASKS` are submitted to Ray: an autoscaling cluster sees the demand of the
-stage, and one of a million tasks needs no more memory than one of some thousand. A task that is lost with its
-process or node is submitted again, at most `RETRIES` times, with a warning each time; Ray's own retries are
-off, because they are silent. An error of the task itself ends the run, as with local processes.
+`WAITING_TASKS` more tasks than fit are submitted to Ray. So an autoscaling cluster sees the demand of the
+stage, and a stage of a million tasks needs no more memory than one of a few thousand. A task that is lost
+with its process or node is submitted again, at most `RETRIES` times, with a warning each time; Ray's own
+retries are off, because they are silent. An error of the task itself ends the run, as with local processes.
 
 ray_cluster.py connects to a cluster and watches its head; ray_node.py is what runs on a node.
 
 At the end of a stage some workers are idle while a slow disk, a throttled network or a hanging process holds
 up the last tasks. A task that takes several times as long as others (`Stragglers`) is then submitted a second
-time; the first answer counts and the other process is killed. This is safe because a task is committed once,
-whoever runs it. Local processes share one machine, on which a second attempt would be as slow, so only this
-engine does it.
+time; the first answer counts and the other process is killed. This is safe because a task is committed only
+once, whichever process runs it. Local processes share one machine, on which a second attempt would be as
+slow, so only this engine does it.
 """
 
 from __future__ import annotations
@@ -55,51 +55,54 @@ MAX_WORKERS = 100_000
 
 NO_NODE_SECONDS = 600.0  # clusters take minutes to start a machine
 
-WAIT_SECONDS = 6 * 3600.0  # without any task finished: a process hangs, or a task is far too big
+WAIT_SECONDS = 6 * 3600.0  # if no task finishes for this long, a process hangs or a task is far too big
 
 LOOK_SECONDS = 5.0  # how often nodes are counted
 
 _TICK_SECONDS = 1.0
 
-_ANSWERED_SHARE = 1000  # a thousandth of what is in flight is waited for: every wait looks at all of it
+# Each wait scans all tasks in flight, so it waits until 1/1000 of them have finished.
+_ANSWERED_SHARE = 1000
 
 _FETCH_SECONDS = 60.0
 
 _CANCEL_SECONDS = 10.0
 
-FIRST_PAUSE_SECONDS = 1.0  # before a lost task is handed in again; doubled each time
+FIRST_PAUSE_SECONDS = 1.0  # pause before a lost task is submitted again, doubled each time
 
-_REMEMBERED_TASKS = 1000  # of a stage, enough for a median
+_REMEMBERED_TASKS = 1000  # number of task durations kept per stage, enough for a median
 
-WAITING_TASKS = 2000  # beyond those that fit: demand for a cluster that grows
+WAITING_TASKS = 2000  # tasks submitted in addition to those that fit, so that an autoscaler sees demand
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Says how long a task may run before another machine runs it, too, if it has nothing else to do.
+    """Computes how long a task may run before an idle slot of the cluster runs it a second time.
 
-    That is `factor` times the median of the tasks of its stage that finished last, and `least_seconds`.
+    The limit is `factor` times the median duration of the last finished tasks of its stage, and at least
+    `least_seconds`.
     """
 
     least_seconds: float = 60.0
     factor: float = 3.0
-    _seconds: dict[str, deque[float]] = field(default_factory=dict)  # by stage
+    _seconds: dict[str, deque[float]] = field(default_factory=dict)  # durations of finished tasks, by stage
 
     def finished(self, stage: str, seconds: float) -> None:
-        """Note how long a task ran."""
+        """Record how long a task of a stage ran."""
         self._seconds.setdefault(stage, deque(maxlen=_REMEMBERED_TASKS)).append(seconds)
 
     def limit_seconds(self, stage: str) -> float:
-        """Infinite as long as no task of the stage has finished."""
+        """Return the limit for tasks of a stage; infinite until a task of the stage has finished."""
         seconds = self._seconds.get(stage)
         return max(self.least_seconds, self.factor * median(seconds)) if seconds else math.inf
 
 
 class RayEngine(Closing):
-    """Up to `workers` tasks at a time on a Ray cluster (None: as many as fit).
+    """Runs up to `workers` tasks at a time on a Ray cluster; None means as many as fit.
 
-    `address` is that of a cluster ("auto", "host:6379", "ray://host:10001"; None: $RAY_ADDRESS, else a start
-    on this machine). A Ray that this process is connected to already is used and left running.
+    `address` is the address of the cluster: "auto", "host:6379" or "ray://host:10001". If it is None,
+    $RAY_ADDRESS is used; if that is not set, Ray is started on this machine. If this process is already
+    connected to Ray, that connection is used and left open.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class RayEngine(Closing):
     ) -> None:
         import_ray()
         if workers is not None and not 1 <= workers <= MAX_WORKERS:
-            raise BuildError(f"{workers} workers: between 1 and {MAX_WORKERS:,} are possible")
+            raise BuildError(f"got {workers} workers; give between 1 and {MAX_WORKERS:,}")
         self.workers = default_workers(memory_bytes) if workers is None else workers
         self._bound, self._address, self._memory_bytes = workers, address, memory_bytes
         self._task_seconds, self._stragglers = task_seconds, stragglers
@@ -122,8 +125,8 @@ class RayEngine(Closing):
     def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
-        Raises the first task's error with its type and message; BuildError if Ray or a machine fails more
-        often than is bearable, or if no node has what a task needs.
+        Raises the first error of a task with its type and message, or BuildError if the cluster cannot be
+        reached, if a task is lost more than `RETRIES` times, or if no node has the resources of a task.
         """
         ray = self._connect()
         with check_of(work, self._task_seconds) as check:
@@ -140,24 +143,24 @@ class RayEngine(Closing):
             run.until_exhausted(on_news)
 
     def __enter__(self) -> Self:
-        self._connect()  # now, so that no stage's time has it
+        self._connect()  # connect now, so that the time does not count for the first stage
         return self
 
     def _connect(self) -> Any:
-        """The module ray, connected."""
+        """Return the module `ray`, connected to a cluster."""
         ray = import_ray()
         if not ray.is_initialized():
             start_ray(self._address, self.workers, self._memory_bytes)
             self._is_ours = True
         elif not self._is_ours and self._address not in (None, "auto"):
             raise BuildError(
-                f"this process is connected to a Ray cluster already; leave out the address "
+                f"this process is already connected to a Ray cluster; leave out the address "
                 f"{self._address}, or call ray.shutdown() first"
             )
         return ray
 
     def close(self) -> None:
-        """End the Ray that was started, or the connection that was made, if any."""
+        """Shut down Ray, or disconnect from it, if this engine started it or connected to it."""
         if self._is_ours:
             self._is_ours = False
             import_ray().shutdown()
@@ -165,7 +168,7 @@ class RayEngine(Closing):
 
 @dataclass(slots=True)
 class _Try:
-    """A task that was handed to Ray, at the time `since`, or is to be. A straggler has two references."""
+    """A task, submitted to Ray at the time `since` or waiting for it. A straggler has two references."""
 
     task: Task
     losses: int = 0
@@ -189,13 +192,13 @@ class EngineRun:
     sleep: Callable[[float], None] = time.sleep
     head: Head = field(default_factory=partial(Head, ""))
     _function: Any = None
-    _flying: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
+    _flying: dict[Any, _Try] = field(default_factory=dict)  # submitted tasks, by Ray's reference
     _lost: list[_Try] = field(default_factory=list)
     _slots: int = 0
-    _full: float = 0.0  # when tasks last had to wait for a slot
-    _looked: float = float("-inf")
-    _searched: float = float("-inf")  # for stragglers
-    _moved: float = 0.0  # when something was last finished, or a node was last there
+    _full: float = 0.0  # time at which tasks last had to wait for a slot
+    _looked: float = float("-inf")  # time at which nodes were last counted
+    _searched: float = float("-inf")  # time of the last search for stragglers
+    _moved: float = 0.0  # time at which a task last finished, or a fitting node last went away
     _told_no_node: bool = False
 
     def __post_init__(self) -> None:
@@ -209,7 +212,7 @@ class EngineRun:
                 self._hand_in()
                 self._hand_in_stragglers()
                 if not self._flying:
-                    if not self.queue.exhausted:  # a lost task has to pause
+                    if not self.queue.exhausted:  # a lost task is in its pause before the next attempt
                         self.sleep(_TICK_SECONDS)
                     continue
                 for ref in self._finished():
@@ -239,7 +242,10 @@ class EngineRun:
             raise
 
     def _look(self) -> None:
-        """Count what fits, every few seconds: nodes come and go. BuildError if there is nothing for long."""
+        """Count, every few seconds, how many tasks fit on the nodes, which may come and go.
+
+        Raises BuildError if no node fits, or no task finishes, for too long.
+        """
         now = self.clock()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -252,7 +258,7 @@ class EngineRun:
             self._told_no_node = False
             if now - self._moved > WAIT_SECONDS:
                 raise BuildError(
-                    f"no task was finished in {WAIT_SECONDS / 3600:.0f} hours; does something else use the "
+                    f"no task has finished in {WAIT_SECONDS / 3600:.0f} hours; does something else use the "
                     f"whole Ray cluster, or does a task hang? {RESUME}"
                 )
             return
@@ -263,12 +269,12 @@ class EngineRun:
             warn_user(f"no node of the Ray cluster has {needs}: waiting for one")
         elif now - self._moved > NO_NODE_SECONDS:
             raise BuildError(
-                f"for {NO_NODE_SECONDS / 60:.0f} minutes no node of the Ray cluster had {needs} (there is "
-                f"{described(nodes)}); add nodes, or make the recipe's `memory` smaller; {RESUME}"
+                f"for {NO_NODE_SECONDS / 60:.0f} minutes no node of the Ray cluster had {needs} (largest "
+                f"nodes: {described(nodes)}); add nodes, or make the recipe's `memory` smaller; {RESUME}"
             )
 
     def _hand_in(self) -> None:
-        """Hand tasks to Ray as long as there is room: lost ones first."""
+        """Submit tasks to Ray up to the limit, lost tasks first."""
         room = (self.bound or self._slots + WAITING_TASKS) - len(self._flying)
         now = self.clock()
         for tried in [tried for tried in self._lost if tried.not_before <= now][: max(room, 0)]:
@@ -280,38 +286,39 @@ class EngineRun:
             room -= 1
 
     def _hand_in_stragglers(self) -> None:
-        """Hand tasks that take long to Ray once more, as far as there are idle slots."""
+        """Submit tasks that run for too long a second time, as far as there are idle slots."""
         now = self.clock()
         idle = min(self._slots, self.bound or self._slots) - len(self._flying)
         if idle <= 0:
             self._full = now
         if idle <= 0 or self.stragglers is None or self._lost or now - self._searched < _TICK_SECONDS:
             return
-        self._searched = now  # not each time that a task ends: there are as many in flight as workers
+        self._searched = now  # a search visits every task in flight: do not repeat it whenever a task ends
         stages = {tried.task.stage for tried in self._flying.values()}
         limits = {stage: self.stragglers.limit_seconds(stage) for stage in stages}
         for tried in list(self._flying.values()):
-            running = now - max(tried.since, self._full)  # at least
+            # Lower bound: while slots were full, the task may not have started yet.
+            running = now - max(tried.since, self._full)
             if idle and len(tried.refs) == 1 and running > limits[tried.task.stage]:
                 place = "".join(f" on node {name}" for name in self.head.nodes_of(tried.refs))
                 warn_user(
-                    f"task {tried.task}: has run for {running:,.0f} s{place}; it is run a second time, too"
+                    f"task {tried.task}: has run for {running:,.0f} s{place}; a second attempt starts now"
                 )
                 self._submit(tried)
                 idle -= 1
 
     def _stop(self, tried: _Try) -> None:
-        """Kill what still runs of a finished task."""
+        """Kill the other attempt of a finished task, if one runs."""
         for ref in tried.refs:
             del self._flying[ref]
-            with suppress(Exception):  # it may have ended by itself
+            with suppress(Exception):  # the attempt may have ended by itself
                 self.ray.cancel(ref, force=True)
         tried.refs.clear()
 
     def _submit(self, tried: _Try) -> None:
         data = pickle.dumps((tried.task, tried.task.digest, self.work))
         remote = self._function.options(
-            name=str(tried.task),  # what Ray's tools show
+            name=str(tried.task),  # shown by Ray's tools
             num_cpus=1,
             memory=self.memory_bytes,
             max_retries=0,
@@ -325,7 +332,7 @@ class EngineRun:
         self._flying[ref] = tried
 
     def _finished(self) -> list[Any]:
-        """References that are done, after a moment's wait."""
+        """Wait up to `_TICK_SECONDS` for tasks to finish and return the references of all that have."""
         flying = list(self._flying)
         some = 1 + len(flying) // _ANSWERED_SHARE
         ready, _ = self.ray.wait(flying, num_returns=some, timeout=_TICK_SECONDS, fetch_local=False)
@@ -334,12 +341,15 @@ class EngineRun:
         return list(ready)
 
     def _answer(self, ref: Any, tried: _Try) -> NodeAnswer | None:
-        """Return the answer of `run_on_node` for a task; None if it was lost, BuildError if it failed."""
+        """Return the answer of `run_on_node`, or None if the task was lost; BuildError if it failed."""
         exceptions = self.ray.exceptions
         try:
             answered: NodeAnswer = self.ray.get(ref, timeout=_FETCH_SECONDS)
         except exceptions.RayTaskError as error:
-            problem = f"{_first_line(error.cause)}; is shardkit, with what the recipe needs, on all nodes?"
+            problem = (
+                f"{_first_line(error.cause)}; are shardkit and all extras that the recipe needs installed on "
+                f"all nodes?"
+            )
             raise BuildError(f"task {tried.task}: {problem}") from error
         except exceptions.TaskCancelledError as error:
             raise BuildError(f"task {tried.task}: was cancelled in the Ray cluster; {RESUME}") from error
@@ -349,18 +359,18 @@ class EngineRun:
         return answered
 
     def _lose(self, tried: _Try, error: Exception, node: str) -> None:
-        """Have a task run again that no answer came from; it failed if it was lost too often. BuildError."""
+        """Have a lost task run again; raises BuildError, or uses its fallback, if it was lost too often."""
         if tried.refs:
-            return  # the other attempt runs
+            return  # the other attempt still runs
         tried.losses += 1
         problem = f"task {tried.task}: {self._reason(error, node)}"
         if tried.losses > RETRIES and tried.task.fallback is not None:
-            warn_user(f"{problem}, {tried.losses} times by now")
+            warn_user(f"{problem}, {tried.losses} times so far")
             self.queue.failed(tried.task, death_of(tried.task))
             return
         if tried.losses > RETRIES:
             raise BuildError(
-                f"{problem}, {tried.losses} times by now; if nodes run out of memory, make the recipe's "
+                f"{problem}, {tried.losses} times so far; if nodes run out of memory, make the recipe's "
                 f"`memory` larger, so that fewer tasks run side by side; {RESUME}"
             ) from error
         tried.not_before = self.clock() + FIRST_PAUSE_SECONDS * 2 ** (tried.losses - 1)
@@ -377,14 +387,14 @@ class EngineRun:
             return f"its node{f' {node}' if node else ''} died"
         if isinstance(error, exceptions.WorkerCrashedError):
             limit, place = f"{self.check.task_seconds:,.0f} s", f" on node {node}" if node else ""
-            return f"its process{place} died (killed, out of memory, or at it for over {limit}?)"
+            return f"its process{place} died (was it killed, out of memory, or running for over {limit}?)"
         return f"Ray lost it ({_first_line(error)})"
 
     def _cancel(self) -> None:
-        """End what runs; what it had committed is kept."""
+        """Kill all running tasks; committed tasks are kept."""
         refs = list(self._flying)
         self._flying.clear()
-        if not self.head.is_there():  # Ray would wait for it
+        if not self.head.is_there():  # Ray would block until the head answers
             return
         with suppress(Exception):
             for ref in refs:

@@ -1,16 +1,16 @@
-"""The driver's lease: of all processes that reach a work folder in a store, one runs a build in it.
+"""The driver's lease: makes sure that only one process at a time runs a build in a work folder in a store.
 
 The build holds the lease, an object that it rewrites every few seconds:
 
     lease/<epoch>     the holder's name and the number of its heartbeat; the highest epoch counts
 
 A lease whose heartbeat has not changed for `lease_seconds` of the observer's own clock has expired; clocks of
-different machines are never compared. To take it over is to create the next epoch, which a store lets one
-process do. A driver that was suspended meanwhile finds a higher epoch and ends. None of this decides a byte:
-tasks are pure, and a task that two processes run is committed once.
+different machines are never compared. A process takes a lease over by creating the next epoch, which the
+store allows for only one process. A driver that was suspended meanwhile finds a higher epoch and ends. Leases
+do not affect outputs: tasks are pure, and a task that two processes run is committed once.
 
-A work folder on a file system has a lock instead (`locked_folder`): the system takes it from a process that
-ends, at once, so that the next build has nothing to wait for.
+A work folder on a file system has a lock instead (`locked_folder`): the system releases it as soon as its
+process ends, so the next build need not wait.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shardkit.locks import held_file
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
 
 LEASE_SECONDS = 60.0
-"""Silence after which a driver counts as dead."""
-BEATS = 6  # in that time: one that comes late, or fails, loses no lease
+"""Time without a heartbeat after which a driver counts as dead, in seconds."""
+BEATS = 6  # heartbeats per `lease_seconds`: one that is late or fails does not lose the lease
 LOCK_NAME = "lock"
 _PREFIX = "lease/"
 
 
 class DriverLease(Closing):
-    """The lease of the driver of a work folder, as one process sees it. `name` identifies it to people."""
+    """One process's access to the lease of a work folder; `name` identifies the process in messages."""
 
     def __init__(
         self,
@@ -53,17 +53,20 @@ class DriverLease(Closing):
         self._lease_seconds, self._beat_seconds = lease_seconds, beat_seconds
         self._store, self._clock, self._sleep = store, clock, sleep
         self._id = f"{name} {os.urandom(8).hex()}"
-        self._own = ("", "")  # key and version of what this process wrote last
+        self._own = ("", "")  # key and version of the last heartbeat of this process
         self._beats = 0
-        self._seen = ("", "")  # key and version of another's lease, and since when it has been like that
-        self._seen_since = 0.0
+        self._seen = ("", "")  # key and version of the last heartbeat seen of another process
+        self._seen_since = 0.0  # time at which this process first saw that heartbeat
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.held = False
         self.was_lost = False
 
     def acquire(self) -> None:
-        """Take the lease; wait for that of a dead driver to expire. BuildError if a driver is at work."""
+        """Take the lease, waiting for a dead driver's lease to expire.
+
+        Raises BuildError if another driver is alive.
+        """
         is_first = True
         try:
             while not self.try_acquire():
@@ -86,7 +89,7 @@ class DriverLease(Closing):
             raise BuildError(f"work folder {self._store.url}: {error}; the same command continues") from error
 
     def try_acquire(self) -> bool:
-        """Take the lease if it is free or has expired since this process first saw it. StoreError."""
+        """Take the lease if it is free, or expired while this process watched it; may raise StoreError."""
         if self.held:
             return True
         now, newest = self._clock(), self._newest()
@@ -102,7 +105,7 @@ class DriverLease(Closing):
             return False  # another process was faster
         if newest is not None:
             self._store.delete(newest.key)
-        if self._newest_key() > self._own[0]:  # a listing of a folder may miss what is renamed meanwhile
+        if self._newest_key() > self._own[0]:  # the first listing may miss an object renamed meanwhile
             self._store.delete(self._own[0])
             return False
         self.held, self.was_lost = True, False
@@ -112,7 +115,7 @@ class DriverLease(Closing):
         return True
 
     def check(self) -> None:
-        """BuildError if another process has taken the lease over."""
+        """Raise BuildError if another process has taken over the lease."""
         if self.was_lost:
             raise BuildError(
                 f"{self._store.url}: another driver has taken over this work folder, because this process "
@@ -121,7 +124,7 @@ class DriverLease(Closing):
             )
 
     def holder(self) -> str:
-        """The name of the process that holds the lease, for messages."""
+        """Return the name of the process that holds the lease, for messages."""
         with contextlib.suppress(StoreError):
             newest = self._newest()
             if newest is not None:
@@ -129,7 +132,7 @@ class DriverLease(Closing):
         return "another process"
 
     def close(self) -> None:
-        """Give the lease back. What cannot be removed now expires."""
+        """Give the lease back; if it cannot be removed now, it expires."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(self._beat_seconds)
@@ -139,23 +142,23 @@ class DriverLease(Closing):
                 self._store.delete(self._own[0])
 
     def renew(self) -> None:
-        """Write the next heartbeat; give up the lease if another process has it. StoreError."""
+        """Write the next heartbeat, or give up the lease if another process has it; may raise StoreError."""
         newest = self._newest()
         if newest is None or (newest.key, newest.version) != self._own:
             is_ours = newest is not None and self._store.get(newest.key).startswith(self._id.encode())
-            if not is_ours:  # otherwise our last write arrived, though its answer did not
+            if not is_ours:  # if it is ours, the last write succeeded but its response was lost
                 self.held, self.was_lost = False, True
                 if newest is not None and newest.key > self._own[0]:
-                    self._store.delete(self._own[0])  # a late write of ours may have brought it back
+                    self._store.delete(self._own[0])  # a late write of this process may have recreated it
                 return
         self._write(self._own[0])
 
     def _beat_on(self) -> None:
         while not self._ended.wait(self._beat_seconds):
             if self.held:
-                with contextlib.suppress(StoreError):  # the next beat may arrive
+                with contextlib.suppress(StoreError):  # the next heartbeat may succeed
                     self.renew()
-        if not self.held and self._own[0]:  # `close` did not wait until the last beat had been written
+        if not self.held and self._own[0]:  # `close` may not have waited for the last heartbeat: delete it
             with contextlib.suppress(StoreError):
                 if self._store.get(self._own[0]).startswith(self._id.encode()):
                     self._store.delete(self._own[0])
@@ -174,25 +177,28 @@ class DriverLease(Closing):
 
 
 def process_name() -> str:
-    """A name for this process that no other has: host, number and a random part."""
+    """Return a unique name for this process: host, process id and a random part."""
     return f"{socket.gethostname()[:40]}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a work folder on a file system; BuildError if another build does."""
+    """Hold the lock of a work folder on a file system; raises BuildError if another build holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = held_file(folder / LOCK_NAME, shared=False)
     except OSError as error:
-        problem = f"cannot be used as work folder: {error.strerror}; `work` names another"
+        problem = f"cannot be used as work folder: {error.strerror}; set `work` to another folder"
         raise BuildError(f"{folder}: {problem}") from error
     if descriptor is None:
-        raise BuildError(f"{folder}: another build uses this work folder; wait for it, or set `work`")
+        raise BuildError(
+            f"{folder}: another build uses this work folder; wait for it, or set `work` to another folder"
+        )
     try:
         yield
     finally:
         os.close(descriptor)
-        if not (folder / LOCK_NAME).exists():  # NFS and FUSE keep a folder while a file in it is open
+        # NFS and FUSE keep a removed folder while a file in it is open; the lock is closed now.
+        if not (folder / LOCK_NAME).exists():
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -3,11 +3,11 @@
 Workers import only the modules of their tasks (the caller's script does not run again) and use one thread
 each. On Linux they are forks of one process, which has imported these modules and started Numba: that takes
 two CPU seconds once instead of in each worker, and all workers share the memory. This process is a fresh
-interpreter, not the caller, whose threads may hold locks; it starts no threads itself, which it checks before
-each fork. Where it has some after all, and on other systems, each worker is a fresh interpreter.
+interpreter, not the caller, whose threads may hold locks; it must have no other threads, which it checks
+before each fork. If it has any, and on other systems, each worker is a fresh interpreter.
 
-Workers die with the process that started them, even on SIGKILL: the kernel kills a fork with its parent, and
-that one with the caller. They get tasks through a pipe and answer through it.
+Workers die with the process that started them, even on SIGKILL: the kernel kills each fork when its parent
+ends, and the parent when the caller ends. Workers receive tasks and send results through a pipe.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ONE_THREAD = dict.fromkeys(
     "1",
 ) | {
     "TOKENIZERS_PARALLELISM": "false",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of jemalloc, which Arrow brings along
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a setting of jemalloc, which is part of Arrow
 }
 RESUME = "finished tasks are kept; the same command continues"
 _BOOT = (
@@ -63,28 +63,28 @@ _BOOT = (
 
 
 class WorkerProcess(Protocol):
-    """The part of `subprocess.Popen` that engines need."""
+    """The methods of `subprocess.Popen` that engines use."""
 
     def kill(self) -> None: ...
     def wait(self) -> int: ...
 
 
 class Processes(Closing):
-    """Starts worker processes; `modules` are those that they will need."""
+    """Starts worker processes; `modules` are imported before workers are forked."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self._modules = modules
         self._forks: _Forks | None = None
 
     def start(self) -> tuple[WorkerProcess, Connection]:
-        """A new worker, and our end of its pipe."""
+        """Start a worker; return it and our end of its pipe."""
         ours, theirs = Pipe()
         with theirs:
             worker = self._fork(theirs) if sys.platform == "linux" else None
             return worker or _run_python("serve", ours, theirs), ours
 
     def close(self) -> None:
-        """End the process that forked workers; these have to be ended before."""
+        """End the process that forked the workers; the caller must end the workers before."""
         if self._forks is not None:
             self._forks.close()
             self._forks = None
@@ -96,7 +96,7 @@ class Processes(Closing):
 
 
 def _run_python(function: str, ours: Connection, theirs: Connection, *more: object) -> WorkerProcess:
-    """A fresh interpreter that calls a function of this module with its end of a pipe."""
+    """Start a fresh interpreter that calls a function of this module with its end of a pipe."""
     process = subprocess.Popen(
         # -P: a file in the current folder must not stand in for a module of the standard library.
         [sys.executable, "-P", "-c", _BOOT.format(function), str(theirs.fileno())],
@@ -106,13 +106,13 @@ def _run_python(function: str, ours: Connection, theirs: Connection, *more: obje
         env=os.environ | ONE_THREAD | kernel_cache() | worker_variable(),
         process_group=0,  # Ctrl-C goes to the caller, which ends the workers
     )
-    with suppress(OSError):  # the same error comes again, with its reason, with the first task
+    with suppress(OSError):  # if the process is dead, sending the first task fails, and reports the reason
         ours.send((os.getpid(), sys.path, more))
     return process
 
 
 class _Forks(Closing):
-    """The caller's side of `fork_workers`."""
+    """The caller's side of `fork_workers`: has a process fork workers and collect their exit codes."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._pipe, theirs = Pipe()
@@ -120,7 +120,7 @@ class _Forks(Closing):
             self._process = _run_python("fork_workers", self._pipe, theirs, list(modules))
 
     def start(self, theirs: Connection) -> _Fork | None:
-        """A worker that has the other end of the caller's pipe; None if one cannot be forked."""
+        """Fork and return a worker with the other end of the caller's pipe; None if that is not possible."""
         with suppress(OSError, EOFError):
             self._pipe.send(None)
             send_handle(self._pipe, theirs.fileno(), 0)
@@ -129,11 +129,11 @@ class _Forks(Closing):
         return None
 
     def wait(self, number: int) -> int:
-        """The return code of a worker that has ended or is about to, as `Popen.wait`."""
+        """Wait for a worker to end and return its return code, as `Popen.wait` does."""
         with suppress(OSError, EOFError):
             self._pipe.send(number)
             return int(self._pipe.recv())
-        return -signal.SIGKILL  # the parent has died, and its forks with it
+        return -signal.SIGKILL  # the parent has died, so the kernel has killed its forks
 
     def close(self) -> None:
         self._process.kill()
@@ -142,7 +142,7 @@ class _Forks(Closing):
 
 
 class _Fork:
-    """A forked worker. Its process number is not used again before `wait`, which is asked for once."""
+    """A forked worker. Its process id is not reused before the first `wait`, so `kill` is safe until then."""
 
     def __init__(self, number: int, forks: _Forks) -> None:
         self._number, self._forks = number, forks
@@ -160,20 +160,20 @@ class _Fork:
 
 
 def fork_workers(pipe: Connection, parent: int, modules: Sequence[str]) -> None:
-    """Main loop of the process that workers are forked of, until the pipe closes.
+    """Run the main loop of the process that forks workers, until the pipe closes.
 
-    For None and a descriptor it answers with the number of a new worker, or 0 where that cannot be forked;
-    for the number of a worker, with its return code when it has ended.
+    On None and a descriptor it forks a worker and sends its process id, or 0 if it cannot fork. On the
+    process id of a worker it waits for the worker to end and sends its return code.
     """
     die_with(parent)
     with collector_paused():
         for module in modules:
             importlib.import_module(module)
         if pyarrow := sys.modules.get("pyarrow"):
-            pyarrow.array([])  # the first array imports pandas where that is installed
+            pyarrow.array([])  # the first array imports pandas if it is installed: do that before the forks
         if "numba" in sys.modules:
             start_numba()
-    gc.freeze()  # collections in a worker would write to, and thereby copy, every page with an object
+    gc.freeze()  # otherwise garbage collection in a worker writes to, and so copies, every shared page
     own = os.getpid()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -200,7 +200,7 @@ def _has_one_thread() -> bool:
 
 
 def serve(pipe: Connection, parent: int) -> None:
-    """Main loop of a worker: run the tasks that come through the pipe until it closes."""
+    """Run the main loop of a worker: run the tasks that come through the pipe until it closes."""
     die_with(parent)
     watch = CompilationWatch(pipe.send)
     PULSE.send = pipe.send
@@ -218,7 +218,7 @@ def serve(pipe: Connection, parent: int) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Have the kernel kill this process by SIGALRM if the block takes longer."""
+    """Have the kernel kill this process by SIGALRM if the block takes longer than `seconds`."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -229,11 +229,11 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def answer(task: Task, digest: str, work: Work) -> bytes:
-    """Run a task; pickled (commit, error, traceback), where either commit or error is None."""
+    """Run a task and return pickled (commit, error, traceback); either the commit or the error is None."""
     reply: tuple[Any, ...]
     try:
         commit = run_guarded(task, digest, work)
-        reply = (replace(commit, remote=None), None, "")  # the runner has it
+        reply = (replace(commit, remote=None), None, "")  # the runner sets `remote` again
     except ShardkitError as error:
         trace = traceback.format_exc() if error.__cause__ is None else "".join(_format(error.__cause__))
         reply = (None, error, trace)
@@ -251,7 +251,7 @@ def _format(error: BaseException) -> list[str]:
 
 
 def run_guarded(task: Task, digest: str, work: Work) -> Commit:
-    """`run_task`, with errors of any kind as a ShardkitError that says what to do."""
+    """Run a task with `run_task`; convert errors of any kind into a ShardkitError with advice."""
     try:
         return run_task(task, digest, work)
     except ShardkitError:
@@ -273,7 +273,7 @@ def give_back_memory() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        with suppress(AttributeError):  # a C library other than GNU's
+        with suppress(AttributeError):  # only the GNU C library has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
 

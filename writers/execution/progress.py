@@ -1,8 +1,8 @@
 """Progress of a build: a `StageProgress` after every task, and twice a second while a task reads documents.
 
-A caller's function hears just that. A terminal, a log and a notebook show the build as a whole, too
-(`WholeBuild`): how much is done, when it will end, what it takes of the machine. People read the titles of
-stages (execution/stage.py), which are those of the steps that they are parts of.
+A caller's progress function receives only these. A terminal, a log and a notebook also show the whole build
+(`WholeBuild`): how much is done, when it will end, and what it uses of the machine. They show a stage by its
+title (execution/stage.py), which is the name of the step that it belongs to.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ COMPILING = "compiling kernels …"
 
 _PULSE_SECONDS = 0.5
 _USAGE_SECONDS = 2.0
-_SHORT_SECONDS = 1.0  # a log has no line of stages that took less
-_TELLING_SHARE = 0.05
-_MAIN_SHARE = 0.8
-_BAR = 1000  # steps of a bar
+_SHORT_SECONDS = 1.0  # a log has no line for stages that took less time
+_TELLING_SHARE = 0.05  # share of the build that this run must have done before it estimates the time left
+_MAIN_SHARE = 0.8  # a stage with more than this share of its step's cost is the main stage of the step
+_BAR = 1000  # number of steps of a progress bar
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a running task has read and kept so far."""
+    """Counts of the documents that a running task has read and kept so far."""
 
     read: Count
     kept: Count
 
 
 News = Pulse | float | None
-"""What a running task tells: a `Pulse`; None as Numba begins to compile kernels for it, then the seconds."""
+"""A report of a running task: a `Pulse`; None when Numba begins to compile kernels, later the seconds."""
 
 
 class _PulseOfProcess:
-    """The task of this process tells what it has read to `send`, if anyone listens."""
+    """Passes a `Pulse` of this process's task to `send`, if that is set, at most twice a second."""
 
     def __init__(self) -> None:
         self.send: Callable[[Pulse], None] | None = None
         self._next = 0.0
 
     def tell(self, ledger: Ledger) -> None:
-        """Call this as often as convenient."""
+        """Report the ledger's counts; cheap, so a task may call it for every document."""
         if self.send is not None and (now := time.monotonic()) >= self._next:
             self._next = now + _PULSE_SECONDS
             self.send(Pulse(ledger.read, ledger.kept))
@@ -62,12 +62,12 @@ PULSE = _PulseOfProcess()
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage is. Documents and bytes of text are those read in this run, not in reused tasks.
+    """Progress of one stage. `documents` and `bytes` of text were read in this run, not in reused tasks.
 
-    `seconds_left` is None while nothing tells; `compiling` are tasks for which kernels are being compiled,
-    `compile_seconds` the longest that any one waited for that. `tasks_running` is how much of
-    the tasks that run is done, as a number of tasks; 0 while nothing tells. `step` is the step of the build
-    that the stage is a part of.
+    `seconds_left` is None while it cannot be estimated. `compiling` is the number of tasks whose kernels are
+    being compiled, `compile_seconds` the longest time that one task waited for that. `tasks_running` is the
+    finished part of all running tasks, in tasks; 0 while it is not known. `step` is the step of the build
+    that the stage belongs to.
     """
 
     stage: str
@@ -98,12 +98,12 @@ class StageProgress:
 
     @property
     def event(self) -> str:
-        """How the stage ended, or that it waits for kernels to compile."""
+        """The event to log: "end", "compiling" while the stage waits for kernels, or ""."""
         return "end" if self.finished else "compiling" if self.compiling else ""
 
     @property
     def share_done(self) -> float:
-        """From 0 to 1, with what running tasks have done."""
+        """The finished share of the stage, from 0 to 1, including finished parts of running tasks."""
         return min(1.0, (self.tasks_done + self.tasks_running) / self.tasks) if self.tasks else 1.0
 
     @property
@@ -112,7 +112,7 @@ class StageProgress:
         return self.tasks_done == self.tasks
 
     def rates(self) -> str:
-        """ "1,234 documents/s, 56.7 MB/s, 81.2% kept", or nothing for stages that count no documents."""
+        """Return "1,234 documents/s, 56.7 MB/s, 81.2% kept", or "" for stages that count no documents."""
         if not self.documents or self.seconds <= 0:
             return ""
         speed = format_bytes(self.bytes / self.seconds)
@@ -122,7 +122,7 @@ class StageProgress:
         return rates
 
     def text(self) -> str:
-        """Everything on one line."""
+        """Return all facts on one line."""
         parts = [f"{self.tasks_done:,} of {self.tasks:,} tasks"]
         if self.tasks_reused:
             parts[0] += f" ({self.tasks_reused:,} reused)"
@@ -134,12 +134,12 @@ class StageProgress:
         elif self.seconds_left is not None:
             parts.append(f"{_clock(self.seconds_left)} left")
         if self.finished and self.compile_seconds:
-            parts.append(f"{self.compile_seconds:.1f} s of it compiling kernels, which are kept")
+            parts.append(f"{self.compile_seconds:.1f} s of it compiling kernels, which are cached")
         return ", ".join(parts)
 
 
 class Costed(Protocol):
-    """A stage, as far as progress knows it: its name, the title of its step, its share of a build."""
+    """The attributes of a stage that progress uses: its name, the title of its step, its share of a build."""
 
     @property
     def name(self) -> str: ...
@@ -150,11 +150,11 @@ class Costed(Protocol):
 
 
 class WholeBuild:
-    """Shows `listener` the build as a whole with each report of a stage, and the report by its step.
+    """Sends `listener` the progress of the whole build and of the step with each report of a stage.
 
-    `stages` are those of the build in order, without merges. What is left is estimated from the shares that
-    they usually have, once this run has done a twentieth of the build. `folder` is on the disk whose room is
-    shown.
+    `stages` are the stages of the build in order, without merges. The time left is estimated from the usual
+    costs of stages, once this run has done a twentieth of the build. `folder` is on the disk whose free space
+    is shown.
     """
 
     def __init__(self, listener: Listener[Report], stages: Sequence[Costed], folder: Path | None) -> None:
@@ -164,7 +164,7 @@ class WholeBuild:
             self._costs.setdefault(stage.title, {})[stage.name] = stage.cost
         self._steps = list(self._costs)
         self._weight = sum(sum(costs.values()) for costs in self._costs.values())
-        self._done: dict[str, float] = {}  # share of each stage
+        self._done: dict[str, float] = {}  # finished share of each stage, from 0 to 1
         self._reused: dict[str, float] = {}
         self._start = time.monotonic()
         self._machine = _Machine(folder)
@@ -209,7 +209,7 @@ class WholeBuild:
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """How far a step is, with the report of one of its stages; `is_main`: that is most of the step."""
+    """Progress of a step, with the report of one stage; `is_main` if that stage is most of the step."""
 
     name: str
     share: float
@@ -226,19 +226,19 @@ class StepProgress:
 
     @property
     def event(self) -> str:
-        """The end of a stage that took a while, or that a stage waits for kernels to compile."""
+        """The event to log: the end of a stage, unless it was short, or a stage waiting for kernels."""
         is_short = self.stage.finished and self.stage.seconds < _SHORT_SECONDS
         return f"{self.stage.event} {self.stage.stage}" if self.stage.event and not is_short else ""
 
     def text(self) -> str:
-        """The report of the stage, which is named where the step has several."""
+        """Return the report of the stage, with its name unless it is the main stage of the step."""
         stage = "" if self.is_main else f"{self.stage.stage} "
         return f"{stage}{self.stage.text()}"
 
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """How much of a build is done, from 0 to 1, how long it will take, and what it takes of the machine."""
+    """Progress of a build: the finished share from 0 to 1, the time left, and the use of the machine."""
 
     share: float
     seconds_left: float | None
@@ -263,7 +263,7 @@ class BuildProgress:
         return ""
 
     def text(self) -> str:
-        """ "38%, about 0:02:10 left; near-duplicates, verify 3 of 24 tasks; 1.9 cores, 1.2 GB of memory"."""
+        """Return "38%, about 0:02:10 left; near-duplicates, verify 3 of 24 tasks; 1.9 cores"."""
         left = "" if self.seconds_left is None else f", about {_clock(self.seconds_left)} left"
         now = f"{self.step}, {self.stage.stage} {self.stage.tasks_done:,} of {self.stage.tasks:,} tasks"
         rates = f", {self.stage.rates()}" if self.stage.rates() else ""
@@ -271,7 +271,7 @@ class BuildProgress:
 
 
 class _Machine:
-    """What this process and those below it take of the machine, looked at every two seconds."""
+    """Measures the use of the machine by this process and its descendants, every two seconds."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -279,7 +279,7 @@ class _Machine:
         self._usage = ""
 
     def usage(self) -> str:
-        """ "1.9 cores, 1.2 GB of memory, 40 GB of disk free"; what cannot be found out is left out."""
+        """Return "1.9 cores, 1.2 GB of memory, 40 GB of disk free"; unknown values are left out."""
         now = time.monotonic()
         if now - self._time < _USAGE_SECONDS:
             return self._usage
@@ -306,14 +306,14 @@ def _tree(process: int) -> list[int]:
 
 
 def _cpu_and_memory(process: int) -> tuple[float, float]:
-    """CPU seconds, and bytes that are in memory: pages that processes share count in each."""
+    """Return CPU seconds and resident bytes of a process; shared pages count in each process."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    ticks = sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
+    ticks = sum(map(int, fields[11:15]))  # CPU time of the process and of its children that have ended
     return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder itself, or the nearest folder above it that exists."""
     return next(one for one in (folder, *folder.parents) if one.exists())
 
 

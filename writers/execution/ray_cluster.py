@@ -1,7 +1,7 @@
 """Connects to a Ray cluster, or starts Ray on this machine, and watches the head of the cluster.
 
-If the head dies, Ray ends this process after a minute with a message of its own; `Head` notices before, and
-says what to do.
+If the head dies, Ray ends this process after a minute with a message of its own; `Head` detects that earlier
+and raises an error with advice.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shardkit.errors import BuildError, MissingExtraError
 from shardkit.units import format_bytes
 from shardkit.writers.execution.ray_node import node_key
 
-OBJECT_STORE_BYTES = 100_000_000  # records of finished tasks pass through it, nothing else
+OBJECT_STORE_BYTES = 100_000_000  # size of Ray's object store; only records of finished tasks use it
 
 _CONNECT_SECONDS = 10.0
 
 _ASK_SECONDS = 1.0
 
-HEAD_SECONDS = 30.0  # without an answer; Ray ends this process after 60
+HEAD_SECONDS = 30.0  # time without an answer before the build ends; Ray ends this process after 60 s
 
 _LOCAL = "local"
 
 
 def import_ray() -> Any:
-    """The module; MissingExtraError if it is not installed."""
+    """Return the module `ray`; raises MissingExtraError if it is not installed."""
     try:
         with _kept_sigterm():
             import ray
@@ -43,7 +43,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def _kept_sigterm() -> Iterator[None]:
-    """Keep the caller's handler of SIGTERM, if it has one, in place of Ray's."""
+    """Restore the caller's handler of SIGTERM, if it has one, after Ray has replaced it."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -55,7 +55,7 @@ def _kept_sigterm() -> Iterator[None]:
 def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
     """Connect to the cluster at `address`, else at $RAY_ADDRESS, else start one here for `workers` tasks.
 
-    Says nothing on stdout or stderr. BuildError if that is not possible.
+    Prints nothing to stdout or stderr. Raises BuildError if Ray cannot be started or connected to.
     """
     ray = import_ray()
     address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
@@ -75,18 +75,18 @@ def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
             ray.init(address, **settings)
     except (ray.exceptions.RayError, ImportError, OSError, RuntimeError, TimeoutError, ValueError) as error:
         what = "Ray cannot be started here" if address == _LOCAL else f"the Ray cluster at {address}"
-        problem = str(error).strip().rpartition("\n")[2]  # of a traceback of the other side, the error
+        problem = str(error).strip().rpartition("\n")[2]  # the last line of a remote traceback is the error
         raise BuildError(f"{what}: {problem}") from error
-    # What raylets report of lost processes would be printed on stdout, which is for results; the engine tells
-    # of lost tasks. There is no public switch for it.
+    # Raylets would print reports of lost processes to stdout, which is for results only; the engine warns of
+    # lost tasks. Ray has no public setting for this.
     ray._private.worker._worker_logs_enabled = False
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself waits for a minute and more, and then ends this process."""
+    """Raise BuildError if the head does not accept connections; Ray would wait and then end this process."""
     host, port = _host_and_port(address.removeprefix("ray://").partition("/")[0])
     if not host or not port.isdecimal():
-        return  # "auto", or another scheme
+        return  # "auto", or an address of another form, which Ray checks
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
@@ -113,14 +113,14 @@ def _no_usage_statistics() -> Iterator[None]:
 
 
 class Head:
-    """The head of the cluster at `address` (host:port); with "", one that always answers."""
+    """Watches the head of the cluster at `address` (host:port); with "", the head counts as always there."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._address, self._clock = address, clock
         self._answered = clock()
 
     def is_there(self) -> bool:
-        """Whether it takes a connection. Otherwise do not ask it for anything: Ray would wait."""
+        """Return whether the head accepts connections; if not, do not call Ray, which would block."""
         if self._address:
             try:
                 socket.create_connection(_host_and_port(self._address), timeout=_ASK_SECONDS).close()
@@ -130,32 +130,32 @@ class Head:
         return True
 
     def check(self) -> bool:
-        """Whether it is there; BuildError if it has not been for `HEAD_SECONDS`."""
+        """Return whether the head is there; raises BuildError after `HEAD_SECONDS` without an answer."""
         if self.is_there():
             return True
         silent = self._clock() - self._answered
         if silent > HEAD_SECONDS:
             raise BuildError(
                 f"the head of the Ray cluster ({self._address}) has not answered for {silent:.0f} s: it has "
-                f"died, or cannot be reached; start the cluster again, then the same command: finished tasks "
-                f"are kept"
+                f"died, or cannot be reached; start the cluster again, then run the same command: finished "
+                f"tasks are kept"
             )
         return False
 
     def nodes_of(self, refs: Iterable[Any]) -> list[str]:
-        """Names of the nodes on which tasks run, or ran until they were lost, as far as these are known."""
+        """Return the known names of nodes on which tasks run, or ran until they were lost."""
         from ray.experimental import internal_kv
 
         names = []
         if self.is_there():
             for ref in refs:
-                with suppress(Exception):  # a message may lack a name
+                with suppress(Exception):  # if the name cannot be read, messages go without it
                     names.append(internal_kv._internal_kv_get(node_key(ref.task_id().hex())).decode())
         return names
 
 
 def connected_head() -> Head:
-    """The head of the cluster that this process is connected to; not watched through a proxy (ray://)."""
+    """Return the head of the cluster that this process is connected to; a proxy (ray://) is not watched."""
     from ray.util import client
 
     proxy: Any = client.ray
@@ -163,7 +163,7 @@ def connected_head() -> Head:
 
 
 def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
-    """How many tasks of one CPU and `memory_bytes` fit on the living nodes (as `ray.nodes()` gives them)."""
+    """Return how many tasks of one CPU and `memory_bytes` fit on the living nodes of `ray.nodes()`."""
     return sum(
         min(int(resources.get("CPU", 0)), int(resources.get("memory", 0)) // memory_bytes)
         for resources in (node["Resources"] for node in nodes if node["Alive"])
@@ -171,7 +171,7 @@ def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
 
 
 def described(nodes: Sequence[dict[str, Any]]) -> str:
-    """The largest nodes, for people."""
+    """Return a description of the three largest nodes, for messages."""
     living = [node["Resources"] for node in nodes if node["Alive"]]
     sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
     texts = [f"{cpus} CPUs with {format_bytes(memory)}" for cpus, memory in sizes[:3] if cpus]

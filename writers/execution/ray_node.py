@@ -1,9 +1,9 @@
 """The side of the Ray engine that runs on a node.
 
-Before a node runs a task, it checks that its shardkit and libraries are those of the driver, which computed
-the digests of all tasks, and that it sees the same work folder. Only then does it unpickle the task, which
-imports its code. A task that runs leaves the name of its node in Ray's key-value store, so that warnings of
-lost and slow tasks can name it.
+Before a node runs a task, it checks that its shardkit and libraries have the versions of the driver, which
+computed the digests of all tasks, and that it sees the same work folder. Only then does it unpickle the task,
+which imports the task's code. While a task runs, the name of its node is in Ray's key-value store, so that
+warnings about lost and slow tasks can name the node.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cach
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What a node must have in common with the driver."""
+    """The driver's version of the code and its work folder, which a node must share."""
 
     code: str
     python_path: tuple[str, ...]
     work: str
     task_seconds: float
     marker: str | None
-    """A folder in a local work folder: a node that does not see it is another machine with another disk."""
+    """A folder in a local work folder; a node that does not see it has another file system."""
 
     def problem(self) -> str | None:
-        """Why this node does not fit."""
+        """Return why this node cannot run tasks of the build, or None if it can."""
         if code_version() != self.code:
             return (
-                "its shardkit or the libraries of it are other versions than where the build was started; "
-                "install the same on all nodes"
+                "its versions of shardkit or of libraries differ from those on the machine that started the "
+                "build; install the same versions on all nodes"
             )
         if self.marker is not None and not Path(self.marker).exists():
             return (
@@ -57,10 +57,10 @@ class NodeCheck:
 
 @contextmanager
 def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeCheck]:
-    """The driver's, while it runs tasks, of which each may take `task_seconds`."""
+    """Yield the driver's NodeCheck for tasks of up to `task_seconds`; its marker exists during the block."""
     marker = None
     if work.local is not None:
-        marker = work.temporary("ray.nodes")  # goes with what was not finished
+        marker = work.temporary("ray.nodes")  # if the driver is killed, the next build removes it
     path = tuple(str(Path(folder).absolute()) for folder in sys.path)  # "" is the current folder
     try:
         marked = None if marker is None else str(marker)
@@ -72,7 +72,10 @@ def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeChe
 
 
 class NodeAnswer(NamedTuple):
-    """`data` is what `answer` gave, `seconds` those of the whole task; `node` is "" if it did not fit."""
+    """A node's answer: the result of `answer`, and the seconds of the whole task.
+
+    `node` is "" if the node failed the check.
+    """
 
     data: bytes
     node: str = ""
@@ -83,14 +86,14 @@ class NodeAnswer(NamedTuple):
 def run_on_node(check: NodeCheck, pickled: bytes) -> NodeAnswer:
     """Run the (task, digest, work) in `pickled`.
 
-    Everything that a task can raise is in the answer: what Ray sees fail is Ray's or the machine's.
+    All errors of the task are in the answer, so a failure that Ray reports is one of Ray or of the machine.
     """
     with _named_node():
         if problem := check.problem():
             error = BuildError(f"node {_node_name()} of the Ray cluster: {problem}")
             return NodeAnswer(pickle.dumps((None, error, "")))
         sys.path.extend(folder for folder in check.python_path if folder not in sys.path)
-        os.environ.update(kernel_cache() | worker_variable())  # before the task's imports bring Numba
+        os.environ.update(kernel_cache() | worker_variable())  # before the task's code imports Numba
         task, digest, work = pickle.loads(pickled)
         watch, seconds = _watch()
         watch.install()
@@ -105,18 +108,18 @@ def run_on_node(check: NodeCheck, pickled: bytes) -> NodeAnswer:
 
 
 def _node_name() -> str:
-    """The name of this machine or pod, for people."""
+    """Return the name of this machine or pod, for messages."""
     return socket.gethostname()
 
 
 def node_key(task_id: str) -> str:
-    """The key of a node's name in Ray's key-value store, by Ray's number of a task that runs there."""
+    """Return the key in Ray's key-value store for the name of the node that runs a task, by Ray's task id."""
     return f"shardkit-node-{task_id}"
 
 
 @contextmanager
 def _named_node() -> Iterator[None]:
-    """Leave the name of this node where the driver finds it, as long as the block runs."""
+    """Put the name of this node into Ray's key-value store while the block runs."""
     import ray
     from ray.experimental import internal_kv
 
@@ -124,7 +127,7 @@ def _named_node() -> Iterator[None]:
         yield
         return
     key = node_key(str(ray.get_runtime_context().get_task_id()))
-    with suppress(Exception):  # the head is busy: a message may lack a name
+    with suppress(Exception):  # if the head is busy, messages go without the name of the node
         internal_kv._internal_kv_put(key, _node_name())
     try:
         yield
@@ -135,6 +138,6 @@ def _named_node() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _watch() -> tuple[CompilationWatch, list[float]]:
-    """This process's one watch, and where it writes to."""
+    """Return this process's only CompilationWatch and the list that it appends seconds to."""
     seconds: list[float] = []
     return CompilationWatch(lambda told: None if told is None else seconds.append(told)), seconds

@@ -1,18 +1,18 @@
-"""Runs the tasks of a build: reuses finished ones, has the engine run the others, and measures times.
+"""Runs the tasks of a build: reuses finished tasks, has the engine run the others, and measures times.
 
     with Journal(Work.at(folder)) as journal, LocalEngine(4) as engine:
         [cleaned] = Runner(journal, engine, listener).run(tasks)
 
 `Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
-everything that decides its outputs (its arguments, the code) matches its commit and each output
-exists with its size. So a build may be killed at any time: the same command continues with the finished
-tasks, and unfinished ones leave no trace. One build at a time uses a work folder: a local one is locked
-(`flock`), and in a store the build holds the driver's lease (lease.py).
+everything that its outputs depend on (its arguments, the code) matches its commit, and each output exists
+with its size. So a build may be killed at any time: the same command continues with the finished tasks, and
+unfinished tasks leave no trace. One build at a time uses a work folder: a local one is locked (`flock`), and
+in a store the build holds the driver's lease (lease.py).
 
 Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
-a local folder, it compares the task's files with the hashes in its commit before anything reads them: once in
-a build, at the speed of the disk. A task with a damaged file runs again; tasks are pure functions, so its
-outputs, and all that follows from them, are the same. In a store, each read is checked instead (work.py).
+a local folder, it compares the task's files with the hashes in its commit before anything reads them: once
+per build, at the speed of the disk. A task with a damaged file runs again; tasks are pure functions, so its
+outputs, and all later outputs, are the same. In a store, each read is checked instead (work.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from shardkit.writers.rows.ledger import Count
 
 
 class Journal:
-    """An open work folder, which no other build uses meanwhile.
+    """An open work folder that no other build can use until it is closed.
 
-    A driver of a folder in a store counts as dead after `lease_seconds` of silence. `without_lease` opens
-    one that another driver may be using.
+    In a store, a driver counts as dead after `lease_seconds` without a heartbeat. `without_lease` opens a
+    work folder even if another driver may be using it.
     """
 
     def __init__(
@@ -72,42 +72,42 @@ class Journal:
         self._stack.close()
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """Commits of finished tasks; None for tasks that have to run."""
+        """Return the commits of finished tasks, and None for tasks that have to run."""
         return self.work.find(tasks, self._segments)
 
     def record(self, commit: Commit) -> None:
-        """Note a finished task; in a store, write full segments of them. BuildError if the lease was lost."""
+        """Add a finished task to the segments; raises BuildError if the lease was lost."""
         if self._lease is not None:
             self._lease.check()
         self._segments.add(commit)
         self._segments.write()
 
     def end_stages(self, stages: Iterable[str]) -> None:
-        """All tasks of these stages are finished."""
+        """Write the rest of the segments, as all tasks of these stages are finished."""
         self._segments.write(rest=True)
         self._segments.end(stages)
 
     def run_here(self, task: Task) -> Commit:
-        """The commit of a task; runs it in this process if it is not finished."""
+        """Return the commit of a task; runs it in this process if it is not finished."""
         [commit] = self.find([task])
         return run_task(task, task.digest, self.work) if commit is None else commit
 
     def check_lease(self) -> None:
-        """BuildError if another driver has the work folder: this process may have been suspended."""
+        """Raise BuildError if another driver took over the work folder while this process was suspended."""
         if self._lease is not None:
             with contextlib.suppress(StoreError):
                 self._lease.renew()
             self._lease.check()
 
     def remove_damaged(self, commit: Commit) -> str | None:
-        """Remove a finished task whose files differ from its commit; the name of the first one, or None."""
+        """Remove a finished task if a file differs from its commit; return the name of that file, or None."""
         name = self.work.damaged_output(commit)
         if name is not None:
             self.work.forget(commit)
         return name
 
     def remove(self) -> None:
-        """Remove the whole work folder; the journal stays locked, and must be closed next."""
+        """Remove the whole work folder; the journal stays locked, and the caller must close it next."""
         self.work.remove()
 
 
@@ -115,9 +115,9 @@ _THREADS = 8
 
 
 class Runner:
-    """`seconds` holds each stage's time from its start to its last task.
+    """Runs the tasks of stages; `seconds` has the time of each stage from its start to its last task.
 
-    With `retry_failed`, tasks in whose place an earlier build ran their fallbacks run again.
+    With `retry_failed`, tasks that failed in an earlier build, which ran their fallbacks instead, run again.
     """
 
     def __init__(
@@ -137,11 +137,12 @@ class Runner:
         self._checks_files = journal.work.local is not None
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Commits of each group, in task order. Groups run concurrently; each is a whole stage."""
+        """Return the commits of each group, in task order. Groups run concurrently; each is a whole stage."""
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
         self._meters = {group[0].stage: _Meter(group) for group in groups if group}
-        # Of each stage by name: the task, until its commit is there. One dict, as tasks may be a million.
+        # By stage and task name: the task, replaced by its commit when it is finished. A single dict saves
+        # memory, as there may be a million tasks.
         commits: dict[str, dict[str, Task | Commit]] = {stage: {} for stage in self._meters}
         missing: list[Task] = []
         stage_of = {task.fallback.stage.name: task.stage for task in tasks if task.fallback is not None}
@@ -158,7 +159,7 @@ class Runner:
         def done(commit: Commit) -> None:
             task = commits[stage_of.get(commit.stage, commit.stage)][commit.name]
             assert isinstance(task, Task), f"{task.key} was reported twice"
-            # A million commits share what they can: these objects came by themselves with each of them.
+            # Unpickling gave each commit its own copies of these objects: share one to save memory.
             work = self.journal.work
             if commit.stage == task.stage:
                 commit = replace(commit, stage=task.stage, name=task.name, digest=task.digest)
@@ -182,7 +183,7 @@ class Runner:
         return found if self._retry_failed else with_fallbacks(self.journal.work, tasks, found)
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
-        """The commits in order; None for tasks with a damaged file, which are removed."""
+        """Yield the commits in order, and None for tasks with a damaged file, which are removed."""
         if not self._checks_files:
             yield from found
             return
@@ -202,7 +203,7 @@ class Runner:
 
     @property
     def finished(self) -> int:
-        """Number of tasks that are finished, those of the stages that run included."""
+        """The number of finished tasks, including tasks of the stages that are running."""
         return self.tasks + sum(meter.reused + meter.made for meter in self._meters.values())
 
     def _hear(self, task: Task, news: News) -> None:
@@ -227,7 +228,7 @@ class _Meter:
         self._work = 0
         self.reused = self.made = 0
         self._read = self._kept = Count()
-        self._pulses: dict[str, tuple[int, Pulse]] = {}  # of tasks that run, with their weights
+        self._pulses: dict[str, tuple[int, Pulse]] = {}  # weight and last report of running tasks, by name
         self._compiling: set[str] = set()
         self._compiled: dict[str, float] = {}
 
@@ -258,7 +259,7 @@ class _Meter:
     def progress(self, stage: str, seconds: float) -> StageProgress:
         pulses = [pulse for _, pulse in self._pulses.values()]
         running = 0.0
-        if self._work and (text := self._read.bytes / self._work):  # text of a unit of weight
+        if self._work and (text := self._read.bytes / self._work):  # bytes of text per unit of weight
             parts = [pulse.read.bytes / (weight * text) for weight, pulse in self._pulses.values()]
             running = sum(min(1.0, part) for part in parts)
         documents = self._read.documents + sum(pulse.read.documents for pulse in pulses)

@@ -1,11 +1,11 @@
-"""The scratch folder of a machine for a work folder in a store: a cache, and where tasks write.
+"""The scratch folder of a machine for a work folder in a store: a cache, and the place where tasks write.
 
     <scratch>/work-<id>/<task key>/        records, and files that were fetched
     <scratch>/work-<id>/unfinished/        temporary folders of running tasks, and downloads in flight
-    <scratch>/work-<id>/lock               shared lock of every process that uses it
+    <scratch>/work-<id>/lock               shared lock of every process that uses the folder
 
-It is private to the user, because /tmp is not. The next process that is alone removes leftovers of killed
-processes, and scratch folders of work folders that no longer exist.
+It is private to the user, because /tmp is not. A process that starts while no other uses the folder removes
+leftovers of killed processes, and scratch folders of work folders that no longer exist.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ UNFINISHED = "unfinished"
 
 _NAME = "work-"
 _LOCK = "lock"
-_CLEARING_SECONDS = 30.0  # time another process may take to clear leftovers of killed ones
+_CLEARING_SECONDS = 30.0  # time another process may take to remove leftovers of killed processes
 _TRIES = 3
 _locks: dict[Path, int] = {}  # descriptors that this process holds until it ends
 
 
 def default_scratch(url: str) -> Path:
-    """Below the system's temporary folder ($TMPDIR), one for each user and work folder."""
+    """Return a folder per user and work folder, below the system's temporary folder ($TMPDIR)."""
     name = xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
     return Path(tempfile.gettempdir()) / f"shardkit-{os.getuid()}" / name
 
 
 def folder_of(scratch: Path, id: str) -> Path:
-    """The folder of the work folder with this id."""
+    """Return the scratch folder of the work folder with this id."""
     return scratch / f"{_NAME}{id}"
 
 
 def prepare(folder: Path) -> None:
-    """Create the folder and hold its lock until this process ends; BuildError if it is not private to us."""
+    """Create the folder and hold its lock until this process ends.
+
+    Raises BuildError if the folder cannot be used, or is not private to this user.
+    """
     if folder in _locks and folder.is_dir():
         return
     try:
-        if folder in _locks:  # it was removed meanwhile
+        if folder in _locks:  # the folder was removed after it was locked
             os.close(_locks.pop(folder))
         _make_private(folder)
         for _ in range(_TRIES):
@@ -56,7 +59,7 @@ def prepare(folder: Path) -> None:
                 return
     except OSError as error:
         raise BuildError(f"{folder}: cannot be used as scratch folder: {error.strerror or error}") from error
-    raise BuildError(f"{folder}: is locked; set another `scratch` folder")
+    raise BuildError(f"{folder}: is locked by another process; set another `scratch` folder")
 
 
 def _hold(folder: Path) -> int | None:
@@ -67,7 +70,7 @@ def _hold(folder: Path) -> int | None:
             _remove_others(folder)
             os.close(alone)
         return held_file(folder / _LOCK, shared=True, wait_seconds=_CLEARING_SECONDS)
-    except FileNotFoundError:  # removed meanwhile
+    except FileNotFoundError:  # another process removed the folder meanwhile
         _make_private(folder)
         return None
 
@@ -85,7 +88,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _remove_others(folder: Path) -> None:
-    """Remove sibling folders that no process holds: their work folders at the same place were removed."""
+    """Remove sibling folders that no process has locked: their work folders no longer exist."""
     for other in folder.parent.glob(f"{_NAME}*"):
         if other == folder or not (other / _LOCK).is_file():
             continue

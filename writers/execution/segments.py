@@ -1,14 +1,14 @@
-"""Segments: the commits of about 1,000 finished tasks in one object, so that they are read by few requests.
+"""Segments: the commits of about 1,000 finished tasks in one object, so that few requests read them all.
 
-    segments/<stage>/<hash>      three lines a commit: digest, name as JSON, counts and outputs as JSON
+    segments/<stage>/<hash>      three lines per commit: digest, name as JSON, counts and outputs as JSON
 
-A driver writes them as it goes. The next one reads a million finished tasks with some thousand requests
-instead of a million.
+A driver writes segments while tasks finish. The next driver reads a million finished tasks with about a
+thousand requests instead of a million.
 
-A segment is a copy that may be lost. A task is finished if its own record is there: that is the atomic step,
-has the hashes of blocks, and stays. So a driver believes of a segment only what a listing of the records
-confirms, and reads the record of a task that no segment has. A segment is named by the hash of its content;
-one that does not match is ignored.
+A segment is a copy that may be lost. A task is finished if its own record exists: writing the record is the
+atomic step, the record has the hashes of blocks, and it stays. So a driver uses a commit in a segment only if
+a listing shows the task's record, and reads the record of a task that is in no segment. A segment is named by
+the hash of its content; one that does not match is ignored.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from shardkit.writers.execution.commit import Commit, task_key
 _PREFIX = "segments/"
 SEGMENT_RECORDS = 1000
 _THREADS = 8
-_LINES = 3  # of a commit
+_LINES = 3  # lines per commit
 
 
 class Segments:
-    """The segments of a work folder in `store`, as one process reads and writes them, stage by stage.
+    """Reads and writes the segments of a work folder in `store`, stage by stage, for one process.
 
-    Files of commits are in `remote`, or, fetched, in `folder`. With `records` 0, none is written.
+    Files of commits are in `remote`, or in `folder` after they were fetched. With `records` 0, no segment is
+    written.
     """
 
     def __init__(
@@ -43,26 +44,26 @@ class Segments:
     ) -> None:
         self._store, self._folder, self._remote, self._records = store, folder, remote, records
         self._covered: dict[str, set[str]] = {}  # stage -> digests of tasks in segments that were read
-        self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in none
+        self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in no segment so far
 
     def read(self, stage: str) -> Iterator[Commit]:
-        """Commits of the stage's segments. BuildError."""
+        """Yield the commits in the stage's segments; raises BuildError if the store fails."""
         covered = self._covered.setdefault(stage, set())
         with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
             keys = [info.key for info in self._store.list(f"{_PREFIX}{stage}/")]
-            for at in range(0, len(keys), _THREADS):  # so that few are held at a time
+            for at in range(0, len(keys), _THREADS):  # a few at a time, to bound memory
                 for data in pool.map(self._fetch, keys[at : at + _THREADS]):
                     for commit in self._commits(stage, data):
                         covered.add(commit.digest)
                         yield commit
 
     def add(self, commit: Commit) -> None:
-        """Have a commit written into a segment, unless one that was read has it; each is given once."""
+        """Queue a commit for a segment, unless a segment that was read has it; call once per commit."""
         if self._records and commit.digest not in self._covered.get(commit.stage, ()):
             self._waiting.setdefault(commit.stage, []).append(commit)
 
     def write(self, *, rest: bool = False) -> None:
-        """Write full segments; with `rest`, also what is left. BuildError."""
+        """Write full segments, with `rest` also incomplete ones; raises BuildError if the store fails."""
         for stage, commits in self._waiting.items():
             while len(commits) >= self._records or (rest and commits):
                 data = b"".join(map(_lines, commits[: self._records]))
@@ -72,7 +73,7 @@ class Segments:
                 del commits[: self._records]
 
     def end(self, stages: Iterable[str]) -> None:
-        """Forget these stages, with what was not written."""
+        """Forget these stages and their commits that were not written."""
         for stage in stages:
             self._covered.pop(stage, None)
             self._waiting.pop(stage, None)

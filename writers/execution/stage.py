@@ -1,19 +1,19 @@
-"""A stage: one kind of task of a build, told in one place.
+"""A stage: one kind of task of a build, declared in one place.
 
     FIND_EXACT = Stage("exact", "equal texts", find_exact)
 
     def find_exact(folder: Path, keys: Slice, memory_bytes: MemoryBytes) -> ExactDuplicates:
         ...
 
-    tasks = [FIND_EXACT.task(name, weight, keys=piece, memory_bytes=memory_bytes) for …]
+    tasks = [FIND_EXACT.task(name, weight, keys=piece, memory_bytes=memory_bytes) for ...]
     [commits] = run(tasks)
     found = [FIND_EXACT.result(commit) for commit in commits]
 
 The work function is pure: it writes files into one empty folder and returns its typed result. Its signature
-says everything else. The digest of a task is taken from the arguments themselves: each parameter decides its
-outputs unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its content, and
-so does everything that has a `content`, a string that names all that a task reads of it. The return type
-parses what a commit recorded.
+declares everything else. The digest of a task is computed from the arguments: each counts as one that the
+outputs depend on, unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its
+content, and so does any object with a `content`, a string that identifies everything that a task reads of it.
+The return type parses the result in a commit.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ R = TypeVar("R")
 
 
 class TaskFailedError(BuildError):
-    """A task with a fallback failed in every attempt: by its own error, or with its process."""
+    """A task with a fallback failed in every attempt: it raised an error, or its process died."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage(Generic[P, R]):
-    """A kind of task: the name of its folder in a work folder, the title that people read, its work function.
+    """A kind of task: the name of its folder in a work folder, its title for display, its work function.
 
-    `work(folder, ...)` is importable. Stages of one title are one step of a build. `cost` is the share of a
-    build: CPU seconds for 0.7 GB of JSON lines, 1.2 million documents, with Gopher's filters. A name with a
-    dash is a part of the stage before the dash, such as the merges that bring rows to its tasks.
+    `work(folder, ...)` must be importable. Stages with the same title are one step of a build. `cost` is the
+    stage's relative cost in a build: CPU seconds for 0.7 GB of JSON lines, 1.2 million documents, with
+    Gopher's filters. A stage `<name>-<part>` is a part of stage `<name>`, such as the merges that bring rows
+    to its tasks.
     """
 
     name: str
@@ -67,33 +68,33 @@ class Stage(Generic[P, R]):
         return Stage, (self.name, self.title, self.work, self.cost)
 
     def task(self, name: str, weight: int, /, *args: P.args, **kwargs: P.kwargs) -> Task:
-        """A task with these arguments; `weight` (bytes) schedules heavy tasks first and scales progress."""
+        """Create a task with these arguments; `weight` (bytes) runs heavy tasks first and scales progress."""
         bound = self._signature.bind(Path(), *args, **kwargs)
         bound.apply_defaults()
         return Task(self, name, dict(list(bound.arguments.items())[1:]), weight)
 
     def result(self, commit: Commit) -> R:
-        """Parse what a task of the stage recorded; BuildError if it is something else."""
+        """Parse the recorded result of a task of the stage; raises BuildError if it has another type."""
         try:
             found: R = self._adapter.validate_python(commit.result)
             return found
         except ValidationError as error:
             raise BuildError(
-                f"{commit.stage}/{commit.name}: its record has another result: {error}; remove "
+                f"{commit.stage}/{commit.name}: its record has a result of another type: {error}; remove "
                 f"{commit.folder} and run again"
             ) from None
 
     def recorded(self, result: R) -> Any:
-        """Return what a commit records of a result: plain data."""
+        """Convert a result to the plain data that a commit records."""
         return self._adapter.dump_python(result, mode="json")
 
     def step(self, name: str) -> Stage[P, R]:
-        """The same work under the name `<stage>-<name>`."""
+        """Return a stage with the same work function under the name `<stage>-<name>`."""
         return Stage(f"{self.name}-{name}", self.title, self.work)
 
     @cached_property
     def markers(self) -> Mapping[str, tuple[object, ...]]:
-        """Markers of the parameters."""
+        """The markers of the work function's parameters, by name."""
         return markers_of(self.work)
 
     @cached_property
@@ -107,10 +108,10 @@ class Stage(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """What runs in place of tasks that fail, for at most `limit` of them in a stage.
+    """The stage that runs instead of failed tasks, for at most `limit` failed tasks per stage.
 
-    `stage.work(folder, failed, args, error)` gets the digest of the task, its arguments and the message of
-    its error, and writes what later stages need. `setting` is the key of the recipe that sets the limit.
+    `stage.work(folder, failed, args, error)` gets the digest of the failed task, its arguments and its error
+    message, and writes the outputs that later stages need. `setting` is the recipe's key for the limit.
     """
 
     stage: Stage[..., Any]
@@ -118,13 +119,13 @@ class Fallback:
     setting: str
 
     def task(self, failed: Task, error: str = "") -> Task:
-        """The task to run instead. The error is not in its digest, so a later build finds it again."""
+        """Return the task to run instead. Its digest excludes the error, so a later build finds it again."""
         return self.stage.task(failed.name, failed.weight, failed.digest, failed.args, error)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call of a stage's work function. Without a `fallback` a failure ends the build."""
+    """A call of a stage's work function. Without a `fallback`, a failure ends the build."""
 
     of: Stage[..., Any]
     name: str
@@ -135,7 +136,7 @@ class Task:
 
     @property
     def stage(self) -> str:
-        """The name of its stage."""
+        """The name of the task's stage."""
         return self.of.name
 
     @property
@@ -143,23 +144,23 @@ class Task:
         """The digest that a commit must have for this task to be skipped."""
         if not self._digest:
             parts = [self.stage, self.name, self.deciding(), code_version()]
-            object.__setattr__(self, "_digest", digest_of(parts))  # arguments never change
+            object.__setattr__(self, "_digest", digest_of(parts))  # safe to cache: arguments never change
         return self._digest
 
     @property
     def key(self) -> str:
-        """`stage/name.digest`: the task's folder in the work folder, another one for each digest."""
+        """`stage/name.digest`, the task's folder in the work folder; it differs for each digest."""
         return task_key(self.stage, self.name, self.digest)
 
     def deciding(self) -> dict[str, Any]:
-        """Return the arguments that decide the outputs as plain data, by name or key of the recipe."""
+        """Return the arguments that affect the outputs as plain data, by name or key of the recipe."""
         try:
             return deciding(self.args, self.of.markers)
         except TypeError as error:
             raise TypeError(f"task {self}: {error}") from None
 
     def run(self, folder: Path) -> Any:
-        """Call the work function."""
+        """Call the work function and return its result."""
         return self.of.work(folder, **self.args)
 
     def __str__(self) -> str:
@@ -167,17 +168,17 @@ class Task:
 
 
 class RunTasks(Protocol):
-    """How a stage gets its commits: `Runner.run`, or a function that only looks up finished tasks."""
+    """A function that returns commits of tasks: `Runner.run`, or one that only looks up finished tasks."""
 
     def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """The commits of each group, in task order. Groups run side by side; each is one whole stage."""
+        """Return the commits of each group, in task order. Groups run concurrently; each is a whole stage."""
 
 
 def base_name(stage: str) -> str:
-    """Return the name of the stage that a stage is a part of; of one that is no part, its own."""
+    """Return the name of the stage that a stage is a part of, or its own name if it is not a part."""
     return stage.partition("-")[0]
 
 
 def partition_name(number: int, partitions: int) -> str:
-    """Name of the task of one partition of a stage."""
+    """Return the name of a stage's task for one partition."""
     return f"{number:05d}-of-{partitions:05d}"

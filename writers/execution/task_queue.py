@@ -1,4 +1,4 @@
-"""The unfinished tasks of a stage: an engine takes them from a queue, and reports what became of each."""
+"""The queue of unfinished tasks: an engine takes tasks from it, and reports each as finished or failed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardkit.writers.execution.stage import Task, TaskFailedError
 
 
 class TaskQueue:
-    """Hands out each task once, heavy ones first; `done` is called with each commit.
+    """Hands out each task once, heavy tasks first; calls `done` with each commit.
 
-    Fallbacks of tasks that failed run after all other tasks: if too many tasks fail, none is given up.
+    Fallbacks of failed tasks run after all other tasks, so that no fallback runs if too many tasks fail.
     """
 
     def __init__(self, tasks: Sequence[Task], done: Callable[[Commit], None]) -> None:
         self._waiting = sorted(tasks, key=lambda task: task.weight)  # the heaviest is last
         self._open = len(tasks)
         self._done = done
-        self._errors: dict[str, str] = {}  # by key of the task that failed
-        self._failed: list[tuple[Task, str]] = []  # whose fallbacks have not started
+        self._errors: dict[str, str] = {}  # error messages by key of the failed task
+        self._failed: list[tuple[Task, str]] = []  # failed tasks, with errors, whose fallbacks must still run
 
     @property
     def exhausted(self) -> bool:
@@ -28,19 +28,19 @@ class TaskQueue:
         return not self._open
 
     def take(self) -> Task | None:
-        """A task to run now; None if there is none, or not before one that runs has ended."""
+        """Return a task to run now; None if all are taken, or fallbacks must wait for running tasks."""
         if not self._waiting and self._open == len(self._failed):
             self._waiting = [task.fallback.task(task, error) for task, error in self._failed if task.fallback]
             self._failed.clear()
         return self._waiting.pop() if self._waiting else None
 
     def done(self, commit: Commit) -> None:
-        """Report that a task that was taken is finished."""
+        """Record that a task is finished."""
         self._open -= 1
         self._done(commit)
 
     def failed(self, task: Task, error: TaskFailedError) -> None:
-        """Report that a task that was taken failed in every attempt; BuildError if more failed than may."""
+        """Record that a task failed in every attempt; raises BuildError if more tasks failed than allowed."""
         fallback = task.fallback
         assert fallback is not None, f"{task.key} has no fallback"
         self._errors[task.key] = str(error)
@@ -48,10 +48,10 @@ class TaskQueue:
         if len(self._errors) > fallback.limit:
             listed = "".join(f"\n  {self._errors[key]}" for key in sorted(self._errors))
             raise BuildError(
-                f"{len(self._errors):,} tasks failed, {fallback.setting} allows {fallback.limit:,}; "
-                f"mend or remove their inputs, or raise {fallback.setting}; finished tasks are kept:{listed}"
+                f"{len(self._errors):,} tasks failed, but {fallback.setting} allows {fallback.limit:,}; "
+                f"fix or remove their inputs, or raise {fallback.setting}; finished tasks are kept:{listed}"
             ) from error
         warn_user(
-            f"{error}; the build goes on without it ({len(self._errors):,} of {fallback.limit:,} that "
-            f"{fallback.setting} allows)"
+            f"{error}; the build continues without it ({len(self._errors):,} of {fallback.limit:,} "
+            f"failures that {fallback.setting} allows)"
         )

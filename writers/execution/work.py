@@ -2,25 +2,25 @@
 
     shardkit-work.txt                       marker with the folder's random id
     <stage>/<task>.<digest>/<file>          outputs of a task
-    <stage>/<task>.<digest>/commit.json     its record, which is there only if all outputs are
+    <stage>/<task>.<digest>/commit.json     its record; it exists only if all outputs exist
     segments/<stage>/<hash>                 in a bucket: copies of about 1,000 records each (segments.py)
-    notes/                                  about the whole build: where its input files are cut
+    notes/                                  notes on the whole build, such as where its input files are cut
     lock, or lease/                         held by the one driver of the folder (lease.py)
     unfinished/                             in a folder: temporary folders of running tasks
 
 A task writes into a temporary folder of this machine; its outputs are hashed; `Store.put_folder` publishes
-them in one atomic step, a rename of the folder or a PUT of the record with If-None-Match. A process that
-finds the task committed by another one takes those outputs: tasks are pure functions, so the bytes must be
-the same, and it is an error if they are not. The name of a task's folder contains its digest, so tasks of
-another recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe
-uses.
+them in one atomic step, a rename of the folder or a PUT of the record with If-None-Match. If another process
+has already committed the task, its outputs are used: tasks are pure functions, so the bytes must be the same,
+and it is an error if they are not. The name of a task's folder contains its digest, so tasks of another
+recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe uses.
 
-On a disk, files are read where they lie, and a build compares them with their hashes once before it uses them
-(runner.py). Of a bucket every machine has a scratch folder (`scratch.py`) for the files of running tasks, for
-records, and for small files that are fetched whole; it may be deleted whenever no build runs there. All else
-is read by ranges, each block compared with its hash (`CheckedRanges`). Runs of the exchange hold hashes
-themselves, and are read by exact ranges (`Work.read_range`). If an output is damaged, the record of its task
-is removed, so that the next run makes it again.
+In a local work folder, files are read in place, and a build compares them with their hashes once before it
+uses them (runner.py). For a bucket, every machine has a scratch folder (`scratch.py`) for the files of
+running tasks, for records, and for small files that are fetched whole; it may be deleted while no build runs
+on the machine. All other files are read by ranges, and each block is compared with its hash
+(`CheckedRanges`). Sorted runs of the exchange contain their own hashes and are read by exact ranges
+(`Work.read_range`). If an output is damaged, the record of its task is removed, so that the next build runs
+the task again.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ COMMIT_NAME = "commit.json"
 _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
 _ID_BYTES = 8
-_TASK = re.compile(r"[^/]+/[^/]+\.[0-9a-f]{16}/")  # how keys of its files begin
+_TASK = re.compile(r"[^/]+/[^/]+\.[0-9a-f]{16}/")  # prefix of the keys of a task's files
 _OTHERS = ("segments/", "notes/", "lease/", f"{scratch.UNFINISHED}/")
-_THREADS = 16  # records are small: latency only
+_THREADS = 16  # concurrent requests for records, which are small: only latency matters
 _COPY_BYTES = 4 << 20
-_KEPT_RECORDS = 4096  # of recently read tasks: some kilobytes each
+_KEPT_RECORDS = 4096  # number of recently read records to cache, each a few kilobytes
 T = TypeVar("T")
 _RESUME = "finished tasks are kept; the same command continues"
 
 
 @dataclass(frozen=True)
 class Work:
-    """A work folder at a path or URL. Plain data: sent to workers, also on other machines.
+    """A work folder at a path or URL. Plain data, so it can be sent to workers on this or other machines.
 
-    The files of a task are, or are fetched to, `folder / task.key` on every machine: `folder` is the place
-    itself if that is a path, otherwise a scratch folder. `around` wraps the store (tests). Builds use the
-    result of `claimed`; without it nothing is removed, and nothing cached on this machine.
+    On every machine, the files of a task are in `folder / task.key`, or are fetched to it: `folder` is
+    `place` itself if that is a path, otherwise a scratch folder. `around` wraps the store (for tests). Builds
+    use the result of `claimed`; an unclaimed work folder removes nothing and caches nothing on this machine.
     """
 
     place: str
@@ -103,77 +103,78 @@ class Work:
 
     @classmethod
     def at(cls, folder: Path) -> Work:
-        """Return the work folder at a path; records that are read from a disk need no segments."""
+        """Return the work folder at a path, without segments: records on a disk are quick to read."""
         return cls(str(folder), folder, segment_records=0)
 
     @property
     def local(self) -> Path | None:
-        """The folder that holds all files of tasks, if it is on a file system."""
+        """The folder that holds all files of tasks if it is on a file system, else None."""
         return None if is_remote(self.place) else self.folder
 
     @property
     def remote(self) -> Work | None:
-        """The work folder that artifacts are fetched from; None if they are read where they lie."""
+        """The work folder that artifacts are fetched from; None if they are read in place."""
         return self if self.local is None else None
 
     @property
     def store(self) -> Store:
-        """The store; one of another machine with retries, one object for the whole process."""
+        """The store of the work folder; a remote one retries, and is one object per process."""
         if self.local is not None:
             return LocalStore(self.local)
         return _connect(self.place, self.storage, self.around)
 
     def prepare(self) -> None:
-        """Make the folder usable in this process; BuildError if that fails. Cheap to call again."""
+        """Make the folder usable in this process, or raise BuildError. Repeated calls are cheap."""
         if self.local is None:
             scratch.prepare(self.folder)
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing at the place."""
+        """Return whether the place has no marker of a work folder and no files."""
         with self._explained():
             return self._marker() is None and self._first_key() is None
 
     def claimed(self) -> Work:
-        """Return the same with the folder's id, created if necessary; BuildError if it is no work folder.
+        """Return this work folder with its id; creates the folder if necessary.
 
-        Scratch folders are named after the id, so that what a machine has cached of a removed folder is never
-        used for a new one at the same place.
+        Scratch folders are named after the id, so that files cached from a removed work folder are never used
+        for a new one at the same place. Raises BuildError if the place is not a work folder.
         """
-        with self._explained(advice=f"{_RESUME}, or `work` names another place"):
+        with self._explained(advice=f"{_RESUME}; or set `work` to another place"):
             text, key = self._marker(), None
             if text is None and (key := self._first_key()) is None:
                 new = _MARKER_TEXT + b"id: " + os.urandom(_ID_BYTES).hex().encode() + b"\n"
                 with suppress(ObjectExistsError):
                     self.store.put(_MARKER, new, if_absent=True)
                     text = new
-            if text is None:  # which another driver may have put meanwhile
+            if text is None:  # another driver may have written the marker since the first look
                 text = self._marker()
             if text is None:
                 problem = f"contains files that no build wrote ({key}); set another `work` folder"
                 raise BuildError(f"{self.place}: {problem if key else 'was removed meanwhile'}")
         found = text.removeprefix(_MARKER_TEXT).removeprefix(b"id: ").strip().decode(errors="replace")
-        id = found or "none"  # of a folder on a disk that an earlier version made
+        id = found or "none"  # markers of earlier versions have no id
         if not text.startswith(_MARKER_TEXT) or not id.isalnum():
-            raise BuildError(f"{self.place}/{_MARKER}: cannot be read; remove the work folder")
+            raise BuildError(f"{self.place}/{_MARKER}: is not a valid marker; remove the work folder")
         return replace(self, folder=self.local or scratch.folder_of(self.folder, id), id=id)
 
     @contextmanager
     def locked(self, lease_seconds: float, *, force: bool = False) -> Iterator[DriverLease | None]:
-        """Keep other drivers out, by the lease if one is yielded; BuildError if one is at work.
+        """Keep other drivers out while the block runs: by a lock on a file system, by a lease in a store.
 
-        With `force`, a lease is not asked for.
+        Yields the lease, or None for a lock. With `force`, no lease is acquired. Raises BuildError if another
+        driver uses the folder.
         """
         if self.local is not None:
             with locked_folder(self.local):
-                self.claimed()  # again: the driver before may have removed all before it gave the lock back
-                shutil.rmtree(self._unfinished, ignore_errors=True)  # of killed builds
+                self.claimed()  # again: the previous driver may have removed the folder before unlocking it
+                shutil.rmtree(self._unfinished, ignore_errors=True)  # leftovers of killed builds
                 self._unfinished.mkdir(exist_ok=True)
                 yield None
         elif force:
             yield None
         else:
             store = self.store
-            urgent = store.urgent if isinstance(store, ResilientStore) else store  # waits for nothing else
+            urgent = store.urgent if isinstance(store, ResilientStore) else store  # never waits behind others
             beat_seconds = lease_seconds / BEATS
             with DriverLease(
                 urgent, name=process_name(), lease_seconds=lease_seconds, beat_seconds=beat_seconds
@@ -182,7 +183,7 @@ class Work:
                 yield lease
 
     def temporary(self, name: str) -> Path:
-        """Make an empty folder of this machine, which can be committed."""
+        """Create and return an empty folder on this machine, for the outputs of one task."""
         self._unfinished.mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self._unfinished))
 
@@ -191,7 +192,7 @@ class Work:
         return self.folder / scratch.UNFINISHED
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
-        """Publish the outputs atomically; return the commit that counts: ours, or an earlier one."""
+        """Publish the outputs atomically; return the commit that counts: this one, or an earlier one."""
         with self._explained(f"task {task}: "):
             theirs = self._stored(task.key)
             while theirs is None:
@@ -201,19 +202,19 @@ class Work:
                     return commit
                 except ObjectExistsError:
                     theirs = self._stored(task.key)
-                    if theirs is None:  # gone again, or unreadable: of another version, or truncated
+                    if theirs is None:  # removed meanwhile, or unreadable: truncated, or of another version
                         self.store.delete(f"{task.key}/{COMMIT_NAME}")
         check_same(commit, theirs)
         return theirs
 
     def find(self, tasks: Sequence[Task], segments: Segments | None = None) -> list[Commit | None]:
-        """Return commits of tasks whose outputs all exist at their sizes; None for tasks that have to run.
+        """Return the commit of each task; None if an output is missing or has another size, so it must run.
 
-        Commits come from `segments` as far as these have them.
+        Commits are read from `segments` where possible, else from the tasks' records.
         """
         keys = [task.key for task in tasks]
         wanted, found = frozenset(keys), dict[str, Commit]()
-        is_one = len(keys) == 1  # two small requests
+        is_one = len(keys) == 1  # list and read only this task: two small requests
         with self._explained():
             for part in keys if is_one else sorted({task.stage for task in tasks}):
                 listed = self._listed(f"{part}/")
@@ -230,7 +231,7 @@ class Work:
         ]
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
-        """Yield (task key, commit) of all finished tasks, of one stage or of all stages."""
+        """Yield (task key, commit) of all finished tasks of one stage, or of all stages if it is None."""
         with self._explained():
             listed = self._listed("" if stage is None else f"{stage}/")
             for name, of_stage in groupby(listed, lambda task: task[0].partition("/")[0]):
@@ -238,7 +239,7 @@ class Work:
                 yield from sorted((key, commit) for key, commit, _ in read)
 
     def records(self, stage: str) -> Iterator[Record]:
-        """Yield the whole records of a stage's finished tasks: a request each in a store."""
+        """Yield the whole records of a stage's finished tasks; in a store, each takes one request."""
         with self._explained():
             keys = [key for key, _ in self._listed(f"{stage}/")]
             yield from filter(None, self._each(self.read_record, keys))
@@ -253,12 +254,12 @@ class Work:
         return None
 
     def _first_key(self) -> str | None:
-        """A key at this place, apart from the lock and hidden files."""
+        """Return any key at this place except the lock and hidden files; None if the place is empty."""
         keys = (info.key for info in self.store.list())
         return next((key for key in keys if key != LOCK_NAME and not key.startswith(".")), None)
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
-        """(key, {output: its size}) of tasks that have a record; keys begin with the prefix."""
+        """Yield (key, {output name: size}) of tasks that have a record and a key with this prefix."""
         infos = (info for info in self.store.list(prefix) if not info.key.startswith(_OTHERS))
         for key, files in groupby(infos, lambda info: "/".join(info.key.split("/", 2)[:2])):
             sizes = {info.key[len(key) + 1 :]: info.bytes for info in files}
@@ -271,9 +272,9 @@ class Work:
         segments: Iterable[Commit],
         wanted: Container[str] | None = None,
     ) -> Iterator[tuple[str, Commit, dict[str, int]]]:
-        """(key, commit, {output: its size}) of `_listed` tasks that are wanted (None: all).
+        """Yield (key, commit, {output name: size}) of the `listed` tasks in `wanted`, or of all if None.
 
-        Commits are those of `segments`, which are not read if none is listed, or from the records.
+        Commits come from `segments`, else from the records. If no task is listed, `segments` are not read.
         """
         if (first := next(listed, None)) is None:
             return
@@ -296,7 +297,7 @@ class Work:
         shutil.rmtree(commit.folder, ignore_errors=True)
 
     def damaged_output(self, commit: Commit) -> str | None:
-        """Return the name of the first output whose bytes differ from the commit. Reads all outputs."""
+        """Return the first output whose bytes differ from the commit, or None; reads all outputs."""
         with self._explained():
             for name, output in commit.outputs.items():
                 try:
@@ -311,7 +312,7 @@ class Work:
         return None
 
     def read_note(self, name: str) -> bytes | None:
-        """Return a small file about the whole build, or None; it may be read before `prepare`."""
+        """Return a note on the whole build, a small file, or None; may be called before `prepare`."""
         with self._explained():
             try:
                 return self.store.get(f"notes/{name}")
@@ -319,12 +320,12 @@ class Work:
                 return None
 
     def write_note(self, name: str, data: bytes) -> None:
-        """Write or replace it, whole or not at all."""
+        """Write or replace a note atomically."""
         with self._explained():
             self.store.put(f"notes/{name}", data)
 
     def remove(self) -> None:
-        """Remove the whole work folder, records first; the marker last, so that it remains known as ours."""
+        """Remove the whole work folder: records first, the marker last, so that a repeat can finish it."""
         with self._explained():
             keys = [info.key for info in self.store.list()]
             ours = [key for key in keys if _TASK.match(key) or key.startswith(_OTHERS)]
@@ -334,13 +335,13 @@ class Work:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def open(self, path: Path) -> io.BufferedReader:
-        """Open a file of a finished task, read by checked ranges. OSError, also if there is none."""
+        """Open a file of a finished task, read by checked ranges; raises OSError if that fails."""
         key, name, output = self._output(path)
         ranges = CheckedRanges(self.store, output, partial(self._forget_commit, key))
         return open_object(ranges, ObjectInfo(f"{key}/{name}", output.bytes, ""), first_bytes=1)
 
     def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes:
-        """Return bytes [start, stop) of a task's file, in one request, checked by the caller's hash."""
+        """Return bytes [start, stop) of a task's file, in one request; `is_right` verifies them."""
         key, name = self._task_file(path)
         damaged = partial(self._forget_commit, key)
         try:
@@ -368,19 +369,19 @@ class Work:
         return Path(name)
 
     def content_of(self, path: Path) -> str:
-        """Return the xxh3-128 of a file in its commit."""
+        """Return the xxh3-128 of a file, as recorded in its commit."""
         return self._output(path)[2].xxh3_128
 
     def _output(self, path: Path) -> tuple[str, str, Output]:
-        """(task key, file name, committed output) of a file in the folder of a task."""
+        """Return (task key, file name, committed output) of a file in the folder of a task."""
         key, name = self._task_file(path)
         output = _outputs(self, key).get(name)
         if output is None:
-            raise FileNotFoundError(f"{self.place}/{key}/{name}: no task wrote such a file")
+            raise FileNotFoundError(f"{self.place}/{key}/{name}: the task did not write this file")
         return key, name, output
 
     def _task_file(self, path: Path) -> tuple[str, str]:
-        """(task key, file name) of a file in the folder of a task."""
+        """Return (task key, file name) of a file in the folder of a task."""
         parts = path.relative_to(self.folder).parts
         return "/".join(parts[:2]), "/".join(parts[2:])
 
@@ -398,7 +399,7 @@ class Work:
         return None
 
     def _stored(self, key: str) -> Commit | None:
-        """The commit in a task's record, as it is in the store now."""
+        """Return the commit in a task's record in the store, bypassing the cache, or None."""
         try:
             data = self.store.get(f"{key}/{COMMIT_NAME}")
         except ObjectNotFoundError:
@@ -407,7 +408,7 @@ class Work:
         return None if record is None else record.commit
 
     def _keep(self, key: str, record: bytes) -> None:
-        """Cache a record in the scratch folder. Not synced: a truncated one is fetched again."""
+        """Cache a record in the scratch folder, without fsync: a truncated record is fetched again."""
         if self.local is not None or not self.id:
             return
         file = self.folder / key / COMMIT_NAME
@@ -418,7 +419,7 @@ class Work:
 
     def _forget_commit(self, key: str) -> None:
         """Remove the record of a task whose outputs differ from it; the next run overwrites them."""
-        if self.id:  # otherwise read only
+        if self.id:  # an unclaimed work folder is read-only
             self.store.delete(f"{key}/{COMMIT_NAME}")
             (self.folder / key / COMMIT_NAME).unlink(missing_ok=True)
 
@@ -427,7 +428,7 @@ class Work:
             pass
 
     def _each(self, request: Callable[[str], T], keys: Iterable[str]) -> Iterator[T]:
-        """Results of a request for each key, many at a time where one takes long."""
+        """Yield the result of a request for each key; concurrently in a store, where requests are slow."""
         if self.local is not None:
             yield from map(request, keys)
             return
@@ -436,7 +437,7 @@ class Work:
 
     @contextmanager
     def _explained(self, what: str = "", *, advice: str = _RESUME) -> Iterator[None]:
-        """Turn errors of the store into a BuildError that says what to do."""
+        """Convert errors of the store into a BuildError with advice."""
         try:
             yield
         except (StoreError, OSError) as error:
@@ -445,10 +446,12 @@ class Work:
 
 @lru_cache(maxsize=_KEPT_RECORDS)
 def _outputs(work: Work, key: str) -> Mapping[str, Output]:
-    """Outputs of a finished task. FileNotFoundError, which is not cached, if it is not finished."""
+    """Return the outputs of a finished task; FileNotFoundError, never cached, if it has no record."""
     record = work.read_record(key)
     if record is None:
-        raise FileNotFoundError(f"{work.place}/{key}/{COMMIT_NAME}: is gone; was the work folder removed?")
+        raise FileNotFoundError(
+            f"{work.place}/{key}/{COMMIT_NAME}: does not exist; was the work folder removed?"
+        )
     return record.outputs
 
 
@@ -460,7 +463,7 @@ def _connect(url: str, storage: StorageOptions | None, around: Callable[[Store],
 
 
 def run_task(task: Task, digest: str, work: Work) -> Commit:
-    """Run a task and commit it. Called in worker processes, which hold no lock."""
+    """Run a task and commit its outputs. Called in worker processes, which hold no lock."""
     work.prepare()
     temporary = work.temporary(f"{task.stage}.{task.name}")
     try:
@@ -476,20 +479,20 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
 
 
 def _call(task: Task, folder: Path) -> Any:
-    """Run the task's function. With a fallback, TaskFailedError for errors of this task alone."""
+    """Run the task's function; if it has a fallback, raises TaskFailedError for errors of this task alone."""
     if task.fallback is None:
         return task.run(folder)
     try:
         return task.run(folder)
     except (OSError, StoreError, RecipeError, MissingExtraError):
-        raise  # of the machine, the store or the recipe: other tasks fail in the same way
+        raise  # errors of the machine, the store or the recipe: other tasks would fail in the same way
     except Exception as error:
         text = str(error) if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
         raise TaskFailedError(f"task {task}: {text}") from error
 
 
 def with_fallbacks(work: Work, tasks: Sequence[Task], found: Sequence[Commit | None]) -> list[Commit | None]:
-    """`found`, the commits of `tasks`, with what an earlier build ran in place of tasks that failed."""
+    """Return `found`, the commits of `tasks`, plus commits of fallbacks that an earlier build ran instead."""
     commits = list(found)
     waiting = {
         number: task.fallback
@@ -510,7 +513,7 @@ def with_fallbacks(work: Work, tasks: Sequence[Task], found: Sequence[Commit | N
 
 
 def _outputs_in(folder: Path) -> dict[str, Output]:
-    """Sizes and hashes of all files below `folder` by name."""
+    """Return sizes and hashes of all files below `folder`, by name."""
     outputs = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

@@ -1,1 +1,1 @@
-"""A recipe: the user's words, checked before anything runs."""
+"""Recipes: the user's settings of a build, validated before it starts."""

@@ -1,4 +1,4 @@
-"""What a recipe says of one input: where its records are, what of them is read, and what becomes of them."""
+"""Settings of one input in a recipe: the place of its records, the fields to read, and how to process it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
 
 
 def misused_variables(given: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with the variables of a chat template that a recipe or a record gives, or None."""
+    """Return what is wrong with variables of a chat template, from a recipe or a record; None if valid."""
     if taken := [name for name in _OF_CONVERSATIONS if name in given]:
-        return f"{taken[0]} comes from the conversation"
+        return f"{taken[0]} cannot be set here: it comes from the conversation"
     if "strftime_now" in given:
         try:
             date.fromisoformat(given["strftime_now"])
         except (TypeError, ValueError):
-            return f"strftime_now is no date such as 2026-01-31: {given['strftime_now']!r}"
+            return f"strftime_now is not a date such as 2026-01-31: {given['strftime_now']!r}"
     return None
 
 
@@ -37,7 +37,7 @@ def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_written(value: Any) -> Any:
-    """Dates of YAML as the texts that they are in JSON."""
+    """Convert YAML dates to text, as JSON has no dates."""
     if isinstance(value, dict):
         return {key: _as_written(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -48,16 +48,16 @@ def _as_written(value: Any) -> Any:
 TemplateVariables = Annotated[
     dict[str, JsonValue], BeforeValidator(_as_written), AfterValidator(_template_variables)
 ]
-"""Variables of a chat template, as JSON has them."""
+"""Variables of a chat template, as JSON values."""
 
 
 class FimConfig(StrictModel):
-    """Which share of an input's documents has its middle at the end, and the tokens that say so."""
+    """The share of an input's documents whose middle is moved to the end, and the tokens that mark parts."""
 
     rate: Ratio = Field(default=0.5, description="Share of the documents.")
     spm_rate: Ratio = Field(
         default=0.5,
-        description="Share of these that are written suffix first (SPM); the others prefix first.",
+        description="Share of these documents written suffix first (SPM); the others are prefix first (PSM).",
     )
     prefix: Token = Field(default="<fim_prefix>", description="Special token before the prefix.")
     middle: Token = Field(default="<fim_middle>", description="Special token before the middle.")
@@ -65,14 +65,17 @@ class FimConfig(StrictModel):
 
     @property
     def tokens(self) -> tuple[str, str, str]:
-        """Prefix, middle, suffix."""
+        """The special tokens as (prefix, middle, suffix)."""
         return self.prefix, self.middle, self.suffix
 
 
 class GroupConfig(StrictModel):
-    """Documents with one value of a field, such as the files of a repository, are one text of rows."""
+    """Documents with the same value of a field, such as the files of a repository, are packed as one text."""
 
-    by: FieldName = Field(description="Field of metadata, such as the repository's name.", examples=["repo"])
+    by: FieldName = Field(
+        description="Field of metadata whose value groups documents, such as the repository's name.",
+        examples=["repo"],
+    )
     order: FieldName | None = Field(
         default=None,
         description="Field of metadata by which documents of a group are sorted, such as the path; null: "
@@ -80,7 +83,7 @@ class GroupConfig(StrictModel):
     )
     begin: Token | None = Field(
         default=None,
-        description="Special token before a group's value, which its first document has.",
+        description="Special token that begins a group; the value of `by` follows it.",
         examples=["<repo_name>"],
     )
     separator: Token | None = Field(
@@ -88,24 +91,24 @@ class GroupConfig(StrictModel):
     )
     title: FieldName | None = Field(
         default=None,
-        description="Field of metadata that is written before each document, on a line of its own.",
+        description="Field of metadata that is written before each document, on a separate line.",
         examples=["path"],
     )
     header_rate: Ratio = Field(
-        default=1.0, description="Share of the groups that have value and titles; StarCoder2: 0.5."
+        default=1.0, description="Share of the groups that get the value and titles; StarCoder2: 0.5."
     )
 
     @model_validator(mode="after")
     def _ends_headers(self) -> Self:
         if self.begin is not None and self.separator is None:
-            raise ValueError("separator: is missing; it ends what `begin` begins")
+            raise ValueError("separator: is missing; it must follow the group's value that `begin` precedes")
         if self.begin is not None and self.begin == self.separator:
-            raise ValueError("begin and separator are the same token")
+            raise ValueError("begin and separator are the same token; use two different ones")
         return self
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of metadata that it needs."""
+        """The fields of metadata that grouping reads."""
         return tuple(name for name in (self.by, self.order, self.title) if name is not None)
 
 
@@ -115,9 +118,9 @@ def _path_fields(value: str) -> str:
     try:
         names = re.compile(value).groupindex
     except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a valid regular expression: {error}") from None
     if not names:
-        raise ValueError("has no named group, such as (?P<lang>[a-z]{2}), and is not the word hive")
+        raise ValueError("needs a named group, such as (?P<lang>[a-z]{2}), or must be the word hive")
     return value
 
 
@@ -126,17 +129,17 @@ def _encoding(value: str) -> str:
         return value
     found = encoding_of(value)
     if found is None:
-        raise ValueError("is no label of the WHATWG Encoding Standard, such as windows-1252 or shift_jis")
+        raise ValueError("is not a label of the WHATWG Encoding Standard, such as windows-1252 or shift_jis")
     if found in ("replacement", "x-user-defined"):
-        raise ValueError("is not decoded by the WHATWG Encoding Standard; convert the files to UTF-8")
+        raise ValueError("has no decoder in the WHATWG Encoding Standard; convert the files to UTF-8")
     return found
 
 
 class ResiliparseOptions(StrictModel):
-    """Which parts of a page resiliparse keeps."""
+    """Parts of a page that resiliparse keeps."""
 
     main_content: bool = Field(
-        default=True, description="Leave out what looks like navigation and other boilerplate."
+        default=True, description="Leave out navigation and other boilerplate, as far as it is recognized."
     )
     comments: bool = Field(default=False, description="Keep comments of readers.")
     alt_texts: bool = Field(default=False, description="Keep the alternative texts of images.")
@@ -149,11 +152,12 @@ class ResiliparseOptions(StrictModel):
 
 
 class TrafilaturaOptions(StrictModel):
-    """Which parts of a page trafilatura keeps."""
+    """Parts of a page that trafilatura keeps."""
 
     favor: Literal["precision", "recall"] | None = Field(
         default="precision",
-        description="precision: rather too little text; recall: rather too much; null: neither.",
+        description="precision: keep too little text rather than too much; recall: too much rather than too "
+        "little; null: neither.",
     )
     comments: bool = Field(default=False, description="Keep comments of readers.")
     tables: bool = Field(default=True, description="Keep the text of tables.")
@@ -163,15 +167,15 @@ class TrafilaturaOptions(StrictModel):
 
 
 class ExtractConfig(StrictModel):
-    """The library that finds the main text of pages, with options: one of the two."""
+    """The library that extracts the main text of pages, with its options; give exactly one."""
 
-    resiliparse: ResiliparseOptions | None = Field(default=None, description="By resiliparse, with options.")
-    trafilatura: TrafilaturaOptions | None = Field(default=None, description="By trafilatura, with options.")
+    resiliparse: ResiliparseOptions | None = Field(default=None, description="Options of resiliparse.")
+    trafilatura: TrafilaturaOptions | None = Field(default=None, description="Options of trafilatura.")
 
     @model_validator(mode="after")
     def _one_library(self) -> Self:
         if (self.resiliparse is None) == (self.trafilatura is None):
-            raise ValueError("name one library, such as {trafilatura: {favor: recall}}")
+            raise ValueError("give exactly one library, such as {trafilatura: {favor: recall}}")
         return self
 
 
@@ -183,60 +187,60 @@ class InputConfig(StrictModel):
     )
 
     path: Source = Field(
-        description="File, folder or glob of these (** crosses folders; {a,b} and {00..12} are lists), from "
-        "the recipe's folder, or a URL of these. Names that begin with . or _ are skipped unless spelled."
+        description="File, folder or glob (** crosses folders; {a,b} and {00..12} are lists), relative to "
+        "the recipe's folder, or a URL of these. Names that begin with . or _ are skipped unless spelled out."
     )
     exclude: Listed[FieldName] = Field(
         default=(),
-        description="Globs of files to leave out, written as the path is; one without a slash is the name of "
-        "files or folders anywhere below.",
+        description="Globs of files to leave out, in the form of `path`; one without a slash matches names "
+        "of files or folders at any depth.",
         examples=["MANIFEST.json", ["*.md", "data/drafts/**"]],
     )
     base: Source | None = Field(
         default=None,
         description="Folder (or URL, of a remote input) that file names are relative to, so that documents "
-        "keep their ids when the files move; null: the recipe's folder, or nothing of a URL.",
+        "keep their ids when the files move; null: the recipe's folder; remote file names are whole URLs.",
     )
     text: FieldName = Field(
         default="text",
-        description="Field or column that holds the text; a.b is field b inside a (id, url, metadata too).",
+        description="Field or column with the text; a.b is field b inside a (in id, url and metadata too).",
     )
     id: FieldName | None = Field(
         default=None,
-        description='Field with your own id; null: "id" where a record has it.',
+        description='Field with your own id; null: "id" if a record has it.',
     )
     document_id: FieldName | None = Field(
         default=None,
         description="Field with the document ids that a text output of shardkit wrote (32 hexadecimal "
-        "digits), so that documents keep their places in the training order; null: ids of their own.",
+        "digits), so that documents keep their places in the training order; null: new ids.",
     )
     url: FieldName | None = Field(
         default=None,
-        description='Field with the URL; null: "url" where a record has it.',
+        description='Field with the URL; null: "url" if a record has it.',
     )
     messages: FieldName | None = Field(
         default=None,
-        description="Field with a conversation (a list of messages with role and content, as OpenAI's and "
-        "TRL's), which the tokenizer's chat template renders; in place of `text`.",
+        description="Field with a conversation (a list of messages with role and content, as in OpenAI's and "
+        "TRL's formats), which the tokenizer's chat template renders; replaces `text`.",
     )
     tools: FieldName = Field(
-        default="tools", description="Field with the tools of a conversation, where a record has it."
+        default="tools", description="Field with the tools of a conversation, if a record has it."
     )
     chat_template_kwargs: FieldName = Field(
         default="chat_template_kwargs",
-        description="Field with a conversation's own variables of the chat template, where a record has it.",
+        description="Field with a conversation's own variables of the chat template, if a record has it.",
     )
     prompt: FieldName | None = Field(
-        default=None, description="Field with a prompt, of which nothing is trained on; needs `completion`."
+        default=None, description="Field with a prompt, which is not trained on; needs `completion`."
     )
     completion: FieldName | None = Field(
         default=None, description="Field with the text that follows the prompt, which is trained on."
     )
     train_on: Literal["assistant", "last_assistant", "all"] = Field(
-        default="assistant", description="Of conversations: what the loss mask lets be trained on."
+        default="assistant", description="Messages of conversations that the loss mask selects for training."
     )
     fim: Annotated[FimConfig, Shorthand(switch=True, number="rate")] | None = Field(
-        default=None, description="Fill-in-the-middle, of code: documents whose middle is moved to the end."
+        default=None, description="Fill-in-the-middle for code: moves the middle of documents to their end."
     )
     metadata: Listed[FieldName] = Field(
         default=(),
@@ -244,8 +248,8 @@ class InputConfig(StrictModel):
     )
     path_fields: Annotated[str, AfterValidator(_path_fields)] | None = Field(
         default=None,
-        description="Metadata from the names of files: hive for folders such as lang=de, or a regular "
-        "expression that is searched in the name, whose named groups are the fields.",
+        description="Metadata from file names: hive for folders such as lang=de, or a regular expression to "
+        "search for in the name, whose named groups are the fields.",
         examples=["hive", "(?P<dump>CC-MAIN-[0-9]{4}-[0-9]{2})/(?P<lang>[a-z]{2})"],
     )
     source: FieldName | None = Field(
@@ -258,72 +262,72 @@ class InputConfig(StrictModel):
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
         ".csv .tsv .txt .html .warc .wet .arc .mds .tar and a few more; a .json file is jsonl, or json if it "
-        "begins like an array or an object of several lines.",
+        "begins with an array or with an object of several lines.",
     )
     extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
         default=None,
-        description="Takes the main text out of HTML; null: resiliparse for WARC and HTML files, else none. "
-        "With options of the library: {trafilatura: {favor: recall}}.",
+        description="Library that extracts the main text of HTML; null: resiliparse for WARC and HTML files, "
+        "else none. With options: {trafilatura: {favor: recall}}.",
     )
     encoding: Annotated[str, AfterValidator(_encoding)] | None = Field(
         default=None,
-        description="Of text, CSV, JSON and pages: a label of the WHATWG Encoding Standard; null: UTF-8, and "
-        "of pages what they declare. A byte order mark wins, and an HTTP header. guess: pages that declare "
-        "nothing and are not UTF-8 are decoded by what they look like, often wrong; null refuses them.",
+        description="Encoding of text, CSV, JSON and pages, a label of the WHATWG Encoding Standard; null: "
+        "UTF-8, and for pages the declared encoding. A byte order mark or HTTP header takes precedence. "
+        "guess: pages that declare none and are not UTF-8 are guessed, often wrongly; null rejects them.",
         examples=["windows-1252", "gbk", "utf-16le", "guess"],
     )
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         default=None,
-        description="CSV: between fields; null: what a first line such as sep=; says, else a tab for names "
-        "with .tsv, else a comma; of a file whose row of names has the text column only with another of "
-        "tab , ; | that one.",
+        description="CSV: character between fields; null: the one in a first line such as sep=; else a tab "
+        "for names with .tsv, else a comma; if the header has the text column only with another of tab , ; | "
+        "then that one.",
     )
     quote: Annotated[str, Field(min_length=1, max_length=1)] | Literal["auto"] | None = Field(
         default="auto",
-        description="CSV: the character around fields that hold delimiters, quotes (doubled) or line ends; "
+        description="CSV: character around fields that contain delimiters, quotes (doubled) or line ends; "
         'null: quotes are text, and every line is a row; auto: null for .tsv, " for .csv.',
     )
     columns: Listed[FieldName] = Field(
-        default=(), description="CSV: names of the columns; (): the first row has them."
+        default=(), description="CSV: names of the columns; (): the first row has the names."
     )
     on_bad_text: Literal["quarantine", "replace"] = Field(
         default="quarantine",
-        description="What becomes of text that is not UTF-8, and of halves of surrogate pairs in JSON: the "
-        "record is quarantined, or U+FFFD replaces them; replaced bytes are counted as text/replaced.",
+        description="For invalid UTF-8, and lone surrogates in JSON: quarantine the record, or replace them "
+        "by U+FFFD; replaced bytes are counted as text/replaced.",
     )
     lines: bool | Literal["paragraphs"] = Field(
         default=False,
         description="Text files: true: each line is a document; paragraphs: each run of lines between blank "
-        "ones is; false: each file is one.",
+        "lines is a document; false: each file is a document.",
     )
     salvage: bool = Field(
         default=False,
-        description="Compressed files: keep the whole records before the damage in a member that is "
-        "truncated or damaged, though no checksum confirms them; the rest is counted as salvage/lost and "
-        "reported, and does not stop the build. false: such a member is quarantined.",
+        description="Compressed files: if a member is truncated or damaged, keep the whole records before "
+        "the damage, although no checksum confirms them; the rest is counted as salvage/lost and reported, "
+        "and does not stop the build. false: such a member is quarantined.",
     )
 
     _is_sample: bool = PrivateAttr(default=False)
 
     @property
     def is_sample(self) -> bool:
-        """Whether this reads a sample of another input's files."""
+        """Whether this input reads a sample of another input's files."""
         return self._is_sample
 
     def as_sample(self, path: str, source: str) -> InputConfig:
-        """This input for a sample of its files, at `path`; `source` is its label in the recipe."""
+        """Return this input for a sample of its files, at `path`; `source` is its label in the recipe."""
         copy = self.model_copy(update={"path": path, "exclude": (), "base": None, "source": source})
         copy._is_sample = True
         return copy
 
     def content(self) -> dict[str, Any]:
-        """Return all that decides a byte; only inputs of conversations have keys of these."""
+        """Return all settings that affect outputs; only inputs of conversations have keys for these."""
         left_out = ("tools", "train_on") if self.messages is None else ()
         return {key: value for key, value in super().content().items() if key not in left_out}
 
     @property
     def is_masked(self) -> bool:
-        """Whether documents state what of them is trained on."""
+        """Whether documents have marks for the parts that are trained on."""
         return self.messages is not None or self.prompt is not None
 
     @model_validator(mode="after")
@@ -331,20 +335,20 @@ class InputConfig(StrictModel):
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt and completion are fields of one record: name both")
         if self.messages is not None and self.prompt is not None:
-            raise ValueError("a record has messages, or prompt and completion")
+            raise ValueError("set either messages, or prompt and completion, not both")
         return self
 
     @model_validator(mode="after")
     def _can_take_rows_apart(self) -> Self:
         for key, value in (("delimiter", self.delimiter), ("quote", self.quote)):
             if value is not None and value in "\r\n":
-                raise ValueError(f"{key}: a line end cannot be one")
+                raise ValueError(f"{key}: cannot be a line end")
         if self.delimiter is not None and self.delimiter == self.quote:
-            raise ValueError("delimiter and quote are the same character")
+            raise ValueError("delimiter and quote are the same character; use two different ones")
         return self
 
     @model_validator(mode="after")
     def _base_is_above_the_path(self) -> Self:
         if self.base is not None and is_url(self.path) != is_url(self.base):
-            raise ValueError("base is a folder above the path, or a URL above the path's if that is a URL")
+            raise ValueError("base must be a folder above the path, or a URL above it if the path is a URL")
         return self

@@ -1,7 +1,7 @@
-"""The problems of a recipe in the words of its author: the key path, what to write there, and what was found.
+"""Describes problems of a recipe for its author: the key path, what to write there, and what was found.
 
-pydantic reports problems in Python's words (tuples, patterns, class names). Each kind of problem gets one
-sentence here that names what YAML has, with the example that the field of the model declares.
+pydantic reports problems in terms of Python (tuples, patterns, class names). Here each kind of problem gets
+one sentence in terms of YAML, with the example that the field of the model declares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 _MAX_SHOWN = 80
 _MAX_KEYS = 12
-# What pydantic adds to the location of a problem for each member of a union.
+# Parts that pydantic adds to the location of a problem for members of a union.
 _UNION_MEMBER = re.compile(
     r"constrained-\w+|function-\w+\[.*|(?:dict|tuple|list|union|literal)\[.*|float|int|str|FieldScope"
 )
@@ -49,14 +49,14 @@ _LENGTHS = {
 
 
 def describe_problems(name: str, error: ValidationError, model: type[BaseModel]) -> str:
-    """All problems of one validation, a line each."""
+    """Describe all problems of one validation, one line per key path."""
     problems = error.errors(include_url=False)
     within = {p["loc"][:-1] for p in problems} | {p["loc"][:1] for p in problems if len(p["loc"]) > 1}
     by_path: dict[str, list[str]] = {}
     for problem in problems:
         location = tuple(part for part in problem["loc"] if not _is_union_member(part))
         if problem["type"] == "too_short" and problem["loc"] in within:
-            continue  # pydantic counts only the items without problems
+            continue  # pydantic counts only valid items, and the problems of the others are listed anyway
         texts = by_path.setdefault(_key_path(location), [])
         text = _sentence(problem["type"], location, problem.get("ctx", {}), problem["input"], model)
         texts += [text] if text not in texts else []
@@ -77,7 +77,7 @@ def _key_path(location: Sequence[int | str]) -> str:
 def _sentence(
     kind: str, location: Sequence[int | str], ctx: Mapping[str, Any], value: object, model: type[BaseModel]
 ) -> str:
-    """Say what is wrong with the value at a location, and what to write."""
+    """Return a sentence on what is wrong with the value at a location, and what to write."""
     owner, field = _find(model, location)
     examples = list(field.examples or ()) if field is not None else []
     if location and isinstance(location[-1], int):  # an item of a list
@@ -98,17 +98,17 @@ def _sentence(
         return f"should be a mapping{example or _keys_of(inner)}, got {_shown(value)}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        # Of numbers, sizes alone have a schema of their own: they may be written as text.
+        # Only sizes have a JSON schema of their own, because they may be written as text.
         is_size = field is not None and any(isinstance(each, WithJsonSchema) for each in field.metadata)
         return f"should be {words} {_quantity(ctx[name], is_size)}, got {_shown(value)}"
-    wanted = _WANTED.get(kind) or _LENGTHS.get(kind, "another value").format_map(ctx)
+    wanted = _WANTED.get(kind) or _LENGTHS.get(kind, "a value of another type").format_map(ctx)
     return f"should be {wanted}{_unquoted(kind, value) or example}, got {_shown(value)}"
 
 
 def _find(
     model: type[BaseModel], location: Sequence[int | str]
 ) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """The model that holds the last key of a location, and the field of that name or the list it is in."""
+    """Return the model with the last key of a location, and the field of that key or of its list."""
     owner: type[BaseModel] | None = model
     field: FieldInfo | None = None
     for number, part in enumerate(location):
@@ -121,7 +121,7 @@ def _find(
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
-    """The model inside X, X | None or tuple[X, ...]."""
+    """Return the model inside X, X | None or tuple[X, ...]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in typing.get_args(annotation) if (m := _model_in(a)) is not None), None)
@@ -143,19 +143,19 @@ def _suggestion(owner: type[BaseModel] | None, key: str) -> str:
 
 
 def _choice(expected: str, value: object) -> str:
-    """Say which of "'a', 'b' or 'c'" is expected, and which one is close to the value."""
+    """Return "should be 'a', 'b' or 'c'", with the choice closest to the value if one is similar."""
     close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
     return f"should be {expected}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
 def _quantity(value: float, is_size: bool) -> str:
-    """ "268,435,456 (256 MiB)" of a size."""
+    """Format a number, or a size such as "268,435,456 (256 MiB)"."""
     mebibytes, rest = divmod(value, 1 << 20)
     return f"{value:,}" + (f" ({mebibytes:,} MiB)" if is_size and mebibytes and not rest else "")
 
 
 def _unquoted(kind: str, value: object) -> str:
-    """Say what to write for a number that was written as text; "" for other values."""
+    """Return what to write for a number that was given as text; "" for other values."""
     if not isinstance(value, str) or len(value) > _MAX_SHOWN or kind not in ("int_type", "float_type"):
         return ""
     number = value.strip().replace(",", "").replace("_", "")
@@ -170,7 +170,7 @@ def _unquoted(kind: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as YAML writes it, on one line."""
+    """Format a value as YAML on one line, cut at `_MAX_SHOWN` characters."""
     if isinstance(value, str):
         text = repr(value)
     else:
@@ -178,7 +178,7 @@ def _shown(value: object) -> str:
             text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
         except yaml.YAMLError:  # a value from Python code
             text = repr(value)
-        except (ValueError, RecursionError):  # an integer of thousands of digits, or brackets that deep
+        except (ValueError, RecursionError):  # an integer of thousands of digits, or very deep nesting
             text = f"{type(value).__name__} that is too long to show"
         text = text.removesuffix("...\n").strip()
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}…"

@@ -1,9 +1,9 @@
-"""The recipe: everything that decides the bytes of a dataset, as one checked YAML file.
+"""The recipe: all settings that the bytes of a dataset depend on, as one validated YAML file.
 
-A recipe is read whole and checked whole: every problem is reported at once, each with its key path
-(`filters[2].gopher_quality.min_doc_words`), and a key that no model knows is an error that names the closest
-one. Values are strict (no "17" for 17). Paths stay as written, relative to the recipe's folder, so that the
-recipe's digest and the documents' identities do not depend on where the folder lies.
+A recipe is validated as a whole: all problems are reported together, each with its key path
+(`filters[2].gopher_quality.min_doc_words`). An unknown key is an error that names the closest known key.
+Values are strict (no "17" for 17). Paths stay as written, relative to the recipe's folder, so that the
+recipe's digest and the documents' identities do not depend on the place of the folder.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 def _known_hash(name: str) -> str:
     if name not in HASH_NAMES:
-        raise ValueError(f"unknown hash {name!r}; known: {', '.join(sorted(HASH_NAMES))}")
+        raise ValueError(f"unknown hash {name!r}; known hashes: {', '.join(sorted(HASH_NAMES))}")
     return name
 
 
@@ -77,7 +77,7 @@ def _known_compression(name: str) -> str:
 
 def _size(value: object) -> int:
     if not isinstance(value, int | str):
-        raise ValueError(f"not a size: {value!r:.80} (bytes, or text such as 64MiB)")
+        raise ValueError(f"not a size: {value!r:.80}; give bytes, or text such as 64MiB")
     return parse_bytes(value)
 
 
@@ -97,7 +97,7 @@ PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 
 
 def _share(value: object) -> float | int:
-    """A share as a float, a number of documents as an int; "0.1%" is 0.001."""
+    """Convert a share to a float ("0.1%" is 0.001), or a number of documents to an int."""
     if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", value)):
         value = float(found[1]) / 100
     if isinstance(value, float) and 0 < value < 1:
@@ -108,7 +108,7 @@ def _share(value: object) -> float | int:
 
 
 def _short_split(given: object) -> object:
-    """`{validation: 0.1%}` is short for `{parts: {validation: 0.1%}}`."""
+    """Expand `{validation: 0.1%}`, which is short for `{parts: {validation: 0.1%}}`."""
     if isinstance(given, dict) and "parts" not in given:
         settings = {key: given[key] for key in ("similarity",) if key in given}
         return {"parts": {key: value for key, value in given.items() if key not in settings}} | settings
@@ -119,7 +119,7 @@ Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 class TiktokenConfig(StrictModel):
-    """What a file of byte pairs and ranks does not say."""
+    """The parts of a tiktoken encoding that a file of byte pairs and ranks does not contain."""
 
     pattern: str = Field(min_length=1, description="The regular expression that splits texts (`pat_str`).")
     special_tokens: dict[str, int] = Field(default={}, description="Ids of special tokens.")
@@ -132,8 +132,8 @@ class TokenizerConfig(StrictModel):
 
     path: LocalPath = Field(
         description="A Hugging Face tokenizer.json, a SentencePiece model or a .tiktoken file, relative to "
-        "the recipe's folder; a folder that has one; or the name of a model whose tokenizer is in the cache "
-        "of Hugging Face on this machine, such as gpt2."
+        "the recipe's folder; a folder with one of these; or the name of a model whose tokenizer is in the "
+        "cache of Hugging Face on this machine, such as gpt2."
     )
     eos: str = Field(
         min_length=1,
@@ -142,39 +142,40 @@ class TokenizerConfig(StrictModel):
     )
     bos: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="The special token that begins every document, as Llama's models expect; null: none.",
+        description="The special token that begins every document, as Llama models expect; null: no token.",
         examples=["<s>", "<|begin_of_text|>"],
     )
     encoding: EncodingName | TiktokenConfig | None = Field(
         default=None,
-        description="Of files of byte pairs and ranks (tiktoken): the published encoding they are of, or "
-        "its pattern and special tokens; null: as the file is named.",
+        description="For files of byte pairs and ranks (tiktoken): the name of a published encoding, or its "
+        "pattern and special tokens; null: the encoding that the file is named after.",
         examples=["cl100k_base", {"pattern": "\\S+|\\s+", "special_tokens": {"<|end|>": 512}}],
     )
     chat_template: LocalPath | None = Field(
         default=None,
         description="File with the Jinja template of conversations; null: chat_template.jinja or "
-        "tokenizer_config.json beside the tokenizer.",
+        "tokenizer_config.json in the tokenizer's folder.",
     )
     chat_template_kwargs: TemplateVariables = Field(
         default={},
-        description="Variables of the chat template, as transformers and TRL give them; a record's own come "
-        "first. strftime_now: the date that a template takes for today's.",
+        description="Variables of the chat template, as in transformers and TRL; a record's own variables "
+        "take precedence. strftime_now: the date that a template uses as today.",
         examples=[{"enable_thinking": False}, {"date_string": "26 Jul 2024"}],
     )
 
 
 class PackConfig(StrictModel):
-    """How documents become sequences of equal length."""
+    """How documents are packed into sequences of equal length."""
 
     omitted_at_default = frozenset({"row_bos", "max_repetitions"})
 
     sequence_length: int = Field(default=2048, ge=2, le=1 << 24, description="Tokens per sequence.")
     strategy: Literal["best_fit", "concat", "best_fit_truncate", "best_fit_crop"] = Field(
         default="best_fit",
-        description="best_fit: no avoidable cut, little padding; concat: cut anywhere, no padding. Two begin "
-        "every row with a document, and leave tokens out: best_fit_truncate those beyond a row's length, as "
-        "TRL does; best_fit_crop all that do not fit, so that no row is padded, as nanochat does.",
+        description="best_fit: no avoidable cut, little padding; concat: cut anywhere, no padding. Two "
+        "others begin every row with a document and drop tokens: best_fit_truncate cuts documents at the "
+        "row length, as TRL does; best_fit_crop drops all that does not fit, so no row is padded, as "
+        "nanochat does.",
     )
     row_bos: bool = Field(
         default=False,
@@ -183,20 +184,22 @@ class PackConfig(StrictModel):
     )
     max_repetitions: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         default=None,
-        description="Rows get a loss mask that leaves out the tokens of spans in which the same 1 to 13 "
-        "tokens follow each other more than so many times; null: none. 31 finds what OLMo 2 leaves out with "
-        "the whole row.",
+        description="Rows get a loss mask that excludes spans in which the same 1 to 13 tokens are repeated "
+        "more often than this; null: no such mask. 31 finds the repetitions for which OLMo 2 excludes the "
+        "whole row.",
     )
 
     @property
     def crops(self) -> bool:
-        """Whether tokens are left out."""
+        """Whether the strategy drops tokens."""
         return self.strategy in ("best_fit_truncate", "best_fit_crop")
 
     @model_validator(mode="after")
     def _begins_rows_once(self) -> Self:
         if self.row_bos and self.crops:
-            raise ValueError(f"row_bos: with {self.strategy} every row begins with a document already")
+            raise ValueError(
+                f"row_bos: is not needed with {self.strategy}, as every row begins with a document already"
+            )
         return self
 
 
@@ -205,37 +208,37 @@ Share = Annotated[float | int, BeforeValidator(_share)]
 
 
 class SplitConfig(StrictModel):
-    """Parts of the documents that become datasets of their own, such as a validation set; the rest is train.
+    """Parts of the documents that become separate datasets, such as a validation set; the rest is train.
 
-    They are drawn after duplicate removal by a hash of the document, so that a part does not depend on those
-    after it. A document that is like any other one stays in train, so that no part leaks into another; others
-    are drawn in its place.
+    Documents are selected after duplicate removal by a hash of the document, so that a part does not depend
+    on later parts. A document that is similar to another stays in train, so that no part leaks into another;
+    other documents are selected in its place.
     """
 
     parts: dict[PartName, Share | dict[FieldName, Share]] = Field(
         min_length=1,
         max_length=8,
-        description="By name: a share such as 0.1% or 0.001, a number of documents, or one of these for each "
-        "source that gives any. `split: {validation: 0.1%}` is short for this.",
+        description="Size of each part by name: a share such as 0.1% or 0.001, a number of documents, or one "
+        "of these per source; other sources give none. `split: {validation: 0.1%}` is short for this.",
         examples=[{"validation": "0.1%"}, {"validation": {"docs": "1%", "code": 500}}],
     )
     similarity: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.8,
-        description="A document stays in train that shares so much of its n-grams with another (Jaccard), or "
-        "whose n-grams lie in another one to this degree (containment).",
+        description="A document stays in train if the similarity of its n-grams to another's (Jaccard), or "
+        "the share of its n-grams that another contains, is at least this.",
     )
 
     @model_validator(mode="after")
     def _leave_something(self) -> Self:
         if TRAIN in self.parts:
-            raise ValueError(f"{TRAIN} is the name of what is left; name the parts that are taken from it")
+            raise ValueError(f"{TRAIN} is the name of the rest; list only the parts that are taken from it")
         if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
-            raise ValueError("the parts take everything; nothing is left to train on")
+            raise ValueError("the shares of the parts add up to 1 or more; nothing is left to train on")
         return self
 
 
 class OutputConfig(StrictModel):
-    """Where the dataset goes and in which form."""
+    """The place and the format of a dataset."""
 
     not_content = frozenset({"path", "pack"})  # `Recipe.datasets` puts an output's `pack` into its recipe
     omitted_at_default = frozenset({"prefixes", "where"})
@@ -252,14 +255,14 @@ class OutputConfig(StrictModel):
         dict[FieldName, Listed[str] | Bounds] | None, DecidesNoByte("tasks that select get a `Selection`")
     ] = Field(
         default=None,
-        description="Only documents with one of these values: of `source`, of `language` (which needs that "
-        "filter), of a field in `metadata`, of the label of `buckets`, or of `copies`: how many documents it "
-        "stands for. Of numbers also bounds; null: all.",
+        description="Only documents with one of these values of `source`, of `language` (needs that filter), "
+        "of a field in `metadata`, of the label of `buckets`, or of `copies`, the number of documents that "
+        "this one represents. Numbers may have bounds instead; null: all documents.",
         examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}, {"copies": {"min": 2}}],
     )
     pack: Annotated[PackConfig | None, DecidesNoByte("tasks that pack get it")] = Field(
         default=None,
-        description="How documents become sequences in this output; null: as the recipe's `pack` says.",
+        description="How documents are packed in this output; null: by the recipe's `pack`.",
     )
     shard_bytes: Annotated[Size, Field(ge=1 << 10, lt=1 << 32)] = Field(
         default=1 << 26, description="Target size of a shard before compression, bytes (or 64MiB)."
@@ -267,18 +270,18 @@ class OutputConfig(StrictModel):
     compression: Annotated[str, AfterValidator(_known_compression)] | None = Field(
         default=None,
         description="MDS: zstd, zstd:7, gz, bz2, br, snappy; null: none, the fastest to load. JSON lines: "
-        "zstd or gz. (Parquet is compressed by zstd within.)",
+        "zstd or gz. (Parquet files always use zstd internally.)",
     )
     hashes: Listed[Annotated[str, AfterValidator(_known_hash)]] = Field(
         default=("xxh64",),
         max_length=8,
-        description="Hashes of every shard that the index records.",
+        description="Hash functions whose value for every shard is in the index.",
     )
     prefixes: Annotated[
         Annotated[int, Field(ge=2, le=4096)] | None, DecidesNoByte("publishing names the shards")
     ] = Field(
         default=None,
-        description="Deal shards to so many folders, for stores that limit the requests to each prefix.",
+        description="Number of folders to spread shards over, for stores that limit requests per prefix.",
     )
 
     @property
@@ -289,27 +292,27 @@ class OutputConfig(StrictModel):
     @model_validator(mode="after")
     def _fits_the_format(self) -> Self:
         if self.format == "wds" and self.compression is not None:
-            raise ValueError("compression is for format mds; tar shards are plain")
+            raise ValueError("compression is for mds and jsonl; tar shards are never compressed")
         if self.format == "parquet" and self.compression is not None:
-            raise ValueError("compression is for mds and jsonl; Parquet files are compressed by zstd within")
+            raise ValueError("compression is for mds and jsonl; Parquet files always use zstd internally")
         if self.format == "jsonl" and self.compression not in (None, "zstd", "gz"):
-            raise ValueError("JSON lines are compressed by zstd or gz")
+            raise ValueError("compression of JSON lines must be zstd or gz")
         if self.pack is not None and self.format not in ("mds", "wds"):
-            raise ValueError(f"pack is for rows of tokens; an output of format {self.format} has none")
+            raise ValueError(f"pack is for rows of tokens, but an output of format {self.format} has no rows")
         return self
 
 
 class Recipe(StrictModel):
-    """A whole build. `folder` is where relative paths start; it is not part of the recipe's content."""
+    """The settings of a whole build. Relative paths start at `folder`, which is not part of the content."""
 
-    # A dataset has one output, and says in its ledger which splits failed.
+    # Not content: a dataset has one output, and its ledger, not its recipe, shows the failed splits.
     not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
     omitted_at_default = frozenset({"group", "limit", "split", "tokenizer"})
 
     inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
         max_length=4096,
-        description="Sources; earlier ones win over later duplicates.",
+        description="Sources of documents; of duplicates, the one from the earlier input is kept.",
         examples=["data/*.jsonl", [{"path": "data/*.jsonl", "text": "text"}]],
     )
     filters: Annotated[
@@ -322,84 +325,85 @@ class Recipe(StrictModel):
     )
     annotate: bool = Field(
         default=False,
-        description="Keep what every filter thought of every document in annotations/*.parquet.",
+        description="Write the value of every filter rule for every document to annotations/*.parquet.",
     )
     dedup: Annotated[DedupConfig, BeforeValidator(lambda given: {} if given is None else given)] = Field(
         default=DedupConfig(),
-        description="Which repeated documents are removed; null: none.",
+        description="Which duplicate documents are removed; null: none.",
         examples=[{"exact": True, "near": 0.8}],
     )
     group: Annotated[GroupConfig, Shorthand(text="by")] | None = Field(
         default=None,
-        description="Documents that are joined to one text after duplicate removal, such as the files of a "
+        description="Documents that are joined into one text after duplicate removal, such as the files of a "
         "repository; null: none.",
         examples=["repo", {"by": "repo", "separator": "<file_sep>", "title": "path"}],
     )
     split: Annotated[SplitConfig, BeforeValidator(_short_split)] | None = Field(
         default=None,
-        description="Parts that become datasets of their own, such as {validation: 0.1%}; null: none.",
+        description="Parts that become separate datasets, such as {validation: 0.1%}; null: none.",
         examples=[{"validation": "0.1%"}],
     )
     tokenizer: Annotated[TokenizerConfig, Shorthand(text="path")] | None = Field(
         default=None,
-        description="The tokenizer; null is for builds that write text only.",
+        description="The tokenizer; null only for builds that write text only.",
         examples=[{"path": "tokenizer.json", "eos": "<|endoftext|>"}],
     )
     pack: PackConfig = Field(
         default=PackConfig(),
-        description="How documents become sequences.",
+        description="How documents are packed into sequences.",
         examples=[{"sequence_length": 2048}],
     )
     output: Annotated[OutputConfig, Shorthand(text="path")] = Field(
-        default=None,  # type: ignore[assignment]  # the first of `outputs` then
-        description="Where the dataset goes.",
+        default=None,  # type: ignore[assignment]  # `_has_outputs` sets it to the first of `outputs`
+        description="Place and format of the dataset.",
         examples=["out"],
     )
     outputs: Listed[Annotated[OutputConfig, Shorthand(text="path")]] = Field(
         default=(),
         max_length=64,
-        description="In place of `output`: several datasets of one build, each with the same bytes as if it "
+        description="Several datasets of one build, instead of `output`; each has the same bytes as if it "
         "were the only one.",
         examples=[[{"path": "text", "format": "parquet"}, {"path": "packed", "format": "mds"}]],
     )
     work: Place | None = Field(
         default=None,
-        description="Folder or URL for intermediate files, which machines may share; null: removed after "
-        "success, and beside the output (of a remote one: in the recipe's folder, named as the last part of "
-        "the URL).",
+        description="Folder or URL for intermediate files, which machines may share; null: a folder next to "
+        "the output, removed after success (for a remote output: in the recipe's folder, named after the "
+        "last part of the URL).",
     )
     scratch: LocalPath | None = Field(
         default=None,
-        description="Where `work` is a URL: folder of each machine for what its tasks write; null: below the "
-        "system's temporary folder.",
+        description="If `work` is a URL: folder on each machine for the files that its tasks write; null: "
+        "below the system's temporary folder.",
     )
     limit: Annotated[int, Field(ge=1, le=1 << 40)] | None = Field(
         default=None,
-        description="For a trial: read at most this many records of each input, from splits spread "
+        description="For a trial: maximum number of records to read of each input, from splits spread "
         "evenly over it; null: all.",
     )
     seed: int = Field(default=17, ge=0, lt=1 << 63, description="Seed of the shuffles.")
     memory: Annotated[Size, Field(ge=1 << 28)] = Field(
-        default=2_000_000_000, description="Memory that one worker may use, bytes (or 2GB)."
+        default=2_000_000_000, description="Memory that one worker may use, in bytes (or 2GB)."
     )
     check_disk: bool = Field(
-        default=True, description="Whether a build that would not fit on its disks is refused."
+        default=True, description="Whether to reject a build that would not fit on its disks."
     )
     max_bad_fraction: Ratio = Field(
         default=0.0,
-        description="Part of a file's records, and of its bytes, that may be unreadable; 0: stop at one.",
+        description="Share of a file's records, and of its bytes, that may be unreadable; 0: stop at the "
+        "first.",
     )
     max_failed_splits: int = Field(
         default=0,
         ge=0,
         le=100_000,
-        description="Splits (a compressed file, or a part of a plain one) whose tasks may fail in every "
-        "attempt; each is quarantined whole.",
+        description="Maximum number of splits (a compressed file, or a part of a plain one) whose tasks fail "
+        "in every attempt; each is quarantined as a whole.",
     )
     max_record_bytes: Annotated[Size, Field(ge=1 << 10, le=1 << 30)] = Field(
         default=1 << 26,
-        description="Longest record (a line, a row's text, the named values of a sample), bytes; a longer "
-        "one is unreadable.",
+        description="Maximum size of a record (a line, a row's text, the named values of a sample), in "
+        "bytes; a longer record counts as unreadable.",
     )
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
@@ -414,15 +418,17 @@ class Recipe(StrictModel):
         places = [output.path for output in self.outputs]
         for number, place in enumerate(places):
             if any(_is_within(place, other) or _is_within(other, place) for other in places[:number]):
-                raise ValueError(f"outputs[{number}].path: {place} is, lies in or holds another output")
+                raise ValueError(
+                    f"outputs[{number}].path: {place} is the same as, inside of or around another output"
+                )
         if self.is_masked and self.dedup.lines is not None:
             raise ValueError(
-                "dedup.lines would cut into conversations and prompts; give those a build of their own"
+                "dedup.lines would remove lines of conversations and prompts; use a separate build for these"
             )
         if self.is_masked and any(config.fim for config in self.inputs):
-            raise ValueError("fim moves parts of documents, so a loss mask cannot be kept: use two builds")
+            raise ValueError("fim moves parts of documents, which would break loss masks; use two builds")
         if self.is_masked and self.tokenizer is None:
-            raise ValueError("tokenizer: is missing; its chat template renders messages")
+            raise ValueError("tokenizer: is missing; its chat template is needed to render messages")
         self._check_buckets()
         self._check_where()
         self._check_scope()
@@ -430,40 +436,42 @@ class Recipe(StrictModel):
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
             raise ValueError(
-                "pack.row_bos: tokenizer.bos is missing; it names the token that rows begin with"
+                "pack.row_bos: tokenizer.bos is missing; set it to the token that rows begin with"
             )
         if self.tokenizer is None and not all(output.is_text for output in self._all()):
-            raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl need none")
+            raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl do not need it")
         return self
 
     def _check_buckets(self) -> None:
-        """ValueError for buckets of scores that there are not, or under a name that is taken."""
+        """Raise ValueError if `buckets` uses a score that does not exist, or a name that is taken."""
         columns: set[str] = set()
         found = 0
         for _, config in self.filter_chain():
             if isinstance(config, ScoresConfig):
                 if twice := sorted(columns & config.columns.keys()):
-                    raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}")
+                    raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}; rename one")
                 columns |= config.columns.keys()
             if not isinstance(config, BucketsConfig):
                 continue
             found += 1
             if unknown := [one.column for one in config.scores if one.column and one.column not in columns]:
                 raise ValueError(
-                    f"filters: buckets: no `scores` filter before it has the column {unknown[0]!r}"
+                    f"filters: buckets: no `scores` filter before it has the column {unknown[0]!r}; add one"
                 )
             taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
             if config.field in taken:
-                raise ValueError(f"filters: buckets.field: documents have a {config.field!r} already")
+                raise ValueError(
+                    f"filters: buckets.field: documents already have a field {config.field!r}; rename it"
+                )
         if found > 1:
-            raise ValueError("filters: a recipe has one `buckets` filter; give it all scores")
+            raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
 
     def _check_scope(self) -> None:
-        """ValueError for near-duplicates by what documents of this recipe do not have."""
+        """Raise ValueError if `dedup.near.scope` is a language or field that documents do not have."""
         scope = None if self.dedup.near is None else self.dedup.near.scope
         if scope == "language" and not any(step == "language" for step, _ in self.filter_chain()):
             raise ValueError(
-                "dedup.near.scope: only the `language` filter knows languages; add it to filters"
+                "dedup.near.scope: languages are known only with the `language` filter; add it to filters"
             )
         if not isinstance(scope, FieldScope) or any(config.path_fields for config in self.inputs):
             return
@@ -473,17 +481,17 @@ class Recipe(StrictModel):
             )
 
     def _check_group(self) -> None:
-        """ValueError for a group of what documents of this recipe do not have, or that cannot be kept."""
+        """Raise ValueError if `group` needs fields that documents do not have, or conflicts with settings."""
         if self.group is None:
             return
         if self.is_masked:
-            raise ValueError("group: conversations and prompts are texts of their own; use two builds")
+            raise ValueError("group: conversations and prompts cannot be joined; use two builds")
         if any(output.format == "tokens" for output in self._all()):
             raise ValueError("group: a token store holds single documents; pack rows in this build")
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if wrong := [pack for pack in packs if pack.row_bos or pack.crops]:
             key = "row_bos" if wrong[0].row_bos else f"strategy: {wrong[0].strategy}"
-            raise ValueError(f"group: is not for pack.{key}; use best_fit or concat, without row_bos")
+            raise ValueError(f"group: cannot be used with pack.{key}; use best_fit or concat without row_bos")
         if any(config.path_fields for config in self.inputs):
             return
         kept = {field for config in self.inputs for field in config.metadata}
@@ -491,17 +499,19 @@ class Recipe(StrictModel):
             raise ValueError(f"group: no input keeps a field {missing[0]!r}; add it to inputs[].metadata")
 
     def _check_where(self) -> None:
-        """ValueError for a `where` of something that documents of this recipe do not have."""
+        """Raise ValueError if a `where` selects by a value or field that documents do not have."""
         for number, output in enumerate(self._all()):
             key = f"outputs[{number}].where" if self.outputs else "output.where"
             for name, values in (output.where or {}).items():
                 if isinstance(values, Bounds) and name in ("source", "language"):
-                    raise ValueError(f"{key}: {name} is no number; give the values")
+                    raise ValueError(f"{key}: {name} is not a number; give a list of values, not bounds")
                 if name == "source" and (unknown := {*values} - {*self.sources}):
                     known = ", ".join(dict.fromkeys(self.sources))
-                    raise ValueError(f"{key}: there is no source {min(unknown)!r}; there are {known}")
+                    raise ValueError(f"{key}: there is no source {min(unknown)!r}; sources: {known}")
                 if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
-                    raise ValueError(f"{key}: only the `language` filter knows languages; add it to filters")
+                    raise ValueError(
+                        f"{key}: languages are known only with the `language` filter; add it to filters"
+                    )
                 carried = {field for config in self.inputs for field in config.metadata}
                 own = name in ("source", "language", "copies") or any(
                     config.path_fields for config in self.inputs
@@ -515,22 +525,22 @@ class Recipe(StrictModel):
 
     @property
     def is_masked(self) -> bool:
-        """Whether documents have a loss mask: all rows and token stores have it then."""
+        """Whether documents have a loss mask; if so, all rows and token stores have one."""
         return any(config.is_masked for config in self.inputs)
 
     @property
     def has_masked_rows(self) -> bool:
-        """Whether the rows of this dataset have a loss mask, that of documents or of repetitions."""
+        """Whether the rows of this dataset have a loss mask, from documents or for repetitions."""
         is_packed = self.output.format in ("mds", "wds")
         return is_packed and (self.is_masked or self.pack.max_repetitions is not None)
 
     @property
     def part(self) -> str | None:
-        """The part of the split that the dataset of this recipe holds; None without a split."""
+        """The part of the split in this recipe's dataset; None without a split."""
         return self._part
 
     def datasets(self) -> tuple[Recipe, ...]:
-        """The recipe of each dataset: the same with one output, for one part of the split.
+        """Return one recipe per dataset: this recipe with one output, for one part of the split.
 
         A dataset has the same bytes whether it is built with others or alone.
         """
@@ -546,28 +556,28 @@ class Recipe(StrictModel):
         return tuple(made)
 
     def of_part(self, part: str | None) -> Recipe:
-        """The same recipe for the dataset that holds one part of the split."""
+        """Return the same recipe for one part of the split; None for a recipe without a split."""
         copy = self.model_copy()
         copy._part = part
         return copy
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start from: the recipe file's, or the one at creation."""
+        """The folder that relative paths start at: the recipe file's folder, or the one given at creation."""
         return self._folder
 
     def resolve(self, path: str) -> Path:
-        """A path of this recipe as a path on this machine."""
+        """Return a path in this recipe as a path on this machine."""
         return self._folder / path
 
     def in_folder(self, folder: Path) -> Recipe:
-        """The same recipe with relative paths starting from `folder`."""
+        """Return the same recipe with relative paths starting at `folder`."""
         copy = self.model_copy()
         copy._folder = folder.absolute()
         return copy
 
     def as_trial(self, limit: int) -> Recipe:
-        """The same recipe for at most `limit` records of each input, with an output of its own."""
+        """Return the same recipe for at most `limit` records of each input, with separate output folders."""
         paths = [{"path": f"{output.path}-limit-{limit}"} for output in self._all()]
         outputs = tuple(one.model_copy(update=path) for one, path in zip(self._all(), paths, strict=True))
         several = outputs if self.outputs else ()
@@ -580,13 +590,13 @@ class Recipe(StrictModel):
 
     @property
     def buckets(self) -> BucketsConfig | None:
-        """The settings of its `buckets` filter, if it has one."""
+        """The settings of the recipe's `buckets` filter, or None if it has none."""
         return next((one for _, one in self.filter_chain() if isinstance(one, BucketsConfig)), None)
 
     def content(self) -> dict[str, Any]:
-        """Return all that decides a byte of one dataset (`datasets`), as plain data.
+        """Return all settings that affect the bytes of one of the `datasets`, as plain data.
 
-        Profiles are written out as the filters they stand for.
+        Profiles are expanded to their filters.
         """
         found = super().content()
         if self.output.format not in ("mds", "wds"):
@@ -596,12 +606,12 @@ class Recipe(StrictModel):
         return found | {"filters": [config.entry(name) for name, config in self.filter_chain()]}
 
     def filter_chain(self) -> tuple[tuple[str, FilterSettings], ...]:
-        """(name, settings) of every filter in order, profiles expanded."""
+        """Return (name, settings) of every filter in order, with profiles expanded."""
         return tuple(step for entry in self.filters for step in entry.filters())
 
 
 def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> Recipe:
-    """A Recipe from plain data; RecipeError lists all problems, each with its key path."""
+    """Create a Recipe from plain data; raises RecipeError with all problems, each with its key path."""
     try:
         return Recipe.model_validate(data, context={"folder": folder}).in_folder(folder)
     except ValidationError as error:
@@ -609,9 +619,9 @@ def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> 
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read a YAML recipe; `overrides` such as "pack.sequence_length=512" replace keys, values read as YAML.
+    """Read a YAML recipe; `overrides` such as "pack.sequence_length=512" replace keys, with values in YAML.
 
-    Relative paths start from the recipe's folder, those in overrides too.
+    Relative paths, including paths in overrides, start at the recipe's folder.
     """
     path = local_path(path)
     data = load_yaml(path)
@@ -621,7 +631,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe, for editors."""
+    """Return the JSON Schema of a recipe, for editors."""
     schema = Recipe.model_json_schema(mode="validation")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardkit recipe"} | {
         key: value for key, value in schema.items() if key != "title"

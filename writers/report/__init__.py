@@ -1,4 +1,4 @@
-"""`report.html`: a dataset's card as one page that needs nothing else. The same card gives the same bytes."""
+"""`report.html`: a dataset's card as one self-contained page. The same card gives the same bytes."""
 
 from shardkit.writers.report.page import render_report
 

@@ -1,4 +1,4 @@
-"""The part of the report that tells what duplicate removal did, a function of the card's `dedup`."""
+"""The report's section on duplicate removal, a function of the card's `dedup`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardkit.writers.report.html import bars, cell, counted, facts, number, per
 
 
 def render_dedup(dedup: DedupFacts) -> str:
-    """The section as HTML."""
+    """Render the section as HTML."""
     body = [_stages(dedup), _sources(dedup), _groups(dedup)]
     if dedup.near is not None:
         body += ["<h3>Near-duplicates</h3>", _parameters(dedup.near)]

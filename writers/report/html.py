@@ -1,9 +1,8 @@
-"""The parts that all sections of a report are made of: tables of numbers with bars beside them.
+"""HTML parts of all sections of a report: tables of numbers with bars, and the style sheet.
 
-A bar only repeats a number of its row, so it is hidden from screen readers. Whatever comes from a recipe or
-a corpus goes through `text`.
-
-How a report looks: light and dark by what the reader's system prefers, and on paper.
+A bar only repeats a number of its row, so it is hidden from screen readers. All text from a recipe or a
+corpus goes through `text`. The style is light or dark by the preference of the reader's system, and fits
+print.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from html import escape
 
 from shardkit.units import format_bytes
 
-# Control characters are not allowed in HTML; those of the direction of writing would turn what follows.
+# Control characters are not allowed in HTML; characters for the writing direction would reverse later text.
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), *_DIRECTIONS], " ")
 
-_BREAK = re.compile("(?<=[/_.])(?=[^/_.])")  # where a name may go on in the next line
+_BREAK = re.compile("(?<=[/_.])(?=[^/_.])")  # places where a name may break into the next line
 
 
 def text(content: str) -> str:
-    """Any text as HTML that shows it, isolated from the direction of what is around it."""
+    """Escape any text for HTML, without control characters and characters that change the direction."""
     return escape(content.translate(_CONTROLS))
 
 
 def cell(content: str) -> str:
-    """A cell of text."""
+    """Render a table cell of text."""
     return f'<td dir="auto">{text(content)}</td>'
 
 
 def name(content: str) -> str:
-    """A cell of a name such as "filter/rule_of_it", which may be broken between its words."""
+    """Render a cell of a name such as "filter/rule_of_it", which may break between its words."""
     return f'<td dir="auto">{"<wbr>".join(text(part) for part in _BREAK.split(content))}</td>'
 
 
 def number(content: int | str) -> str:
-    """A cell of a number, or of a text of ours that has numbers."""
+    """Render a cell of a number, or of formatted numbers, which are not escaped."""
     return f'<td class="n">{content:,}</td>' if isinstance(content, int) else f'<td class="n">{content}</td>'
 
 
 def bars(whole: float, *parts: tuple[str, float]) -> str:
-    """A cell with a bar of (colour class, amount) one after the other; `whole` is the full width."""
+    """Render a cell with a bar of segments (color class, amount); `whole` is the amount at full width."""
     spans = "".join(
         f'<span class="{kind}" style="width:{100 * part / whole:.2f}%"></span>'
         for kind, part in parts
@@ -53,25 +52,25 @@ def bars(whole: float, *parts: tuple[str, float]) -> str:
 
 
 def more(content: str) -> str:
-    """A cell of a number that narrow screens leave out."""
+    """Render a cell of a number that is hidden on narrow screens."""
     return f'<td class="n more">{content}</td>'
 
 
 def tiles(*pairs: tuple[str, str]) -> str:
-    """Numbers to see first, each with what it counts."""
+    """Render the key figures of a page from pairs (figure, label)."""
     shown = "".join(f"<div><strong>{text(figure)}</strong>{text(what)}</div>" for figure, what in pairs)
     return f'<div class="tiles">{shown}</div>'
 
 
 def counted(count: int, whole: int, most: int, kind: str = "other") -> list[str]:
-    """Three cells: a number, its share of `whole`, and its bar, as wide as the column at `most`."""
+    """Render three cells: a number, its share of `whole`, and its bar, which fills the column at `most`."""
     return [number(count), number(percent(count, whole)), bars(most, (kind, count))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
-    """A table, or nothing without rows.
+    """Render a table; "" if it has no rows.
 
-    In `head`, ">" before a name is of numbers, ">>" of those that narrow screens leave out, "|" of bars.
+    A prefix in `head` marks the type of column: ">" numbers, ">>" numbers hidden on narrow screens, "|" bars.
     """
     if not rows:
         return ""
@@ -92,7 +91,7 @@ def _head(column: str) -> str:
 
 
 def facts(pairs: Mapping[str, str], *, caption: str) -> str:
-    """Names and what is said of them."""
+    """Render a table of names and values."""
     rows = "".join(
         f'<tr><th scope="row">{text(what)}</th><td dir="auto">{text(said)}</td></tr>'
         for what, said in pairs.items()
@@ -101,7 +100,7 @@ def facts(pairs: Mapping[str, str], *, caption: str) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A section with an anchor to come to it; nothing if all its parts are empty."""
+    """Render a section with an anchor for links; "" if all its parts are empty."""
     if not any(parts):
         return ""
     anchor = title.lower().replace(" ", "-")
@@ -109,12 +108,12 @@ def section(title: str, *parts: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """ "12.34%"."""
+    """Format a share, such as "12.34%"."""
     return f"{100 * part / whole:.2f}%" if whole else "0.00%"
 
 
 def size(count: int) -> str:
-    """Bytes that were taken away; of those that were added, that they were."""
+    """Format a number of removed bytes; a negative number, for added bytes, becomes "... more"."""
     return format_bytes(count) if count >= 0 else f"{format_bytes(-count)} more"
 
 

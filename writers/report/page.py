@@ -1,7 +1,7 @@
-"""The report of a dataset, a function of its card: one HTML page without scripts, with nothing to fetch.
+"""The report of a dataset, a function of its card: one HTML page without scripts or external resources.
 
-No times, no folder names, no number of workers. How long a build took is a page of its own (`render_times`):
-times are of one run, not of the dataset.
+It has no times, no folder names and no number of workers. The times of a build are on a separate page
+(`render_times`), because they belong to one run, not to the dataset.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shardkit.writers.report.html import (
 from shardkit.writers.report.result import BuildResult
 
 _MOST_LANGUAGES = 30
-_LOSSES = 3  # in the headline
+_LOSSES = 3  # number of reasons in the headline
 
 
 def render_funnel(card: DatasetCard) -> str:
-    """Render what each step lost and what it left."""
+    """Render the documents and text that each step removed and kept."""
     steps = card.funnel_steps()
     documents, whole = steps[0].documents, steps[0].bytes
     rows = []
@@ -79,7 +79,7 @@ def _lost(lost: int) -> str:
 
 
 def render_sources(card: DatasetCard) -> str:
-    """Render what each input of the recipe came to."""
+    """Render documents and tokens of each input of the recipe."""
     inputs, tokens = card.inputs, _tokens(card)
     most = max((entry.tokens for entry in inputs), default=0)
     rows = []
@@ -110,12 +110,12 @@ def render_sources(card: DatasetCard) -> str:
 
 
 def _tokens(card: DatasetCard) -> int:
-    """0 for text."""
+    """Return the number of tokens; 0 for a dataset of text."""
     return card.tokens if card.has("tokens") else 0
 
 
 def render_buckets(card: DatasetCard) -> str:
-    """The edges of each score's bins, and what labels come of them."""
+    """Render the edges of each score's bins, and the labels of bins."""
     buckets = card.buckets
     rows = [
         [cell(name), number(len(edges)), *(number(f"{edges[at]:.4g}" if edges else "") for at in places)]
@@ -138,7 +138,7 @@ def render_buckets(card: DatasetCard) -> str:
 
 
 def render_split(card: DatasetCard) -> str:
-    """The parts of a split, and what stayed in train because it is like another document."""
+    """Render the parts of a split, and the documents that stayed in train as they are similar to others."""
     split = card.split
     whole = sum(split.documents.values())
     train = card.funnel.kept.documents if split.part == TRAIN else None
@@ -163,7 +163,7 @@ def render_split(card: DatasetCard) -> str:
 
 
 def render_languages(card: DatasetCard) -> str:
-    """Documents and tokens by language, if a filter of the recipe knows languages."""
+    """Render documents and tokens by language; "" if the recipe has no language filter."""
     languages, inputs = card.languages(), card.inputs
     if any(entry.languages is None for entry in inputs):
         return ""
@@ -198,7 +198,7 @@ def _language(
 
 
 def _sources_of(label: str, inputs: Sequence[InputFacts]) -> str:
-    """The sources with most tokens in a language."""
+    """Return the two sources with most tokens in a language, with their shares."""
     none = LanguageCounts()
     tokens = [((entry.languages or {}).get(label, none).tokens, entry.source) for entry in inputs]
     shown = [(count, name) for count, name in sorted(tokens, key=lambda one: -one[0]) if count][:2]
@@ -207,7 +207,7 @@ def _sources_of(label: str, inputs: Sequence[InputFacts]) -> str:
 
 
 def render_filters(filters: FilterFacts, read: Count) -> str:
-    """The section as HTML; `read` are the documents and bytes that came in."""
+    """Render the section on filters; `read` is the count of documents and bytes before them."""
     parts = []
     if filters.rules:
         parts += [_rules(filters, read), _note(filters)]
@@ -247,7 +247,7 @@ def _rules(filters: FilterFacts, read: Count) -> str:
 
 
 def _by_language(filters: FilterFacts) -> str:
-    """Render what became of the documents of each language; the settings differ by language."""
+    """Render counts of dropped documents by language, for filters whose settings differ by language."""
     shown = list(filters.languages.items())
     rows = [_language_rules(label, counts) for label, counts in shown[:_MOST_LANGUAGES]]
     if rest := shown[_MOST_LANGUAGES:]:
@@ -312,7 +312,7 @@ def _excerpts(filters: FilterFacts) -> str:
 
 
 def render_lengths(card: DatasetCard) -> str:
-    """Documents, and the tokens in them, by length."""
+    """Render documents, and the tokens in them, by length."""
     lengths = card.histograms["lengths"]
     bins = lengths.bins()
     most = max((one.count for one in bins), default=0)
@@ -355,7 +355,7 @@ def render_packing(card: DatasetCard) -> str:
 
 
 def _policies(card: DatasetCard) -> dict[str, str]:
-    """Return the tokens that were cropped or joined away, and how often the bos is repeated."""
+    """Return counts of tokens removed by cropping and by joining groups, and of repeated bos tokens."""
     packing, told = card.packing, {}
     if "cropped" in packing:
         cropped, all_tokens = packing["cropped"], card.tokens + packing["cropped"]
@@ -373,7 +373,7 @@ def _policies(card: DatasetCard) -> dict[str, str]:
 
 
 def _trained(card: DatasetCard) -> dict[str, str]:
-    """Return the tokens that a loss mask lets be trained on; {} without one."""
+    """Return counts of tokens that the loss mask selects for training; {} without a mask."""
     if not card.has("trained_tokens"):
         return {}
     trained = card.data["trained_tokens"]
@@ -397,7 +397,7 @@ def _rows(histogram: Histogram, name: str, caption: str) -> str:
 
 
 def _headline(card: DatasetCard) -> str:
-    """Render how much was kept of what was read, and the reasons that took most of it."""
+    """Render the share of documents that was kept, and the reasons that dropped most of the others."""
     read, kept = card.funnel.read, card.funnel.kept
     lost = {**card.funnel.dropped, **card.funnel.quarantined}
     largest = sorted(lost.items(), key=lambda item: (-item[1].documents, item[0]))[:_LOSSES]
@@ -426,7 +426,7 @@ _SECTION = re.compile(r'<section id="([^"]+)">\n<h2>([^<]+)</h2>')
 
 
 def render_report(card: DatasetCard) -> bytes:
-    """The card as one HTML page."""
+    """Render the card as one HTML page."""
     body = [
         render_funnel(card),
         render_sources(card),
@@ -449,7 +449,7 @@ def render_report(card: DatasetCard) -> bytes:
 
 
 def html_page(title: str, body: list[str]) -> bytes:
-    """A whole page in the report's style."""
+    """Return a whole HTML page in the report's style."""
     content = "\n".join(filter(None, body))
     return (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
@@ -459,7 +459,7 @@ def html_page(title: str, body: list[str]) -> bytes:
 
 
 def text_of_json(content: Any) -> str:
-    """Plain data as indented JSON in HTML; lines stay lines."""
+    """Format plain data as indented JSON, escaped for HTML line by line."""
     lines = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False).split("\n")
     return "\n".join(text(line) for line in lines)
 
@@ -482,7 +482,7 @@ def _facts(card: DatasetCard) -> str:
 
 
 def _made_from(card: DatasetCard) -> str:
-    """Digests of all that decides what the dataset is, but for the code."""
+    """Render digests of everything that the dataset depends on, except the code."""
     tokenizer = card.tokenizer
     rows = [[cell("input"), cell(entry.source), _code(entry.digest)] for entry in card.inputs]
     if tokenizer.digest is not None:
@@ -504,7 +504,7 @@ def _code(digest: str) -> str:
 
 
 def render_times(result: BuildResult) -> bytes:
-    """When each stage ran and what it did, as one HTML page in the style of `report.html`."""
+    """Render times and counts of each stage as one HTML page in the style of `report.html`."""
     rows = [
         [
             cell(stage.stage),

@@ -1,7 +1,7 @@
-"""What a build made, and how long its stages took.
+"""The result of a build: the dataset, and the times of its stages.
 
-The times are taken from the reports of progress, for the result only: a dataset is the same whatever ran the
-build, so its card and report hold no times, which belong to one run on one machine.
+Times come from the progress reports and are in the result only. A dataset does not depend on the machines
+that built it, so its card and report have no times, which belong to one run on one machine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.publish import REPORT_NAME
 
-_MOST_LOSSES = 4  # steps that lost most documents, listed one by one
+_MOST_LOSSES = 4  # number of steps with the largest losses that are listed one by one
 _MOST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """One stage of this run. It began `start` seconds after the build did; stages may run side by side.
+    """Times and counts of one stage of this run, which began `start` seconds after the build; stages overlap.
 
-    `documents` and `bytes` of text are those that this run read in it; 0 for stages that do not count them.
-    `step` is the step of the build that the stage is a part of.
+    `documents` and `bytes` of text were read in this run; 0 for stages that do not count them. `step` is the
+    step of the build that the stage belongs to.
     """
 
     stage: str
@@ -49,21 +49,21 @@ class StageTime:
 
     @property
     def bytes_per_second(self) -> float:
-        """Text read per second; 0 if nothing was counted."""
+        """Bytes of text read per second; 0 for stages that do not count text."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return fields | {"start": round(self.start, 3), "seconds": round(self.seconds, 3)}
 
 
 class StageClock:
-    """A listener that passes on what it hears, and knows what it heard last of each stage."""
+    """A listener that passes reports on, and remembers the start and the last report of each stage."""
 
     def __init__(self, listener: Listener[StageProgress], begin: float) -> None:
         self._listener = listener
-        self._begin = begin  # of time.perf_counter
+        self._begin = begin  # start of the build by time.perf_counter
         self._starts: dict[str, float] = {}
         self._last: dict[str, StageProgress] = {}
 
@@ -83,10 +83,10 @@ class StageClock:
         self._listener(progress)
 
     def times(self, seconds: Mapping[str, float]) -> tuple[StageTime, ...]:
-        """All stages by their beginnings, as publishing ends.
+        """Return the times of all stages in order of their start; call it at the end of publishing.
 
-        `seconds` are what the build measured, also of what has no tasks: the scan, which comes first, and
-        publishing, which comes last.
+        `seconds` are times measured by the build. They include steps without tasks: the scan, which is first,
+        and publishing, which is last.
         """
         elapsed = time.perf_counter() - self._begin
         found = [
@@ -110,7 +110,7 @@ class StageClock:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run did: seconds of each stage, tasks, those of them that were finished before, and stages."""
+    """Statistics of a run: seconds per stage, number of tasks, number of reused ones, and stages."""
 
     seconds: Mapping[str, float]
     tasks: int
@@ -120,11 +120,11 @@ class Ran:
 
 @dataclass(frozen=True, repr=False)
 class BuildResult(Described):
-    """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it.
+    """The result of a build. Times belong to this run; `tasks_reused` is the number of tasks finished before.
 
-    `stages` are when each began and what it read, in the order in which they began; none if `up_to_date`.
-    `steps` are the funnel in the order of the pipeline; of those that lose documents, the rules of one filter
-    are one step.
+    `stages` has start and counts of each stage, ordered by start; stages overlap. It is empty if
+    `up_to_date`. `steps` is the funnel in the order of the pipeline; the dropping rules of a filter are one
+    step.
     """
 
     location: str
@@ -134,7 +134,7 @@ class BuildResult(Described):
     samples: int
     shards: int
     sequence_length: int
-    """Tokens of a row; 0 for text, and for documents that are not packed."""
+    """Tokens per row; 0 for text, and for documents that are not packed."""
     tokens: int
     padding: int
     funnel: Ledger
@@ -146,13 +146,13 @@ class BuildResult(Described):
     stages: tuple[StageTime, ...] = ()
     steps: tuple[FunnelStep, ...] = ()
     others: tuple[BuildResult, ...] = ()
-    """The other datasets of a recipe with several outputs or a split, in its order."""
+    """The other datasets of a recipe with several outputs or a split, in the recipe's order."""
 
     @classmethod
     def of_card(
         cls, location: str, card: DatasetCard, total_seconds: float, ran: Ran | None = None
     ) -> BuildResult:
-        """The dataset that a card describes; without `ran`, it was up to date."""
+        """Create the result for the dataset of a card; `ran` is None if the dataset was up to date."""
         funnel, data = card.funnel, card.data
         return cls(
             location,
@@ -179,14 +179,14 @@ class BuildResult(Described):
 
     @property
     def output(self) -> Path:
-        """The folder of the dataset; BuildError if it is a URL."""
+        """The folder of the dataset; raises BuildError if it is remote."""
         if is_remote(self.location):
-            raise BuildError(f"{self.location} is no folder of this machine; use BuildResult.location")
+            raise BuildError(f"{self.location} is not a folder on this machine; use BuildResult.location")
         return Path(self.location)
 
     @property
     def text_bytes_per_second(self) -> float:
-        """UTF-8 text read per second of the whole build."""
+        """Bytes of UTF-8 text read per second of the whole build."""
         return self.funnel.read.bytes / self.total_seconds if self.total_seconds else 0.0
 
     @property
@@ -195,7 +195,7 @@ class BuildResult(Described):
         return self.tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return (
             {"output": self.location}
             | {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "location"}
@@ -212,7 +212,7 @@ class BuildResult(Described):
         )
 
     def describe(self) -> tuple[str, Facts]:
-        """The funnel, what came out of it, where it is and what to do next."""
+        """Return the title and the facts to display: the funnel, sizes, places and next steps."""
         losses = [step for step in self.steps if step.lost_documents or step.lost_bytes]
         shown = {id(s) for s in sorted(losses, key=lambda s: -abs(s.lost_bytes))[:_MOST_LOSSES]}
         read, kept = self.funnel.read, self.funnel.kept
@@ -269,7 +269,7 @@ class BuildResult(Described):
 
 
 def _lost(documents: int, text_bytes: int, read: int) -> str:
-    """ "-1,234 (5.6%)"; of editors, "-7.8 MB of text"."""
+    """Format a loss, such as "-1,234 (5.6%)", or "-7.8 MB of text" if no documents were lost."""
     if not documents:
         sign = "+" if text_bytes < 0 else "-"
         return f"{sign}{format_bytes(abs(text_bytes))} of text"

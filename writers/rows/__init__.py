@@ -1,1 +1,1 @@
-"""What flows from step to step: documents, what filters did with them, and counts that add up."""
+"""Data that steps pass on: documents, the results of filters, and counts that must add up."""

@@ -1,16 +1,16 @@
-"""What every filter thought of every document that was read, as columns beside the shards (`annotate: true`).
+"""Annotations: the values of all filter rules for every document read, next to the shards (`annotate: true`).
 
-`annotations/part-*.parquet` have one line a document, in the order of the inputs:
+`annotations/part-*.parquet` have one line per document, in the order of the inputs:
 
     document_id, source, file, record   as in the provenance tables
-    bytes      of UTF-8, as it was read
-    dropped    "<filter>/<rule>" that dropped it, null if none did
-    failed     all rules that it fails, in order; a text that an editor changed is judged as changed, one that
-               an editor itself drops may be judged afterwards as it was
-    <filter>/<rule>   the value that was judged: numbers (int64 or double) or labels (string)
+    bytes      size of the text as it was read, in bytes of UTF-8
+    dropped    "<filter>/<rule>" that dropped the document, null if it was kept
+    failed     all rules that the document fails, in order. Rules after an editor judge the edited text; if
+               the editor itself drops a document, later rules may judge the text before the edit.
+    <filter>/<rule>   the value that the rule compared: numbers (int64 or double) or labels (string)
 
-so that other thresholds can be tried without reading the text again: `thresholds`. Filters that a recipe
-names twice share their columns; the latter's values are kept.
+With these values, `thresholds` tries other thresholds without reading the text again. If a recipe uses a
+filter twice, both share their columns, which have the values of the second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardkit.writers.rows.filtered import Filtered
 from shardkit.writers.rows.ledger import Count
 
 ANNOTATIONS_FILE = "annotations.parquet"
-ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules some 15 MB until they are written
+ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules, about 15 MB of memory until the row group is written
 _FIRST = pa.schema(
     [
         pa.field("document_id", pa.binary(16), nullable=False),
@@ -52,11 +52,11 @@ _FIRST = pa.schema(
 _OF_DOCUMENT = ("document_id", "source", "file", "record")
 
 Bounds = tuple[float | None, float | None] | Set[str]
-"""Least and greatest value that passes, both included, None for no bound; or the labels that pass."""
+"""The least and the greatest value that pass, inclusive, None for no bound; or the labels that pass."""
 
 
 class AnnotationFile:
-    """Writes one split's annotations; its columns are those of the first batch."""
+    """Writes one split's annotations; all batches must have the columns of the first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,9 +65,9 @@ class AnnotationFile:
         self._batches: list[pa.RecordBatch] = []
 
     def write(self, documents: pa.RecordBatch, filtered: Filtered) -> None:
-        """Add a batch of DOCUMENT_SCHEMA and what a chain that annotates made of it.
+        """Add a batch of DOCUMENT_SCHEMA and the result of an annotating filter chain for it.
 
-        BuildError if a filter that gave values for a rule gives none now, or of another kind.
+        Raises BuildError if a rule has values in some batches only, or values of different types.
         """
         if not documents.num_rows:
             return
@@ -77,7 +77,10 @@ class AnnotationFile:
         if batch.schema != self._schema:
             kinds = [{f"{field.name}: {field.type}" for field in one} for one in (batch.schema, self._schema)]
             odd = ", ".join(sorted(kinds[0] ^ kinds[1]))
-            raise BuildError(f"annotations: {odd}: a rule has values of one kind always, or never")
+            raise BuildError(
+                f"annotations: {odd}: differs between batches; a rule must give values of one type for every "
+                f"batch, or for none"
+            )
         self._batches.append(batch)
         if sum(one.num_rows for one in self._batches) >= ROW_GROUP_DOCUMENTS:
             self._flush()
@@ -104,7 +107,7 @@ class AnnotationFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what is left; a file without documents has the first columns only."""
+        """Write the remaining rows; a file without documents has no columns of rules."""
         if kind is None:
             self._flush()
         if self._writer is not None:
@@ -112,7 +115,7 @@ class AnnotationFile:
 
 
 def _table(documents: pa.RecordBatch, filtered: Filtered) -> pa.RecordBatch:
-    """The lines of a batch."""
+    """Return the annotations of a batch, one row per document."""
     values = dict(filtered.annotations)
     dropped = values.pop("dropped", np.full(documents.num_rows, None, np.object_))
     columns = [documents.column(name) for name in _OF_DOCUMENT]
@@ -126,7 +129,7 @@ def _table(documents: pa.RecordBatch, filtered: Filtered) -> pa.RecordBatch:
 
 
 def _names_of(failed: Mapping[str, npt.NDArray[np.bool_]], rows: int) -> pa.ListArray:
-    """list<string>[rows]: the names whose flags are set."""
+    """Return list<string>[rows]: for each row, the names whose flags are set."""
     flags = np.array(list(failed.values()), np.bool_).reshape(len(failed), rows).T
     offsets = np.concatenate([[0], np.cumsum(flags.sum(axis=1))])
     names = pa.array(list(failed), pa.string()).take(pa.array(np.nonzero(flags)[1]))
@@ -140,7 +143,7 @@ def _column(values: npt.NDArray[Any]) -> pa.Array:
 
 
 def annotation_values(source: pa.NativeFile) -> pa.StructArray:
-    """The values of the rules for each document that was kept, in order, of one split's annotations."""
+    """Return the values of all rules for each kept document of one split's annotations, in order."""
     table = pq.read_table(source)
     table = table.filter(pc.is_null(table.column("dropped")))
     names = table.column_names[len(_FIRST) :]
@@ -152,11 +155,10 @@ def annotation_values(source: pa.NativeFile) -> pa.StructArray:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Documents as they were read: all, those that were kept, and those that `thresholds` would keep.
+    """Counts of documents: all that were read, those that were kept, and those that `thresholds` would keep.
 
-    Bytes are those before any editor, because what an editor would leave of a dropped document is not known.
-
-    `failed` are, for each rule that was given bounds, those that these would not let pass.
+    Bytes are sizes before any edit, because the size of a dropped document after an edit is not known.
+    `failed` has, for each rule with new bounds, the count of documents that fail it.
     """
 
     read: Count
@@ -166,11 +168,11 @@ class Outcome:
 
 
 def thresholds(dataset: str | Path, bounds: Mapping[str, Bounds]) -> Outcome:
-    """How many documents filters would keep with other bounds, by "<filter>/<rule>"; all else as it was.
+    """Compute how many documents filters would keep with other `bounds`, given by "<filter>/<rule>".
 
-    Rules that are not named judge as they did, those that are named by `bounds` alone: least and greatest
-    value, either may be None, or a set of labels. NaN passes. Duplicate removal comes later and is not
-    looked at. ShardkitError if the dataset (a local folder) was not built with `annotate: true`.
+    Bounds are (least, greatest), where None means no bound, or a set of labels; NaN passes. Rules without an
+    entry in `bounds` judge as in the build. Duplicate removal runs after the filters and is not considered.
+    Raises ShardkitError if the dataset, a local folder, was not built with `annotate: true`.
     """
     total = Outcome(Count(), Count(), Count(), dict.fromkeys(bounds, Count()))
     for table in _row_groups(Path(dataset), list(bounds)):
@@ -200,16 +202,16 @@ def _row_groups(dataset: Path, names: list[str]) -> Iterator[pa.Table]:
                 for name in names:
                     if name not in known:
                         listed = ", ".join(known) or "none"
-                        raise ShardkitError(f"{dataset}: no rule {name!r} has values; there are {listed}")
+                        raise ShardkitError(f"{dataset}: has no values of rule {name!r}; rules: {listed}")
                 yield file.read_row_group(group, columns=["bytes", "dropped", "failed", *names])
 
 
 def _passes(values: pa.ChunkedArray, bounds: Bounds, name: str) -> npt.NDArray[np.bool_]:
-    """bool[n]."""
+    """Return bool[n]: whether each value is within the bounds; ShardkitError if these are of a wrong type."""
     labels = pa.types.is_string(values.type)
     if labels != isinstance(bounds, Set):
         expected = "a set of labels" if labels else "(least, greatest)"
-        raise ShardkitError(f"{name}: has values of type {values.type}, so its bounds are {expected}")
+        raise ShardkitError(f"{name}: has values of type {values.type}; give {expected} as its bounds")
     if isinstance(bounds, Set):
         found: npt.NDArray[np.bool_] = pc.is_in(values, pa.array(sorted(bounds), pa.string())).to_numpy()
         return found
@@ -224,7 +226,7 @@ def _passes(values: pa.ChunkedArray, bounds: Bounds, name: str) -> npt.NDArray[n
 
 
 def _fail_no_other(failed: pa.ChunkedArray, named: set[str]) -> npt.NDArray[np.bool_]:
-    """bool[n]: who fails none but the named rules."""
+    """Return bool[n]: whether a document fails no rules except the named ones."""
     good = np.ones(len(failed), np.bool_)
     start = 0
     for chunk in failed.chunks:

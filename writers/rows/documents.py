@@ -1,12 +1,12 @@
-"""The columnar batch that documents travel in between the stages of a build.
+"""The columnar batch in which documents pass between the stages of a build.
 
 One Arrow record batch holds up to `BATCH_DOCUMENTS` documents or about `BATCH_TEXT_BYTES` of text, so that
-kernels run over one UTF-8 buffer and memory is bounded whatever the corpus. A document's identity is the
-128-bit hash of (file name relative to the recipe, record number); everything random about a document is
-keyed by it, so that no result depends on which worker read it. Which of two alike documents stays follows
-from their texts (`content_ranks`): renaming, splitting or sorting the input files keeps the same texts.
+kernels run over one UTF-8 buffer and memory is bounded for any corpus. A document's identity is the 128-bit
+hash of (file name relative to the recipe, record number). Every random choice for a document is keyed by this
+id, so that no result depends on the worker that read it. The choice which of two duplicates stays depends on
+their texts (`content_ranks`), so that renaming, splitting or sorting the input files keeps the same texts.
 
-Strings of documents cross splits as the payloads of rows: `pack_strings` and `unpack_strings`.
+Strings of documents move between splits as payloads of rows: see `pack_strings` and `unpack_strings`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import xxhash
 
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 
-DOCUMENTS_FILE = "documents.arrow"  # of the task that wrote the documents of a split
+DOCUMENTS_FILE = "documents.arrow"  # output of the task that wrote the documents of a split
 
 BATCH_DOCUMENTS = 4096
-BATCH_TEXT_BYTES = 16 << 20  # a batch closes after the document that crosses this
+BATCH_TEXT_BYTES = 16 << 20  # a batch ends after the document that exceeds this size
 
 DOCUMENT_SCHEMA = pa.schema(
     [
@@ -38,36 +38,36 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("text", pa.large_string(), nullable=False),  # valid UTF-8
         pa.field("id", pa.string()),  # the user's own id, as text
         pa.field("url", pa.string()),
-        pa.field("metadata", pa.string()),  # JSON object of the other fields the recipe keeps
+        pa.field("metadata", pa.string()),  # JSON object of the other fields that the recipe keeps
     ]
 )
 
-MARKED_SCHEMA = DOCUMENT_SCHEMA.append(pa.field("marks", pa.binary()))  # of builds with a loss mask
+MARKED_SCHEMA = DOCUMENT_SCHEMA.append(pa.field("marks", pa.binary()))  # for builds with a loss mask
 
-# Each document is written once or twice and read three to five times, from a store over a network.
-# zstd 1 takes three quarters of the bytes of lz4, writes as fast, and reads 1 GB/s a core instead of 2.4.
+# Each document is written once or twice and read three to five times, from a store over a network. zstd 1
+# takes three quarters of the bytes of lz4, writes as fast, and reads 1 GB/s per core instead of 2.4.
 DOCUMENT_OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
 
 
 def document_ids(file: str, records: Iterable[int]) -> list[bytes]:
-    """16-byte ids of the documents with these record numbers in `file` (name relative to the recipe).
+    """Return the 16-byte ids of documents by record number in `file` (a name relative to the recipe).
 
-    blake2b-128 of the file's name, then xxh3-128 of (that, record number): strong against collisions
-    between names, cheap per record.
+    An id is xxh3-128 of (blake2b-128 of the file's name, record number): safe against collisions between
+    names, and cheap per record.
     """
     seed = hashlib.blake2b(file.encode(), digest_size=16, person=b"shardkit-doc-v1").digest()
     return [xxhash.xxh3_128_digest(seed + struct.pack("<q", record)) for record in records]
 
 
 def id_bytes(document_ids: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
-    """uint8[n, 16]: document ids as bytes, a view."""
+    """Return uint8[n, 16], a view of the document ids as bytes."""
     start = 16 * document_ids.offset
     data = np.frombuffer(document_ids.buffers()[1] or b"", np.uint8)
     return data[start : start + 16 * len(document_ids)].reshape(-1, 16)
 
 
 def text_digests(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
-    """uint8[n, 16]: xxh3-128 of each text's UTF-8."""
+    """Return uint8[n, 16], the xxh3-128 of each text's UTF-8."""
     data = texts.buffers()[2]
     text = memoryview(data) if data is not None else memoryview(b"")
     digests = [xxhash.xxh3_128_digest(text[a:b]) for a, b in pairwise(text_offsets(texts).tolist())]
@@ -77,9 +77,9 @@ def text_digests(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
 def content_ranks(
     digests: npt.NDArray[np.uint8], document_ids: pa.FixedSizeBinaryArray
 ) -> npt.NDArray[np.uint8]:
-    """uint8[n, 16]: what breaks ties between documents in duplicate removal; the lowest rank stays.
+    """Return uint8[n, 16], ranks that break ties in duplicate removal; the lowest-ranked document stays.
 
-    Half of the text's digest, then half of the document id, which decides among equal texts only.
+    A rank is half of the text's digest, then half of the document id, which matters for equal texts only.
     """
     return np.concatenate([digests[:, :8], id_bytes(document_ids)[:, :8]], axis=1)
 
@@ -92,10 +92,11 @@ def pack_strings(
     first: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]] = (),
     align: int = 1,
 ) -> npt.NDArray[np.uint8]:
-    """The payload of `rows`, one a document: its strings `names`, one after the other.
+    """Return the payload of `rows`, one row per document: its strings in the columns `names`, concatenated.
 
-    Sets the fields of these names to their bytes (-1: null) and `size` to all of them, a multiple of `align`.
-    `first` are bytes that go before: of each kind those of all documents, and how many each has.
+    Sets each row's field of the same name to the string's bytes (-1 for null), and `size` to the total bytes,
+    rounded up to a multiple of `align`. Each entry of `first` has bytes of all documents and the number of
+    bytes per document; they are put before the strings.
     """
     pieces = list(first)
     for name in names:
@@ -120,7 +121,7 @@ def unpack_strings(
     starts: npt.NDArray[np.int64],
     names: Sequence[str],
 ) -> dict[str, pa.Array]:
-    """The strings that `pack_strings` put at `starts` of a payload, by name."""
+    """Return the strings that `pack_strings` put into a payload, by name; `starts` has one offset per row."""
     columns: dict[str, Any] = {}
     places = starts
     for name in names:

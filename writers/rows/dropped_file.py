@@ -1,8 +1,9 @@
-"""Documents that filters drop are remembered: the files of `dropped/`, and what those of `duplicates/` share.
+"""Writes the tables of dropped documents in `dropped/`; tables of `duplicates/` share parts of this code.
 
 `shardkit.formats.dropped_table` has the formats. A split's file is written while the split is cleaned, and is
-published as it is. Texts are those of the lowest hashes of a split, and of the values nearest to the bound,
-which are known only at its end: `Lowest` holds these rows back. Memory does not grow with a split.
+published unchanged. Rows have a text if their hash is among the lowest of the split, or their value among the
+nearest to the bound. This is known only at the end of the split, so `Lowest` holds these rows back. Memory
+does not grow with the size of a split.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROW_GROUP_DOCUMENTS = 1 << 15
 
 OF_DOCUMENT = ("document_id", "source", "file", "record", "id", "url")
 
-_TEXTS_OF_RULE = 16  # of each split, by hash; and as many that are nearest to the bound
+_TEXTS_OF_RULE = 16  # texts per rule and split, chosen by hash; and as many chosen by distance to the bound
 
 
 class Lowest:
@@ -38,7 +39,7 @@ class Lowest:
         self.held: pa.Table | None = None
 
     def exchange(self, rows: pa.Table) -> pa.Table:
-        """The rows, and those held before, that are not among the lowest now."""
+        """Add rows; return the rows, new or held before, that are not among the lowest any more."""
         if self.held is None and rows.num_rows <= self._count:
             self.held = rows.combine_chunks()
             return rows.slice(0, 0)
@@ -51,7 +52,7 @@ class Lowest:
 
 
 class RemovedFile:
-    """A table of one of the formats, in row groups of one size however its rows come."""
+    """Writes a Parquet table of removed documents, in row groups of equal size for batches of any size."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._schema = schema
@@ -112,9 +113,9 @@ class DroppedFile:
 
 
 def _dropped_rows(dropped: Dropped) -> pa.Table:
-    """Rows of DROPPED_SCHEMA, with their `hash` and the `distance` of their value to the bound.
+    """Return rows of DROPPED_SCHEMA plus `hash` and `distance`, the distance of the value to the bound.
 
-    Those that may be among the lowest of a batch have their text.
+    Only rows that may be among the lowest of the batch by hash or distance have their text.
     """
     rows, values = pa.array(dropped.rows), dropped.values
     count = len(rows)
@@ -128,7 +129,8 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
     bound = np.nan if dropped.bound is None else dropped.bound
     distance = np.abs(numbers - bound)
     lowest = np.argsort(dropped.hashes)[:_TEXTS_OF_RULE]
-    nearest = np.argsort(distance, kind="stable")[: 2 * _TEXTS_OF_RULE]  # some of them are held by hash
+    # Twice as many: up to half of the nearest may be held back by hash.
+    nearest = np.argsort(distance, kind="stable")[: 2 * _TEXTS_OF_RULE]
     judged = {
         "rule": pa.array([dropped.rule] * count),
         "value": pa.array(numbers, from_pandas=True),
@@ -143,13 +145,13 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
 
 
 def described(documents: pa.RecordBatch) -> dict[str, pa.Array]:
-    """The first columns of both tables."""
+    """Return the first columns of the tables of dropped and duplicate documents, which describe them."""
     columns = {name: documents.column(name) for name in OF_DOCUMENT}
     return columns | {"bytes": pa.array(np.diff(text_offsets(documents.column("text"))))}
 
 
 def beginnings(documents: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.Array:
-    """The beginnings of the texts of some documents, null for the others."""
+    """Return the beginnings of the texts of the documents `rows`, and null for the others."""
     texts = documents.column("text").take(pa.array(rows))
     short = pc.utf8_slice_codeunits(texts, 0, TEXT_CHARACTERS).cast(pa.string())
     places, wanted = np.zeros(documents.num_rows, np.int64), np.zeros(documents.num_rows, np.bool_)

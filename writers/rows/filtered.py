@@ -1,4 +1,4 @@
-"""What filters did with a batch of documents: those that stay, those that each rule dropped, and counts."""
+"""The result of filters for a batch: the kept documents, the documents that each rule dropped, and counts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pyarrow as pa
 from shardkit.card import Count
 
 SAMPLE = 100  # one in this many documents is judged by every rule independently
-EXCERPTS = 3  # dropped documents for each rule whose beginning is reported
+EXCERPTS = 3  # number of dropped documents per rule whose beginning is reported
 EXCERPT_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Excerpt:
-    """The beginning of a document when it was dropped; the documents with the lowest hashes are chosen."""
+    """The beginning of a dropped document; documents with the lowest hashes are chosen."""
 
     hash: int
     file: str
@@ -29,10 +29,11 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Documents that one rule dropped, as it judged them: `rows`, int64[n], of a batch of DOCUMENT_SCHEMA.
+    """Documents that one rule dropped: `rows`, int64[n], of `documents`, a batch of DOCUMENT_SCHEMA.
 
-    They are not taken out of the batch, for that would copy all of their texts. `hashes`, uint64[n], choose a
-    sample; `values` [n], `bound`, one or float64[n], and `labels`, object[n], are those of the rule.
+    The batch has the texts as the rule judged them. It is kept whole, because selecting the rows would copy
+    their texts. `hashes`, uint64[n], choose a sample. `values` [n] are the values that the rule compared,
+    `bound` is its threshold, one number or float64[n], and `labels`, object[n], are the labels it judged.
     """
 
     rule: str
@@ -46,18 +47,18 @@ class Dropped:
 
 @dataclass
 class Filtered:
-    """The result for a batch: the kept documents, edited, and counts by "<filter>/<name>".
+    """The result of filters for a batch: the kept documents, edited, and counts by "<filter>/<name>".
 
-    `removed` are the documents that each rule dropped, `dropped` their counts by rule, `cut` bytes by edit,
-    `counts` further statistics of editors. `alone` counts, over `sampled` documents, those that fail each
-    rule, whichever others they fail.
-    `excerpts` has up to EXCERPTS of the documents that each rule dropped. `annotations`, if requested, has
-    the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
-    it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
-    to the dataset, by file name. `languages` is object[n], the labels of the kept documents, if there is a
-    language filter; `scores`, float64[n, scores], those of a `buckets` filter. `by_language` counts, where
-    settings differ by language, the documents of each language by the rule that dropped them, "" for those
-    that stay; documents that were dropped before have none.
+    `removed` has the documents that each rule dropped, `dropped` their counts by rule, `cut` the bytes that
+    each edit removed, `counts` further statistics of editors. `alone` counts, among `sampled` documents, how
+    many fail each rule, whether or not they fail others too. `excerpts` has up to EXCERPTS excerpts per rule.
+    `annotations`, if requested, has the value of every rule for every document of the batch, and under
+    "dropped" the rule that dropped the document; `failed` has bool[n] per rule, whether each document fails
+    it. `side_rows` has rows for files next to the dataset, by file name. `languages`, object[n], has the
+    labels of the kept documents if the recipe has a language filter; `scores`, float64[n, scores], the scores
+    of a `buckets` filter. If settings differ by language, `by_language` counts the documents of each language
+    by the rule that dropped them, "" for kept ones; documents dropped before the language was known are not
+    counted.
     """
 
     kept: pa.RecordBatch

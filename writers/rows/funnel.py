@@ -1,18 +1,18 @@
-"""From raw records to tokens in rows: the counts of all stages, and the law that they add up.
+"""Counts of all stages, from raw records to tokens in rows, and the check that they add up.
 
     read = kept + dropped (by rule) + quarantined (by error)      in documents and in bytes of text
-    what one stage keeps is what the next one reads
-    documents kept = documents written, of a dataset of text
+    documents kept by one stage = documents read by the next
+    documents kept = documents written, for a dataset of text
     tokens encoded = tokens packed + cropped + joined;  rows * sequence_length = tokens + padding
-    tokens to train on = those packed + cropped + masked as repetitions, of a dataset with loss masks
-    every histogram holds all documents, or all rows, and adds up to what they come to
+    tokens to train on = packed + cropped + masked as repetitions, for a dataset with loss masks
+    the count and the sum of every histogram = the number of documents or rows, and their total
 
-`Funnel.check` holds all of it over a whole build; a build that does not add up is not published.
+`Funnel.check` checks all of these for a whole build; a build that does not add up is not published.
 
-`FilterCounts` is what the filters of a build did, beside the ledger: each rule in order and alone, cuts,
-counts, excerpts. Each cleaned split has one in its commit; the sum of all is in the dataset's card. It does
-not depend on how documents are divided among splits or workers: it is sums, and the excerpts of the lowest
-hashes.
+`FilterCounts` adds to the ledger the results of a build's filters: counts per rule, in order and alone, cuts,
+statistics and excerpts. Each cleaned split has one in its commit; the sum of all is in the dataset's card. It
+does not depend on how documents are divided among splits or workers, because it consists of sums and of
+excerpts chosen by the lowest hashes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardkit.writers.rows.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Tokens that a loss mask lets be trained on: as they were tokenized, packed, cropped, and those that
-    repeat themselves, which packing masked before it cropped any."""
+    """Counts of tokens that a loss mask selects for training: tokenized, packed, and cropped ones, and
+    repetitions, which packing masks before it crops."""
 
     tokenized: int
     packed: int
@@ -42,12 +42,12 @@ class Trained:
 
 @dataclass(slots=True)
 class Funnel:
-    """The whole build's counts. Each of `stages` is one ledger a source of the recipe, in the order they ran.
+    """The whole build's counts. `stages` has one ledger per source of the recipe for each stage, in order.
 
-    `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
-    are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`); `source_languages` are
-    documents and tokens of each source by language, if the recipe has a filter that knows. `trained` is of
-    builds with a loss mask.
+    `removed` has the counts of duplicate removal, by the reason that later stages record as `dropped`. The
+    `histograms` are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`). `source_languages`
+    has documents and tokens of each source by language, if the recipe has a language filter. `trained` is set
+    for builds with a loss mask.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -61,25 +61,25 @@ class Funnel:
 
     @property
     def total(self) -> Ledger:
-        """One ledger from reading to tokenizing over all sources."""
+        """One ledger for all sources, from reading to tokenizing."""
         return _joined([_sum(ledgers) for ledgers in self.stages.values()])
 
     @property
     def tokens(self) -> int:
-        """Tokens of documents, their eos included."""
+        """The number of tokens of all documents, including eos tokens."""
         return sum(self.source_tokens)
 
     @property
     def _left_out(self) -> int:
-        """Tokens of documents that are in no row: cropped, or dropped where groups were joined."""
+        """The number of tokens that are in no row: cropped, or removed when groups were joined."""
         return self.packed.get("cropped", 0) + self.packed.get("joined", 0)
 
     def source(self, number: int) -> Ledger:
-        """One ledger from reading to tokenizing of one source."""
+        """Return one ledger for a source, from reading to tokenizing."""
         return _joined([ledgers[number] for ledgers in self.stages.values()])
 
     def check(self) -> None:
-        """Raise ConservationError unless everything adds up."""
+        """Raise ConservationError unless all counts add up."""
         for stage, ledgers in self.stages.items():
             for number, ledger in enumerate(ledgers):
                 ledger.check(f"source {number}, {stage}")
@@ -119,7 +119,7 @@ class Funnel:
                 _same(f"{packed} of the histogram {name}", self.packed[packed], found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for the card: the total ledger."""
+        """Return the total ledger as plain data for the card."""
         return self.total.to_dict()
 
 
@@ -131,7 +131,7 @@ def _sum(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def _joined(ledgers: Sequence[Ledger]) -> Ledger:
-    """Join the ledgers of stages in a row: what the first read, the last kept and any of them lost."""
+    """Join the ledgers of consecutive stages: read by the first, kept by the last, lost by any of them."""
     joined = Ledger(read=ledgers[0].read, kept=ledgers[-1].kept)
     for ledger in ledgers:
         for reason, lost in ledger.dropped.items():
@@ -150,7 +150,7 @@ def _same(what: str, before: object, after: object) -> None:
 
 @dataclass
 class FilterCounts:
-    """`reasons` and `edits` are all names in their order; the other keys are those of `Filtered`."""
+    """Sums of the counts in `Filtered`; `reasons` and `edits` have the names of rules and edits, in order."""
 
     reasons: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
@@ -164,15 +164,15 @@ class FilterCounts:
 
     @classmethod
     def of_rules(cls, reasons: Iterable[str], edits: Iterable[str]) -> FilterCounts:
-        """Begin at nothing, for rules and edits by "<filter>/<name>", in the order of the recipe."""
+        """Create zero counts for rules and edits, "<filter>/<name>", in the order of the recipe."""
         return cls(_distinct(reasons), _distinct(edits))
 
     def add(self, other: FilterCounts | Filtered) -> None:
-        """Add what a batch, or another split, came to."""
+        """Add the counts of a batch or of another split."""
         for reason, count in other.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, Count()) + count
         for ours, theirs in ((self.cut, other.cut), (self.counts, other.counts), (self.alone, other.alone)):
-            ours.update(theirs)  # adds, and keeps negative sums: texts may grow
+            ours.update(theirs)  # unlike +=, keeps negative sums: an edit may make texts longer
         self.sampled += other.sampled
         for label, reasons in other.by_language.items():
             self.by_language.setdefault(label, Counter()).update(reasons)
@@ -184,7 +184,7 @@ def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:
     """Sum the counts of all splits for the card; None for a recipe without filters."""
     total = FilterCounts()
     for counts in splits:
-        total.reasons, total.edits = counts.reasons, counts.edits  # of one recipe: all alike
+        total.reasons, total.edits = counts.reasons, counts.edits  # the same for all splits of a recipe
         total.add(counts)
     if not total.reasons and not total.edits:
         return None
@@ -204,12 +204,12 @@ def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:
 
 
 def _languages(total: FilterCounts) -> dict[str, dict[str, int]]:
-    """Most documents first; of a language first what stayed, then reasons in their order."""
+    """Return counts by language, most documents first: kept documents, then reasons in their order."""
     order = sorted(total.by_language.items(), key=lambda item: (-item[1].total(), item[0]))
     names = ("", *total.reasons)
     return {label: {name: counts[name] for name in names if counts[name]} for label, counts in order}
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    """A filter that a recipe names twice is counted once."""
+    """Return the names without repetitions: a filter that a recipe uses twice is counted once."""
     return tuple(dict.fromkeys(names))

@@ -1,11 +1,11 @@
-"""What becomes of records: a ledger that adds up, and the quarantine of those that could not be read.
+"""Accounts for every record: a ledger of counts, and the quarantine of records that could not be read.
 
-What came in is what was kept, dropped (by rule) or quarantined (by error), in documents and in bytes of UTF-8
-text (raw record bytes where a record could not be decoded). `Ledger.check` holds this at every commit.
+Records read = kept + dropped (by rule) + quarantined (by error), in documents and in bytes of UTF-8 text (raw
+record bytes where a record could not be decoded). `Ledger.check` checks this at every commit.
 
 Each entry of the quarantine is a JSON line with file, record number, byte offset in the decompressed file,
 reason and error. With `max_bad_fraction` 0 the first entry stops the build. A split whose task failed is one
-entry, FAILED_SPLIT, with its stored bytes; `max_failed_splits` bounds those.
+entry, FAILED_SPLIT, with its stored bytes; `max_failed_splits` limits the number of these entries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SNIPPET_BYTES = 160  # enough to recognize the record, too little to leak a cor
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one task, or of many merged."""
+    """Counts of one task, or merged counts of many tasks."""
 
     read: Count = field(default_factory=Count)
     kept: Count = field(default_factory=Count)
@@ -46,15 +46,15 @@ class Ledger:
     quarantined: dict[str, Count] = field(default_factory=dict)
 
     def drop(self, reason: str, documents: int, bytes: int) -> None:
-        """Book documents that a rule removed."""
+        """Count documents that a rule removed."""
         self.dropped[reason] = self.dropped.get(reason, Count()) + Count(documents, bytes)
 
     def quarantine(self, reason: str, documents: int, bytes: int) -> None:
-        """Book records that could not be read."""
+        """Count records that could not be read."""
         self.quarantined[reason] = self.quarantined.get(reason, Count()) + Count(documents, bytes)
 
     def merge(self, other: Ledger) -> None:
-        """Add another task's counts to these."""
+        """Add the counts of another ledger to this one."""
         self.read += other.read
         self.kept += other.kept
         for reason, count in other.dropped.items():
@@ -67,12 +67,12 @@ class Ledger:
         out = sum([*self.dropped.values(), *self.quarantined.values()], self.kept)
         if out != self.read:
             raise ConservationError(
-                f"{where}: read {self.read.documents:,} documents ({self.read.bytes:,} bytes), accounted for "
-                f"{out.documents:,} ({out.bytes:,} bytes); this is a bug in shardkit, please report it"
+                f"{where}: read {self.read.documents:,} documents ({self.read.bytes:,} bytes), but accounted "
+                f"for {out.documents:,} ({out.bytes:,} bytes); this is a bug in shardkit, please report it"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data with sorted reasons, for commit records and the dataset card."""
+        """Return plain data with sorted reasons, for commit records and the dataset card."""
 
         return {
             "read": asdict(self.read),
@@ -83,7 +83,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
-        """The inverse of `to_dict`."""
+        """Create a ledger from the result of `to_dict`."""
         return cls(
             read=Count(**data["read"]),
             kept=Count(**data["kept"]),
@@ -94,11 +94,11 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """One unreadable record, or all of a file ("no_column") or the rest of it ("damaged_file")."""
+    """One unreadable record, a whole file ("no_column"), or the rest of a file ("damaged_file")."""
 
     file: str
     record: int  # 0-based line or row number
-    byte_offset: int | None  # in the decompressed file; None for Parquet
+    byte_offset: int | None  # offset in the decompressed file; None for Parquet
     reason: str
     error: str
     snippet: str
@@ -109,12 +109,12 @@ class BadRecord:
 
 
 def first_of(entries: bytes) -> BadRecord | None:
-    """The first entry of a quarantine file."""
+    """Return the first entry of a quarantine file, or None if it is empty."""
     return BadRecord(**json.loads(entries.partition(b"\n")[0])) if entries else None
 
 
 def snippet_of(data: bytes) -> str:
-    """The start of a record as printable text."""
+    """Return the start of a record as printable text."""
     return data[:_SNIPPET_BYTES].decode("utf-8", "backslashreplace")
 
 
@@ -136,14 +136,14 @@ class Quarantine:
         return self._max_bad_fraction == 0
 
     def add(self, bad: BadRecord) -> None:
-        """Write an entry; BuildError when the recipe allows none."""
-        # Names of fields and members may hold bytes that are no UTF-8, and halves of surrogate pairs.
+        """Write an entry; raises BuildError if the recipe allows none."""
+        # Names of fields and members may contain bytes that are not UTF-8, and lone surrogates.
         bad = replace(bad, error=_printable(bad.error), snippet=_printable(bad.snippet))
         self.first = self.first or bad
         if self._file is not None:
             self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
         if self.allows_none:
-            repair = "; repair or remove it, or set max_bad_fraction to quarantine such records and go on"
+            repair = "; repair or remove it, or set max_bad_fraction to quarantine such records and continue"
             raise BuildError(f"{bad}{'' if bad.reason == 'no_column' else repair}")
 
     def __enter__(self) -> Self:
@@ -159,9 +159,9 @@ class Quarantine:
 def check_bad_fraction(
     where: str, ledger: Ledger, max_bad_fraction: float, first: BadRecord | str | None = None
 ) -> None:
-    """BuildError when more than `max_bad_fraction` of the records, or of the bytes, were unreadable.
+    """Raise BuildError if more than `max_bad_fraction` of the records, or of the bytes, were unreadable.
 
-    Bytes count as well because the lost rest of a compressed file is one entry however long it is. Splits
+    Bytes are checked too, because the lost rest of a compressed file is a single entry of any size. Splits
     whose tasks failed do not count.
     """
     reasons = {name: lost for name, lost in ledger.quarantined.items() if name != FAILED_SPLIT}

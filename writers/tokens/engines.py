@@ -1,8 +1,7 @@
 """The engines that encode text: gigatoken, and the libraries that tokenizer files are made for.
 
-Each is made once for a process and called with an Arrow array of texts; it returns their ids and how many of
-them each text has. None starts threads. gigatoken is loaded anew when its cache of words has grown by
-`CACHE_BYTES`, since it grows without limit.
+Each engine is created once per process. A call takes an Arrow array of texts and returns all ids and the
+number of ids of each text. No engine starts threads.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
 Ids = npt.NDArray[np.uint32]
 
-CACHE_BYTES = 256 << 20
-_FIRST_TEXTS = 20_000  # of a process: awkward takes 0.2 s to import, and saves 1 to 8 microseconds a text
+CACHE_BYTES = 256 << 20  # gigatoken's word cache grows without limit: after this growth, it is loaded again
+# Encode this many texts of a process one by one: importing awkward takes 0.2 s and saves 1 to 8 us per text.
+_FIRST_TEXTS = 20_000
 
 
 class EncodingError(BuildError):
-    """A text has no ids by a tokenizer; `row` is its place among those that were given."""
+    """A tokenizer cannot encode a text; `row` is the index of the text in the call."""
 
     def __init__(self, message: str, row: int = 0) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class EncodingError(BuildError):
 
 
 class Gigatoken:
-    """The fast engine, on the calling thread, over Arrow's own buffers."""
+    """The fast engine; reads Arrow's buffers without a copy and runs on the calling thread."""
 
     def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         added = [
@@ -62,7 +62,7 @@ class Gigatoken:
             raise MissingExtraError("gigatoken", "write", "tokenizing") from error
         try:
             return gigatoken.Tokenizer.from_json(self._data)
-        except BaseException as error:  # RuntimeError and ValueError for parts it does not know
+        except BaseException as error:  # RuntimeError or ValueError: it does not support a part of the file
             raise BuildError(f"gigatoken cannot load this tokenizer ({reason_of(error)})") from error
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
@@ -94,14 +94,14 @@ class Gigatoken:
         except BaseException as error:
             reason_of(error)
             self._tokenizer = self._load()
-            return self._one_by_one(texts)  # which knows the row of the text
+            return self._one_by_one(texts)  # the batch call does not tell which text failed; this does
         ids: Ids = np.asarray(encoded.content.data)
         offsets: npt.NDArray[np.int64] = np.asarray(encoded.offsets.data, np.int64)
         return ids, np.diff(offsets)
 
 
 class HuggingFace:
-    """`tokenizers`: slow, and right by definition. One document a call, so that it starts no threads."""
+    """Encodes with `tokenizers`: slow, correct by definition. One text per call, so it starts no threads."""
 
     def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         try:
@@ -112,18 +112,18 @@ class HuggingFace:
             t | {"special": True} if t.get("content") in marks else t
             for t in config.get("added_tokens") or ()
         ]
-        # Cutting or padding documents is the packer's work, whatever the file asks for.
+        # The packer cuts and pads documents, so the file's truncation and padding settings are ignored.
         plain = config | {"added_tokens": added, "truncation": None, "padding": None}
         try:
             self._named = self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(plain))
             if (hidden := hide_special_pieces(plain, marks)) is not plain:
                 self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(hidden))
-        except BaseException as error:  # tokenizers raises plain Exception
+        except BaseException as error:  # tokenizers raises plain Exception, and Rust panics
             raise RecipeError(
                 f"tokenizer.path: {path} cannot be loaded by tokenizers: {reason_of(error)}"
             ) from error
         self.path = path
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is plain characters, no eos
         self.tokenizer = self._tokenizer
 
     def vocabulary(self) -> dict[str, int]:
@@ -136,7 +136,7 @@ class HuggingFace:
 
 
 class SentencePiece:
-    """`sentencepiece`: what a tokenizer.model of its kind is made for."""
+    """Encodes with `sentencepiece`, the library that a tokenizer.model file is made for."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -162,7 +162,7 @@ class SentencePiece:
 
 
 class Tiktoken:
-    """`tiktoken`: what files of byte pairs and ranks are made for."""
+    """Encodes with `tiktoken`, the library that files of byte pairs with ranks are made for."""
 
     def __init__(self, path: Path, encoding: Encoding) -> None:
         try:
@@ -179,7 +179,7 @@ class Tiktoken:
                 mergeable_ranks=ranks,
                 special_tokens=self._special,
             )
-        except BaseException as error:  # of a pattern: ValueError, or what the Rust side raises
+        except BaseException as error:  # an invalid pattern raises ValueError, or a panic of the Rust code
             raise RecipeError(
                 f"tokenizer.encoding: tiktoken cannot use it for {path}: {reason_of(error)}"
             ) from error
@@ -196,7 +196,7 @@ class Tiktoken:
 def _to_json(config: dict[str, Any]) -> str:
     try:
         return orjson.dumps(config).decode()
-    except orjson.JSONEncodeError:  # halves of surrogate pairs, integers of more than 64 bits
+    except orjson.JSONEncodeError:  # orjson rejects lone surrogates and integers of more than 64 bits
         return json.dumps(config)
 
 
@@ -204,7 +204,10 @@ OwnEngine = HuggingFace | SentencePiece | Tiktoken
 
 
 def _joined(encoded: Iterable[Sequence[int]], path: Path, library: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-    """Return the ids of texts and their numbers; EncodingError for one that the library cannot encode."""
+    """Return all ids and the number of ids of each text.
+
+    Raises EncodingError if the library cannot encode a text.
+    """
     parts: list[Ids] = [np.zeros(0, np.uint32)]
     try:
         parts += (np.array(ids, np.uint32) for ids in encoded)
@@ -215,12 +218,12 @@ def _joined(encoded: Iterable[Sequence[int]], path: Path, library: str) -> tuple
 
 def _refusal(error: BaseException, path: Path, library: str, row: int = 0) -> EncodingError:
     return EncodingError(
-        f"{path}: {library} cannot encode this text by this tokenizer: {reason_of(error)}", row
+        f"{path}: {library} cannot encode this text with this tokenizer: {reason_of(error)}", row
     )
 
 
 class Marked:
-    """Encodes texts whose special tokens are special only where their marks say so."""
+    """Encodes texts in which a special token counts as special only in parts flagged `SPECIAL`."""
 
     def __init__(self, config: dict[str, Any], plain: HuggingFace) -> None:
         import tokenizers
@@ -237,7 +240,7 @@ class Marked:
         self._spelled = re.compile("|".join(map(re.escape, special_tokens(config))) or r"(?!)")
 
     def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """(ids, whether each is trained on) of the parts of one text."""
+        """Return the ids of one text, given as parts, and whether each id is trained on."""
         if not any(self._spelled.search(part) for part, flags in parts if not flags & SPECIAL):
             return self._run(self._tokenizer, parts)
         found = []
@@ -252,7 +255,10 @@ class Marked:
         return np.concatenate([ids for ids, _ in found]), np.concatenate([mask for _, mask in found])
 
     def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """Ids of a text; those are trained on that share a character with a part that is."""
+        """Return ids of a text and whether each is trained on.
+
+        An id is trained on if it shares a character with a part flagged `TRAINED`.
+        """
         try:
             encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
         except BaseException as error:
@@ -267,11 +273,12 @@ class Marked:
 
 
 def hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:
-    """The same tokenizer, whose Unigram model cannot find special tokens or `marks` in text, with its ids.
+    """Return the config with Unigram pieces renamed, so that text never matches special tokens or `marks`.
 
-    SentencePiece matches no control symbol in text either. Scores stay, because the least of them decides
-    what an unknown character costs. The added tokens of these pieces go: text is not searched for special
-    ones, and without a piece of that name they would get new ids.
+    All ids stay the same. SentencePiece does not match control symbols in text either. Scores stay, because
+    the lowest score decides the cost of an unknown character. The added tokens of renamed pieces are
+    removed: special ones are not searched for in text, and without a piece of their name they would get new
+    ids.
     """
     vocabulary = config["model"].get("vocab")
     if not isinstance(vocabulary, list):

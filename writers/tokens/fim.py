@@ -6,9 +6,9 @@ A document is cut at two of its characters into prefix, middle and suffix (Bavar
     PSM    P prefix S suffix M middle
     SPM    P S suffix M prefix middle      (as StarCoder and Megatron write it)
 
-Which documents, which order and where they are cut are functions of (seed, document id). Parts are tokenized
-each by itself, so the text is found again whatever the tokenizer: `original`. A title (groups.py) is before
-all of that, and before P it is a part of its own.
+Which documents are cut, where, and in which order their parts are written are functions of (seed, document
+id). Each part is tokenized separately, so `original` can restore the text with any tokenizer. A title
+(groups.py) is a separate part before P.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHOLE = float(1 << 64)
 
 
 def cut_documents(document_ids: list[bytes], seed: int, config: FimConfig) -> Cuts:
-    """int64[n, 3]: 0 for a document that stays as it is, 1 for PSM, 2 for SPM; two fractions of 2^63."""
+    """Return int64[n, 3]: 0 for an uncut document, 1 for PSM, 2 for SPM; then two cuts in units of 2^-63."""
     drawn, order, first, second = (
         keyed_hashes(document_ids, seed, f"fim-{what}") for what in ("draw", "order", "first", "second")
     )
@@ -40,15 +40,15 @@ def cut_documents(document_ids: list[bytes], seed: int, config: FimConfig) -> Cu
 
 
 def ordered(text: str, cut: npt.NDArray[np.int64]) -> tuple[str, str, str]:
-    """(prefix, middle, suffix) of a text that is cut; each place is as likely as any other."""
+    """Return (prefix, middle, suffix) of a text cut at two places; all places are equally likely."""
     places = sorted((int(value) * (len(text) + 1)) >> 63 for value in cut[1:])
     return text[: places[0]], text[places[0] : places[1]], text[places[1] :]
 
 
 def original(parts: tuple[str, str, str]) -> str:
-    """The text of the parts of a document in the order in which they are written, whichever that is.
+    """Return the original text of a document, given its three parts in the order they were written.
 
-    PSM has (prefix, suffix, middle); SPM has ("", suffix, prefix + middle).
+    PSM writes (prefix, suffix, middle); SPM writes ("", suffix, prefix + middle).
     """
     prefix, suffix, middle = parts
     return prefix + middle + suffix
@@ -57,9 +57,9 @@ def original(parts: tuple[str, str, str]) -> str:
 def encode_fim(
     encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch, heads: Sequence[str]
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Encode documents of which some are cut; EncodingError has the row of the document.
+    """Encode documents, cutting some of them; an EncodingError carries the row of the document.
 
-    `heads` are texts before those of the documents, which are not cut.
+    `heads` has one text per document to put before it; it is never cut.
     """
     prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
     cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)

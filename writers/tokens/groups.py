@@ -1,16 +1,16 @@
 """Groups: documents with one value of a field, such as a repository's files, follow each other as one text.
 
-A model learns from them how files of a repository depend on each other. They are written as StarCoder2's are
-(Lozhkov et al. 2024, arXiv 2402.19173, section 5.1), with the header that the recipe wants:
+A model learns from them how files of a repository depend on each other. Groups are written as in StarCoder2
+(Lozhkov et al. 2024, arXiv 2402.19173, section 5.1), with the header that the recipe sets:
 
     <repo_name>NAME<file_sep>PATH\\nTEXT<file_sep>PATH\\nTEXT...<|endoftext|>
 
-Filters and duplicate removal see single documents. `encode_grouped` writes each with its header, as if it
-were the first, and with an eos; its place in the order of training is that of its group (`order_hashes`), so
-that all of a group are in one partition. `join_groups`, there, finds them and leaves out what only the first
-(up to the separator) or the last (eos) of a group keeps. What stands between two special tokens is tokenized
-as one, such as a title and its text, so that the ids are the tokenizer's for the text as it is shown above;
-text that spells the tokens stays text.
+Filters and duplicate removal see single documents. `encode_grouped` writes each document with a header, as if
+it were the first of its group, and with an eos. All documents of a group get the same place in the order of
+training (`order_hashes`), so they are in one partition. There, `join_groups` puts them together and removes
+the header up to the separator from all but the first document, and the eos from all but the last. All text
+between two special tokens, such as a title and its text, is tokenized together, so the ids are the
+tokenizer's for the text shown above. A special token spelled in a document's text stays text.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardkit.writers.tokens.tokenizer import Encoder, EncodingError, Tokens
 
 _WHOLE = float(1 << 64)
 Encode = Callable[[pa.RecordBatch, Sequence[str]], tuple[Tokens, npt.NDArray[np.int64]]]
-"""Encodes documents, each with a text before its own: (all ids, number of ids of each)."""
+"""Encodes documents, each with a text before its own; returns all ids and the number of ids per document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """How documents that were tokenized are joined: the token of `separator`, and whether each has a bos."""
+    """How tokenized documents are joined: the id of the separator, and whether each document has a bos."""
 
     config: GroupConfig
     separator_id: int | None
@@ -44,22 +44,23 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Documents in an order in which those of a group follow each other.
+    """Documents ordered so that all documents of a group are adjacent.
 
-    `order` are their former places; `starts` and `lengths` where their tokens are, without what was left out,
-    `left_out` tokens in all; `firsts` the documents that begin a text of their own.
+    `order` has the row of each document in the table. `starts` and `lengths` locate the tokens that are kept;
+    `left_out` is the total number of tokens removed. `firsts` are the documents that begin a group or stand
+    alone.
     """
 
     order: Int64s
     starts: Int64s
     lengths: Int64s
-    skipped: Int64s  # tokens at the beginning of each
+    skipped: Int64s  # number of tokens removed at the beginning of each document
     firsts: Int64s
     left_out: int
 
 
 def _fields(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
-    """The field of each document, as text; None without it."""
+    """Return a metadata field of each document as text; None for a document without the field."""
     if name is None:
         return [None] * len(metadata)
     found = (None if row is None else orjson.loads(row).get(name) for row in metadata.to_pylist())
@@ -71,7 +72,10 @@ def _keys(values: Sequence[str]) -> list[bytes]:
 
 
 def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int) -> UInt64s:
-    """uint64[n]: places of documents in the order of training, by their ids, or by the values of groups."""
+    """Return uint64[n], the place of each document in the order of training.
+
+    It is a hash of the document's group value if it has one, else of its id.
+    """
     placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, "shuffle")
     if group is None:
         return placed
@@ -84,15 +88,15 @@ def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int
 def encode_grouped(
     encoder: Encoder, group: GroupConfig, seed: int, encode: Encode, documents: pa.RecordBatch
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Return what `encode` makes of documents, with headers; EncodingError has the row of the document.
+    """Encode documents with `encode` and add headers; an EncodingError carries the row of the document.
 
-    Documents without the field, and those whose text has no token, have none.
+    Documents without the field `group.by`, or without any token of text, get no header.
     """
     values, titles = (_fields(documents.column("metadata"), name) for name in (group.by, group.title))
     rows = [row for row, value in enumerate(values) if value is not None]
     named = [values[row] or "" for row in rows]
     shown = keyed_hashes(_keys(named), seed, "group-header") < group.header_rate * _WHOLE
-    heads = [""] * len(values)  # what is before the text of each document, and tokenized with it
+    heads = [""] * len(values)  # text to put before each document, tokenized together with it
     names = {}
     for row, name, is_shown in zip(rows, named, shown.tolist(), strict=True):
         if is_shown and titles[row] is not None:
@@ -102,7 +106,7 @@ def encode_grouped(
     ids, lengths = encode(documents, heads)
     parts = _split(ids, lengths)
     for row, alone in _encoded(encoder, {row: head for row, head in enumerate(heads) if head}).items():
-        if np.array_equal(parts[row], alone):  # the text, such as an empty one, adds nothing to its title
+        if np.array_equal(parts[row], alone):  # the document has only a title: its text adds no token
             parts[row] = parts[row][:0]
     none: Tokens = np.zeros(0, encoder.dtype)
     begin, separator = (
@@ -122,7 +126,7 @@ def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
 
 
 def _encoded(encoder: Encoder, texts: Mapping[int, str]) -> dict[int, Tokens]:
-    """Return the ids of texts by row; EncodingError has the row."""
+    """Return the ids of texts by row; an EncodingError carries the row."""
     rows = list(texts)
     try:
         ids, lengths = encoder.encode(list(texts.values()))
@@ -132,15 +136,16 @@ def _encoded(encoder: Encoder, texts: Mapping[int, str]) -> dict[int, Tokens]:
 
 
 def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s, groups: Groups) -> Joined:
-    """The documents of `table` (SPILL_SCHEMA, by hash and document id), those of each group joined.
+    """Join the documents of each group in `table` (SPILL_SCHEMA, sorted by hash and document id).
 
-    Inside a group they are in the order of the field `order`, compared as text, or else of document ids.
+    Inside a group, documents are sorted by the metadata field `groups.config.order`, compared as text, then
+    by document id.
     """
     hashes = table.column("hash").to_numpy()
     same = hashes[1:] == hashes[:-1]
     near = np.flatnonzero(
         np.append(same, False) | np.append(False, same)
-    )  # alone with a hash: nothing to join
+    )  # rows that share their hash with a neighbor; all others have nothing to join
     metadata = table.column("metadata").take(pa.array(near))
     values, keys = _fields(metadata, groups.config.by), _fields(metadata, groups.config.order)
     of_value = [
@@ -164,7 +169,7 @@ def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s
 
 @kernel
 def _separators(tokens: Tokens, starts: Int64s, lengths: Int64s, wanted: Bools, separator: int) -> Int64s:
-    """How many tokens of the wanted documents are before their first separator; 0 of others."""
+    """Return the number of tokens before the first separator of each wanted document; 0 for the others."""
     found = np.zeros(len(starts), np.int64)
     for document in range(len(starts)):
         if wanted[document]:

@@ -5,17 +5,15 @@ documents is cut without need. `pack_best_fit` cuts only documents longer than L
 remainder, and packs the remainders by best-fit-decreasing in windows of about 10,000: longest first, each
 into the open row with the least room that still holds it. Both keep every token exactly once.
 
-With these two a row may begin inside a document. With `row_bos` the bos id is repeated before every piece
-that continues a document, so that each row begins with it. `pack_best_fit_truncate` and `pack_best_fit_crop`
-begin every row with a document instead, and leave tokens out: the first what lies beyond L in a document, as
-packing in TRL does ("bfd"); the second all that does not fit, so that no row is padded, as nanochat does.
-
-A remainder of one token is a lone eos. After the end of another document it would look like padding, so it is
-placed first in its row, and a row takes only one.
+With these two functions, a row may begin inside a document. With `row_bos` the bos id is repeated before
+every piece that continues a document, so that each row begins with it. `pack_best_fit_truncate` and
+`pack_best_fit_crop` begin every row with a document instead, and drop tokens: the first drops every token of
+a document after its first L, as packing in TRL does ("bfd"); the second drops all that does not fit, so that
+no row is padded, as nanochat does.
 
 Best fit keeps open rows in one stack for each number of free tokens, and a two-level bit set finds the first
-stack that is not empty: a piece costs L / 4096 words at worst and some nanoseconds in practice. Everything is
-arithmetic on lengths, without the GIL.
+stack that is not empty: a piece costs L / 4096 words at worst and some nanoseconds in practice. All packing
+is arithmetic on lengths, without the GIL.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ for _bit in range(64):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Pieces of documents and where they go: int64[pieces] each, one entry a piece.
+    """Pieces of documents and their places in rows: arrays of type int64[pieces], one entry per piece.
 
     Tokens [start, start + length) of document number `document` are tokens [column, column + length) of row
-    number `row`. What no piece covers is padding, always at the end of a row; with `row_bos` there is also
-    a bos at `column - 1` of each piece that continues a document.
+    number `row`. Places that no piece covers are padding, always at the end of a row. With `row_bos` there is
+    also a bos at `column - 1` of each piece that continues a document.
     """
 
     sequence_length: int
@@ -57,16 +55,16 @@ class Placement:
 
     @property
     def repeated_bos(self) -> int:
-        """Times that the bos is repeated."""
+        """The number of pieces with a repeated bos before them."""
         return int((self.start > 0).sum()) if self.row_bos else 0
 
     @property
     def padding(self) -> int:
-        """Tokens of padding in all rows."""
+        """The number of padding tokens in all rows."""
         return self.rows * self.sequence_length - int(self.length.sum()) - self.repeated_bos
 
     def moved(self, rows: Int64s) -> Placement:
-        """The same placement with row r moved to `rows[r]`, and pieces sorted by (row, column)."""
+        """Return the placement with row r moved to `rows[r]`, and pieces sorted by (row, column)."""
         row = rows[self.row]
         order = _by_row(row, self.column, self.rows)
         columns = (self.document, self.start, self.length, row, self.column)
@@ -74,12 +72,13 @@ class Placement:
         return Placement(self.sequence_length, self.rows, *moved, row_bos=self.row_bos)
 
     def divided(self, lengths: Int64s, firsts: Int64s) -> Placement:
-        """The placement of parts: text number i consists of `firsts[i]` to `firsts[i + 1]`, exclusive.
+        """Convert this placement of texts into one of the documents that the texts consist of.
 
-        `lengths`, at least 1, are of the parts. Pieces of a text become pieces of its parts, in their order.
+        Text number i consists of documents `firsts[i]` to `firsts[i + 1]`, exclusive. `lengths` has the
+        length of each document, at least 1. A piece of a text becomes pieces of its documents, in order.
         """
         ends = np.cumsum(lengths)
-        begin = (ends - lengths)[firsts[self.document]] + self.start  # in all parts, one after the other
+        begin = (ends - lengths)[firsts[self.document]] + self.start  # offset in the stream of all documents
         first = np.searchsorted(ends, begin, side="right")
         count = np.searchsorted(ends, begin + self.length, side="left") + 1 - first
         piece = np.repeat(np.arange(len(count)), count)
@@ -93,18 +92,19 @@ class Placement:
 def pack_best_fit(
     lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES, *, row_bos: bool = False
 ) -> Placement:
-    """Place documents of `lengths` >= 2 tokens in rows of `sequence_length` >= 2 without a needless cut.
+    """Place documents into rows by best fit, cutting only documents longer than a row.
 
-    The remainders are dealt evenly to windows of `window` to 2 * `window` - 1 (fewer if there are fewer).
+    All `lengths` and `sequence_length` must be at least 2. The remainders are split evenly into windows of
+    `window` to 2 * `window` - 1 remainders, or one smaller window if there are fewer.
     """
     _check(lengths, sequence_length)
     if window < 1:
         raise ValueError(f"a window needs at least one piece, not {window}")
     lengths = np.ascontiguousarray(lengths, np.int64)
-    if row_bos:  # pieces k = 1, 2, ... of a document begin at k * L, with the bos as their first token
+    if row_bos:  # count the repeated bos in: pieces k = 1, 2, ... of a document begin with it, at k * L
         lengths = lengths + np.maximum(0, -(-(lengths - sequence_length) // (sequence_length - 1)))
     lengths = lengths.view()
-    lengths.flags.writeable = False  # as arrays from files are: one kind of array, one compilation
+    lengths.flags.writeable = False  # read-only, like arrays from files: Numba compiles for one array type
     rows, document, start, length, row, column = _best_fit(lengths, sequence_length, window)
     if row_bos:
         piece = start // sequence_length
@@ -114,12 +114,12 @@ def pack_best_fit(
 
 
 def pack_best_fit_truncate(lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES) -> Placement:
-    """Best fit of the documents' first L tokens: each is one piece, and what lies beyond is left out."""
+    """Place the first L tokens of each document by best fit, as one piece; drop all further tokens."""
     return pack_best_fit(np.minimum(lengths, sequence_length), sequence_length, window)
 
 
 def pack_best_fit_crop(lengths: Int64s, sequence_length: int) -> Placement:
-    """Fill row after row: the longest document that fits, again and again, then the shortest one, cropped.
+    """Fill rows one by one with the longest documents that fit, then with the shortest one left, cropped.
 
     Every document is one piece that begins with its first token; only the last row is padded.
     """
@@ -146,11 +146,11 @@ def fill_rows(
 ) -> None:
     """Write piece i, `tokens[sources[i] : sources[i] + lengths[i]]`, to `out[rows[i], columns[i] :]`.
 
-    The rest of `out` (n, L) becomes `eos_id`. IndexError if a piece does not lie within both arrays.
+    The rest of `out` (n, L) becomes `eos_id`. Raises IndexError if a piece is outside of either array.
     """
     inside = (sources >= 0) & (sources + lengths <= len(tokens)) & (rows >= 0) & (rows < out.shape[0])
     if not (inside & (lengths >= 0) & (columns >= 0) & (columns + lengths <= out.shape[1])).all():
-        raise IndexError("a piece lies outside the tokens or the rows")
+        raise IndexError("a piece is outside of the token array or of the rows")
     out.fill(eos_id)
     _copy_pieces(tokens, sources, lengths, rows, columns, out)
 
@@ -174,7 +174,7 @@ def _lowest_bit(word: np.uint64) -> int:
 
 @kernel
 def _first_at_least(words: UInt64s, summary: UInt64s, start: int) -> int:
-    """Smallest member >= start of the bit set, or -1; bit i of `summary` says whether word i is not 0."""
+    """Return the smallest member >= `start` of the bit set, or -1; bit i of `summary`: word i is not 0."""
     all_ones = ~np.uint64(0)
     index = start >> 6
     bits = words[index] & (all_ones << np.uint64(start & 63))
@@ -210,7 +210,7 @@ def _best_fit(lengths: Int64s, size: int, window: int) -> tuple[int, Int64s, Int
     """Cut whole rows off the long documents, then pack the remainders window by window."""
     whole, count = int64(0), 0
     for length in lengths:
-        long = length // size if length >= size else 0  # divisions cost more than all else here
+        long = length // size if length >= size else 0  # avoid divisions, the slowest operation of this loop
         whole += long
         count += length != long * size
     document = np.empty(whole + count, np.int64)
@@ -253,7 +253,7 @@ def _best_fit(lengths: Int64s, size: int, window: int) -> tuple[int, Int64s, Int
 
 @kernel
 def _new_buckets(size: int, pieces: int) -> _Buckets:
-    """(words, summary, top of each stack, row under each row, counts): all empty."""
+    """Return empty stacks of open rows: bit set, summary, top of each stack, row under each row, counts."""
     words = np.zeros((size >> 6) + 2, np.uint64)
     summary = np.zeros((len(words) >> 6) + 1, np.uint64)
     tops, counts = np.full(size + 1, -1, np.int32), np.empty(size + 1, np.int32)
@@ -262,7 +262,7 @@ def _new_buckets(size: int, pieces: int) -> _Buckets:
 
 @kernel
 def _longest_first(rests: Int32s, counts: Int32s) -> tuple[Int32s, Int32s]:
-    """(order by falling size, ties as they stand; the sizes in that order): one counting sort."""
+    """Return a stable order by decreasing size, and the sizes in that order, by a counting sort."""
     counts[:] = 0
     for rest in rests:
         counts[rest] += 1
@@ -279,12 +279,15 @@ def _longest_first(rests: Int32s, counts: Int32s) -> tuple[Int32s, Int32s]:
 
 @kernel
 def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: Int64s, column: Int64s) -> int:
-    """Best fit of pieces in falling order, from row `rows` on, into `row` and `column`; returns rows used."""
+    """Place pieces of decreasing size by best fit into new rows, numbered from `rows`.
+
+    Fills `row` and `column`; returns the number of rows used.
+    """
     words, summary, top, under, _ = buckets
     used = int64(0)
     for k in range(len(sizes)):
         rest = sizes[k]
-        # A piece of more than half a row goes nowhere beside one that is longer still: no need to look.
+        # All pieces before this one are at least as long, so one of over half a row always needs a new row.
         free = -1 if 2 * rest > size else _first_at_least(words, summary, rest)
         if free < 0:
             free, target = size, used
@@ -313,7 +316,10 @@ def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: In
 
 @kernel
 def _lone_eos_first(sizes: Int32s, rows: int, used: int, row: Int64s, column: Int64s) -> None:
-    """Move the one-token remainders to the start of their rows and what stood there one place on."""
+    """Move one-token remainders to the start of their rows, and the other pieces one place to the right.
+
+    A remainder of one token is a lone eos. After the end of another document it would look like padding.
+    """
     ones = len(sizes)
     while ones > 0 and sizes[ones - 1] == 1:
         ones -= 1
@@ -329,11 +335,11 @@ def _lone_eos_first(sizes: Int32s, rows: int, used: int, row: Int64s, column: In
 
 @kernel
 def _best_fit_crop(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
-    """Documents of one length are taken as they stand; those longer than a row count as size + 1."""
+    """Pack as `pack_best_fit_crop` describes; equally long documents stay in order."""
     count, most = len(lengths), size + 1
     document, row, column = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     piece = np.empty(count, np.int64)
-    # Members of `up` are the lengths that are left, of `down` the same from `most` on downwards.
+    # `up` holds each length that is left; `down` holds `most` - length, to search for the longest that fits.
     up, up_summary, _, _, ends = _new_buckets(most, 0)
     down, down_summary, _, _, _ = _new_buckets(most, 0)
     order, sizes = _longest_first(np.minimum(lengths, most).astype(np.int32), ends)
@@ -360,11 +366,11 @@ def _best_fit_crop(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int
 
 @kernel
 def _concat(lengths: Int64s, size: int, bos: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
-    """`bos`: 1 if it is repeated where a row continues a document."""
+    """Pack as `pack_concat`; `bos` is 1 if the bos is repeated where a row continues a document, else 0."""
     total = 0
     for length in lengths:
         total += length
-    count = len(lengths) + -(-total // (size - bos))  # at most: a cut in every row
+    count = len(lengths) + -(-total // (size - bos))  # upper bound: one cut in every row
     document = np.empty(count, np.int64)
     start = np.empty(count, np.int64)
     piece = np.empty(count, np.int64)
@@ -374,7 +380,7 @@ def _concat(lengths: Int64s, size: int, bos: int) -> tuple[int, Int64s, Int64s, 
     for i in range(len(lengths)):
         done = 0
         while done < lengths[i]:
-            if done > 0:  # a new row
+            if done > 0:  # the document continues in a new row
                 place += bos
             take = min(lengths[i] - done, size - place % size)
             document[made], start[made], piece[made] = i, done, take
@@ -388,7 +394,7 @@ def _concat(lengths: Int64s, size: int, bos: int) -> tuple[int, Int64s, Int64s, 
 
 @kernel
 def _by_row(row: Int64s, column: Int64s, rows: int) -> Int64s:
-    """Order by (row, column): a counting sort by row, then an insertion sort of the few pieces of a row."""
+    """Return the order by (row, column): a counting sort by row, then an insertion sort within each row."""
     ends = np.zeros(rows + 1, np.int64)
     for r in row:
         ends[r + 1] += 1
@@ -418,7 +424,7 @@ def _copy_pieces(
 ) -> None:
     flat = out.reshape(-1)
     for i in range(len(sources)):
-        # Two views, indexed from 0: so written it is vectorised, four times as fast as with sums as indices.
+        # Two views indexed from 0 let the compiler vectorize this: four times as fast as sums as indices.
         target, source = flat[rows[i] * out.shape[1] + columns[i] :], tokens[sources[i] :]
         for k in range(lengths[i]):
             target[k] = source[k]

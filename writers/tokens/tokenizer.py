@@ -1,20 +1,22 @@
-"""Text to token ids, with text kept text.
+"""Text to token ids; special tokens spelled in a text stay text.
 
-The library that a tokenizer file is made for defines which ids are right (`own_engine`): `tokenizers` of
-Hugging Face for tokenizer.json, `sentencepiece` or `tiktoken` for theirs. `gigatoken` computes them, some
+The library that a tokenizer file is made for defines the correct ids (`own_engine`): `tokenizers` of Hugging
+Face for tokenizer.json, `sentencepiece` or `tiktoken` for their files. `gigatoken` computes the same ids some
 fifty times faster. The two are compared once per build on a sample of its documents (`check_parity`): on any
-difference, or when `gigatoken` does not know the tokenizer's parts, the whole build uses the file's own
-library, so that no byte depends on which task noticed. What a sample can miss are rare characters: the
-Unicode tables of both differ in age, so form C orders combining marks of young scripts in two ways.
+difference, or when `gigatoken` does not support the tokenizer, the whole build uses the file's own library,
+so that no byte depends on which task found the difference. A sample can miss rare characters: the engines'
+Unicode tables differ in age, so form C may order combining marks of recently added scripts differently.
 `unlike_characters` compares the engines on every combining mark, and on both ends of every run of characters
-of one category, which is where tables of different age differ; texts that hold a character whose texts differ
-are encoded by the own library, whatever the engine. That takes half a second and follows from the tokenizer
-and the versions of all code, so it is kept for the next build on the machine (remembered.py).
+of one category, which is where tables of different age differ. A text with a character on which they differ
+is encoded by the file's own library in every build. The comparison takes half a second and depends only on
+the tokenizer and the versions of all code, so its result is cached for later builds on the machine
+(digest_cache.py).
 
-All encode text that spells a special token as plain text, so that the eos id occurs exactly where a document
-ends; an id that breaks this stops the build. Unigram models list special tokens among their pieces and would
-find them in text; there those pieces get a name that no text has (`hide_special_pieces`). `sentencepiece`
-finds no control symbol in text; the user-defined symbols of its models are tokens wherever they are spelled.
+All engines encode text that spells a special token as plain text, so that the eos id occurs exactly where a
+document ends; an eos id inside a text stops the build. Unigram models list special tokens among their pieces
+and would find them in text, so those pieces get a name that no text has (`hide_special_pieces`).
+`sentencepiece` finds no control symbol in text, but the user-defined symbols of its models are tokens
+wherever they are spelled.
 
 Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
 what the engine holds (shardkit.writers.tokens.engines).
@@ -75,18 +77,18 @@ __all__ = [
 
 Tokens = npt.NDArray[np.uint16 | np.uint32]
 Ranges = tuple[tuple[int, int], ...]
-"""Code points: the first and the last one of each range."""
+"""Ranges of code points as (first, last), inclusive."""
 
-ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four times as much
-PARITY_BYTES = 2 << 20  # at most: `tokenizers` encodes one to three MB/s
-PARITY_LEAST_BYTES = 1 << 17
-PARITY_PART = 256  # a 256th of all text takes `tokenizers` about 2 % of what a build takes in all
-PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
-_SCANNED = 16  # times its part of the sample are looked through in each file for characters not yet seen
-_AROUND = 48  # characters on each side of one not yet seen
+ENCODE_BYTES = 16 << 20  # text per call of an engine; the ids take up to four times as much memory
+PARITY_BYTES = 2 << 20  # maximum size of the parity sample; `tokenizers` encodes one to three MB/s
+PARITY_LEAST_BYTES = 1 << 17  # minimum size of the parity sample
+PARITY_PART = 256  # 1/256 of all text is sampled; encoding it with `tokenizers` takes about 2 % of a build
+PARITY_CHARACTERS = 1 << 13  # maximum sample of one document, so that one book is not the whole sample
+_SCANNED = 16  # scan up to this multiple of a file's share of the sample for characters not seen so far
+_AROUND = 48  # characters of context sampled on each side of a character not seen so far
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
-_PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols, which never combine; emoji come every year
+_PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols that never combine; new emoji come every year
 
 # Where engines have differed: white space, line ends, digits, apostrophes, combining marks, scripts, emoji.
 _PROBES = (
@@ -98,16 +100,16 @@ _PROBES = (
 
 
 class EosInTextError(EncodingError):
-    """A text was encoded to the eos id."""
+    """A text was encoded to the eos or bos id."""
 
 
 class Encoder:
-    """One tokenizer file, the id that ends documents, and the one that begins them if `bos` is given.
+    """Encodes text with one tokenizer file; `eos` ends documents, and `bos`, if given, begins them.
 
-    `engine` None: the file's own. `vocab_size` is one more than the greatest id; `dtype` is uint16 where
-    that suffices, else uint32; `digest` is the blake2b-128 of the file's bytes. Texts with a character of
-    `unlike` are encoded by the file's own library in any case. Raises RecipeError for a file that cannot be
-    used.
+    If `engine` is None, the file's own library is used. `vocab_size` is the greatest id plus one; `dtype` is
+    uint16 if all ids fit, else uint32; `digest` is the blake2b-128 of the file's bytes. Texts with a
+    character in `unlike` are always encoded by the file's own library. Raises RecipeError if the file cannot
+    be used.
     """
 
     def __init__(
@@ -153,11 +155,11 @@ class Encoder:
                 )
 
     def encode(self, texts: pa.Array | Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """(ids of all texts one after the other, number of ids of each text); no eos is added.
+        """Return the concatenated ids of all texts and the number of ids of each text; no eos is added.
 
-        `texts` is an Arrow array of strings without nulls (encoded from its buffer, with no string made), or
-        a sequence of str. Raises EosInTextError when a text yields the eos id, EncodingError for one that the
-        tokenizer cannot encode, BuildError for an id outside the vocabulary.
+        `texts` is an Arrow array of strings without nulls, whose buffer is encoded without creating Python
+        strings, or a sequence of str. Raises EosInTextError if a text yields the eos or bos id, EncodingError
+        if the tokenizer cannot encode a text, BuildError for an id outside the vocabulary.
         """
         array = texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.large_string())
         if array.type != pa.large_string():
@@ -174,14 +176,14 @@ class Encoder:
         return np.concatenate(joined), np.concatenate(counts)
 
     def probes(self) -> list[str]:
-        """Short texts on which engines are likely to differ; some spell special tokens."""
+        """Return short texts on which engines are likely to differ; some spell special tokens."""
         added = self._config.get("added_tokens") or ()
         contents = [str(t["content"]) for t in added if t.get("content")][:64]
         forms = [(content, f"a{content}b", f" {content}\n{content}") for content in contents]
         return [*_PROBES, *(text for form in forms for text in form)]
 
     def special_id(self, token: str, key: str) -> int:
-        """The id of a special token; RecipeError that names `key` if the tokenizer has none of that name."""
+        """Return the id of a special token; raises RecipeError naming `key` if there is no such token."""
         special = {t["content"]: t["id"] for t in self._config.get("added_tokens") or () if t.get("special")}
         if token not in special:
             raise RecipeError(
@@ -190,7 +192,7 @@ class Encoder:
         return int(special[token])
 
     def sparing(self, unlike: Ranges) -> Encoder:
-        """This encoder, with texts that have a character of `unlike` left to the file's own library."""
+        """Return a copy of this encoder that gives texts with a character in `unlike` to the own library."""
         other = copy(self)
         other._unlike = _table_of(unlike) if unlike and self.engine == "gigatoken" else None
         return other
@@ -198,11 +200,11 @@ class Encoder:
     def encode_marked(
         self, texts: pa.Array, marks: pa.Array
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-        """`encode` of texts of which some have marks (shardkit.writers.inputs.chat), and what is trained on.
+        """Encode texts, some of which have marks (shardkit.writers.inputs.chat).
 
-        (ids, number of ids of each text; uint8 for each id, 1: trained on; bool for each text: its last part
-        is). Texts with marks are encoded by `tokenizers`: their ids are the tokenizer's own for the text with
-        its special tokens. Texts without are trained on as a whole.
+        Returns all ids; the number of ids of each text; uint8 per id, 1 if it is trained on; bool per text,
+        whether its last part is trained on. Texts with marks are encoded by `tokenizers`: their ids are the
+        tokenizer's own for the text with its special tokens. Texts without marks are trained on as a whole.
         """
         rows = np.flatnonzero(marks.is_valid().to_numpy(zero_copy_only=False))
         with _rows_from(np.flatnonzero(marks.is_null().to_numpy(zero_copy_only=False))):
@@ -234,7 +236,8 @@ class Encoder:
     def _encode_piece(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         rows = np.zeros(0, np.int64) if self._unlike is None else _rows_with(texts, self._unlike)
         if self.own_engine == "tiktoken" and self.engine == "gigatoken":
-            rows = np.union1d(rows, _rows_ending_in_space(texts))  # its patterns treat the end in another way
+            # gigatoken and tiktoken apply patterns differently to white space at the end of a text.
+            rows = np.union1d(rows, _rows_ending_in_space(texts))
         ids, lengths = self._encode(texts)
         if not len(rows):
             return ids, lengths
@@ -275,7 +278,7 @@ class Encoder:
 
 @contextmanager
 def _rows_from(rows: Sequence[int] | Int64s) -> Iterator[None]:
-    """Give an EncodingError of some texts the row that its text has among all."""
+    """Translate the row of an EncodingError within a subset of texts to the row among all texts."""
     try:
         yield
     except EncodingError as error:
@@ -283,12 +286,12 @@ def _rows_from(rows: Sequence[int] | Int64s) -> Iterator[None]:
 
 
 def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
-    """The characters whose texts the two engines may encode in different ways.
+    """Return ranges of the characters whose texts the two engines may encode differently.
 
-    Combining marks that the engines order in two ways beside others, canonical compositions that they do not
-    both make, runs of characters of one category whose first or last one they do not take for the same kind,
-    and characters that are younger than Python's Unicode tables, pictographs aside: the engines' may be older
-    or younger. A character's class and compositions never change once it is assigned.
+    These are combining marks that the engines order differently; canonical compositions that only one engine
+    makes; runs of characters of one category whose first or last character the engines classify differently;
+    and characters newer than Python's Unicode tables, except pictographs, because the engines' tables may be
+    older or newer. A character's class and compositions never change once it is assigned.
     """
     young, ranges, texts = _characters_to_compare()
     unlike = young.copy()
@@ -297,23 +300,23 @@ def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
         if not np.array_equal(a, b):
             unlike[first : last + 1] = True
     if reference.own_engine == "sentencepiece":
-        unlike[ord("\u2581")] = True  # its own sign for a space
+        unlike[ord("\u2581")] = True  # SentencePiece's own symbol for a space
     edges = np.flatnonzero(np.diff(unlike, prepend=False, append=False)).tolist()
     return tuple((first, stop - 1) for first, stop in zip(edges[::2], edges[1::2], strict=True))
 
 
 @cache
 def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[tuple[int, int]], list[str]]:
-    """Which code points Python does not know; ranges of others, and for each a text that stands for it.
+    """Return the code points that Python does not know, ranges of the others, and a test text per range.
 
-    The text of one that combines or is composed shows the class of a mark: before one of the lowest class and
-    behind one of the most frequent. A run of one category has a text for each of its ends, that shows by its
-    neighbors whether it is a letter, a digit, a space or a sign.
+    The text for a combining or composed character reveals the combining class: it puts the character before
+    a mark of the lowest class and after one of the most frequent class. A run of one category gets a text for
+    each of its ends, whose neighbors reveal whether it is a letter, a digit, a space or a sign.
     """
     young = np.zeros(CODE_POINTS, np.bool_)
     ranges: list[tuple[int, int]] = []
     texts: list[str] = []
-    young[ASSIGNED:0xF0000] = True  # except for some tags; private use follows
+    young[ASSIGNED:0xF0000] = True  # the loop below clears some tags; private use begins at 0xF0000
     codes = [*range(0x80, 0xD800), *range(0xE000, ASSIGNED), *range(0xE0000, 0xE1000)]
     young[0xD800:0xE000] = False
     for category, run in groupby(codes, key=lambda code: unicodedata.category(chr(code))):
@@ -339,7 +342,7 @@ def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
 
 
 def _table_of(ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """bool[1,114,112]: whether a code point lies in any of them."""
+    """Return bool[1,114,112]: whether each code point is in one of the ranges."""
     table = np.zeros(CODE_POINTS, np.bool_)
     for first, last in ranges:
         table[first : last + 1] = True
@@ -347,7 +350,7 @@ def _table_of(ranges: Ranges) -> npt.NDArray[np.bool_]:
 
 
 def _rows_with(texts: pa.LargeStringArray, table: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The texts that hold a character of the table."""
+    """Return the indices of texts with a character that is set in the table."""
     found = np.zeros(len(texts), np.bool_)
     _find_characters(text_bytes(texts), text_offsets(texts), table, found)
     return np.flatnonzero(found)
@@ -380,14 +383,14 @@ def load_encoder(
     bos: str | None = None,
     encoding: Encoding | None = None,
 ) -> Encoder:
-    """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
+    """Return an Encoder, cached for later tasks of the process while the file's bytes stay the same."""
     digest = _digest_of_version(path, file_version(path.stat()))
     return _load_encoder(path, digest, eos, engine, bos, encoding).sparing(unlike)
 
 
 @lru_cache(maxsize=4)
 def _digest_of_version(path: Path, version: FileVersion) -> str:
-    """`tokenizer_digest`, once for tasks of a process that find the file unchanged."""
+    """Return `tokenizer_digest`, cached while the version of the file stays the same."""
     return tokenizer_digest(path)
 
 
@@ -408,7 +411,7 @@ def _load_encoder(
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Which engine the whole build uses, and why: what was compared, and the first difference if any."""
+    """The engine that the whole build uses, how much text was compared, and why gigatoken was rejected."""
 
     engine: Engine
     documents: int
@@ -429,9 +432,9 @@ def check_parity(
 ) -> Parity:
     """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
 
-    Texts with characters of `unlike` (`unlike_characters`) do not count: the own engine gets them anyway.
-    The sample depends on the files' contents and order only. Warns (RuntimeWarning) when the build has to
-    use the file's own engine. Call it once per build and give the engine's name to every tokenize task.
+    Texts with characters in `unlike` (`unlike_characters`) cannot differ: the file's own library encodes them
+    in any case. The sample depends on the files' contents and order only. Warns (RuntimeWarning) if the build
+    has to use the file's own library. Call it once per build and pass the engine to every tokenize task.
     """
     reference = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
     own = reference.engine
@@ -443,7 +446,7 @@ def check_parity(
         return _fall_back(path, Parity(own, len(texts), size, 0, str(error)))
     facts = [(encoder.eos_id, encoder.bos_id, encoder.vocab_size) for encoder in (fast, reference)]
     if facts[0] != facts[1]:
-        reason = f"the tokenizer file numbers its added tokens in another way than {own} does"
+        reason = f"gigatoken and {own} give the added tokens of the file different ids"
         return _fall_back(path, Parity(own, len(texts), size, 0, reason))
     different = [text for text in texts if not _agree(fast, reference, text)]
     if different:
@@ -457,12 +460,12 @@ def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
     try:
         right, _ = reference.encode([text])
     except EosInTextError:
-        return True  # tokenizing the document fails, too, and names file and record
+        return True  # tokenizing the document fails with either engine, and names the file and record
     except EncodingError:
-        return False  # it must fail, too, if a document is such a text
+        return False  # a document that the file's own library cannot encode must fail the build
     try:
         ids, _ = fast.encode([text])
-    except Exception:  # whatever the engine fails with, the other one is there
+    except Exception:  # any failure of gigatoken means falling back to the file's own library
         return False
     return bool(np.array_equal(ids, right))
 
@@ -473,15 +476,15 @@ def _fall_back(path: Path, parity: Parity) -> Parity:
 
 
 def sample_bytes(text_bytes: int) -> int:
-    """How much of so much text both engines encode."""
+    """Return the size of the sample that both engines encode, in bytes, for a total size of all text."""
     return max(PARITY_LEAST_BYTES, min(PARITY_BYTES, text_bytes // PARITY_PART))
 
 
 def sample_texts(documents: Sequence[Artifact], sample_bytes: int) -> Iterator[str]:
-    """Texts to compare engines on, of all files alike.
+    """Yield texts to compare engines on, an equal share from each file.
 
-    Half of `sample_bytes` are the beginnings of the first documents of each file. The other half is for what
-    those lack: of the documents that follow, each character that no text before had, with its neighbors.
+    Half of `sample_bytes` are the beginnings of the first documents of each file. The other half are
+    characters that no earlier text had, each with its neighbors, from the rest of these and later documents.
     """
     seen = np.zeros(CODE_POINTS, np.bool_)
     for file in documents:
@@ -513,7 +516,7 @@ def _texts_of(file: Artifact) -> Iterator[str]:
 
 
 def _new_characters(text: str, seen: npt.NDArray[np.bool_], most_bytes: int) -> Iterator[str]:
-    """The parts of a text around characters not in `seen`, which learns them; up to `most_bytes`."""
+    """Yield the parts of a text around characters not in `seen`, up to `most_bytes`; adds them to `seen`."""
     codes = _code_points(text)
     at = 0
     while most_bytes > 0 and len(new := np.flatnonzero(~seen[codes[at:]])):
@@ -533,7 +536,7 @@ def _read_tokenizer(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise RecipeError(
-                f"tokenizer.path: {path} is larger than {MAX_TOKENIZER_BYTES:,} bytes; not a tokenizer"
+                f"tokenizer.path: {path} is larger than {MAX_TOKENIZER_BYTES:,} bytes; give a tokenizer file"
             )
         return path.read_bytes()
     except OSError as error:
@@ -545,14 +548,14 @@ def _read_tokenizer(path: Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _config_of(path: Path, data: bytes, encoding: Encoding | None) -> dict[str, Any]:
-    """`tokenizer_config`, once for both engines."""
+    """Return `tokenizer_config`, cached so that both engines share one parse."""
     return tokenizer_config(path, data, encoding, parse=_parse_json)
 
 
 def _parse_json(data: bytes) -> Any:
     try:
-        return orjson.loads(data)  # four times as fast
-    except orjson.JSONDecodeError:  # halves of surrogate pairs
+        return orjson.loads(data)  # four times as fast as `load_json`
+    except orjson.JSONDecodeError:  # orjson rejects lone surrogates
         return load_json(data)
 
 
@@ -575,7 +578,7 @@ def _candidates(config: dict[str, Any]) -> str:
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Hex blake2b-128 of a tokenizer file; RecipeError if it cannot be read."""
+    """Return the hex blake2b-128 of a tokenizer file; raises RecipeError if it cannot be read."""
     return _digest(_read_tokenizer(path))
 
 
