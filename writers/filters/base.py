@@ -39,7 +39,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 class FilterSettings(StrictModel):
-    """The settings of one filter."""
+    """Base class of the settings of a filter."""
 
     @model_validator(mode="after")
     def _some_value_passes(self) -> Self:
@@ -72,7 +72,7 @@ class FilterSettings(StrictModel):
 
 
 class WordSettings(FilterSettings):
-    """The settings of a filter whose rules count words."""
+    """Base class of the settings of a filter that counts words."""
 
     words: Annotated[str, StringConstraints(pattern=r"^(whitespace|spacy:[a-z]{2,3})$")] = Field(
         default=WHITE_SPACE,

@@ -26,7 +26,7 @@ def load_splitter(words: str) -> SpacyWords:
 
 
 class TextBatch:
-    """A batch of n documents with the columns of DOCUMENT_SCHEMA, whose texts editors replace.
+    """A batch of n documents with the columns of DOCUMENT_SCHEMA; editors replace their texts.
 
     `wanted`, bool[n], selects the documents to process. Statistics are computed for these only, and stay
     valid as long as documents only leave the mask. `stop_words` is the list that `words` counts by default.

@@ -65,7 +65,7 @@ _FRACTIONS = ("dup_line_frac", "line_punct_thr")
 
 
 class ByLanguage(FilterSettings):
-    """A filter with settings of its own for some languages, by their labels."""
+    """Settings of a filter that differ by language: `base`, and other settings by label."""
 
     base: SerializeAsAny[FilterSettings]
     languages: dict[str, SerializeAsAny[FilterSettings]]

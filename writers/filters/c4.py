@@ -76,7 +76,7 @@ class C4QualityEditor(FilterSettings):
 
 
 class C4ParagraphFilter(FilterSettings):
-    """mC4's rule with datatrove's names and defaults: a document needs some long lines."""
+    """mC4's rule with datatrove's names and defaults: a document needs enough long lines."""
 
     reasons: ClassVar = ("too_few_paragraphs",)
 

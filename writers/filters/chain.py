@@ -111,7 +111,7 @@ class FilterChain:
             result.annotations["dropped"] = np.array(dropped, np.object_)
         self._sample(documents, hashes, result)
         for work in self._sides:
-            work.take_rows()  # the sample's rows were reported above
+            work.take_rows()  # discard the sample's rows, which were reported above
         result.kept = batch.documents
         if codes.any():
             result.kept = result.kept.filter(pa.array(codes == 0))
@@ -176,7 +176,7 @@ class FilterChain:
         return codes
 
     def _refuse_missing(self, result: Filtered) -> None:
-        """Raise BuildError if a document has no scores and the recipe says `missing: refuse`."""
+        """Raise BuildError if a document has no scores and the recipe sets `missing: refuse`."""
         lost = [one for one in result.removed if one.rule == f"scores/{REFUSED}"]
         if not lost:
             return

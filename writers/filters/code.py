@@ -40,7 +40,7 @@ _XML_HEAD = 100  # first characters of a file in which `<?xml version=` marks th
 _ENCODED = re.compile(
     r"[a-zA-Z0-9+/\n=]{64,}"  # base64
     r"|(?:\b(?:0x|\\x)?[0-9a-fA-F]{2}(?:,|\b\s*)){8,}"  # hexadecimal
-    r"|(?:\\u[0-9a-fA-F]{4}){8,}"  # code points
+    r"|(?:\\u[0-9a-fA-F]{4}){8,}"  # escaped code points
 )
 _INVISIBLE = re.compile(r"<(script|style)\b.*?</\1\s*>|<!--.*?-->|<[^>]*>", re.DOTALL | re.IGNORECASE)
 

@@ -129,12 +129,14 @@ class FilterEntry(StrictModel):
         default=None, description="Cut lines that occurred earlier in the document."
     )
     url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs and URL words.")
-    bad_words: BadWordsConfig | None = Field(default=None, description="Lists of forbidden words.")
-    stop_words: StopWordsConfig | None = Field(default=None, description="Stop words of languages.")
-    python: PythonConfig | None = Field(default=None, description="A function of your own.")
+    bad_words: BadWordsConfig | None = Field(default=None, description="Drop documents with listed words.")
+    stop_words: StopWordsConfig | None = Field(default=None, description="Require stop words of a language.")
+    python: PythonConfig | None = Field(default=None, description="A Python function of your own.")
     pii: PiiEditor | None = Field(default=None, description="Redact e-mail and IP addresses, phone numbers.")
     language: LanguageConfig | None = Field(default=None, description="Language identification by fastText.")
-    classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
+    classifier: ClassifierConfig | None = Field(
+        default=None, description="A fastText classifier of your own."
+    )
     scores: ScoresConfig | None = Field(
         default=None, description="Scores that were computed elsewhere, joined by the document's id."
     )
@@ -142,9 +144,11 @@ class FilterEntry(StrictModel):
         default=None, description="Quality classes from an ensemble of scores, for routing documents."
     )
     decontamination: DecontaminationConfig | None = Field(
-        default=None, description="Overlap with evaluation sets."
+        default=None, description="Drop, cut or mark documents that overlap evaluation sets."
     )
-    perplexity: PerplexityConfig | None = Field(default=None, description="A KenLM model of your own.")
+    perplexity: PerplexityConfig | None = Field(
+        default=None, description="Perplexity in your own KenLM model."
+    )
     unigram_log_prob: UnigramLogProbConfig | None = Field(
         default=None, description="Mean log-probability of words."
     )

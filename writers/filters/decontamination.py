@@ -123,7 +123,9 @@ class DecontaminationConfig(FilterSettings):
     def _names_differ(self) -> Self:
         names = [one.name or one.path for one in self.evaluations]
         if len(set(names)) < len(names):
-            raise ValueError(f"two evaluations have the same name among {', '.join(names)}; set name")
+            raise ValueError(
+                f"two evaluations have the same name among {', '.join(names)}; set `name` of one"
+            )
         return self
 
     @property
@@ -145,7 +147,7 @@ class DecontaminationConfig(FilterSettings):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Words begin to end - 1 of a document, which equal those of an item from its word `item_begin` on."""
+    """Words begin to end - 1 of a document, which equal an item's words from its word `item_begin` on."""
 
     evaluation: str
     item: int  # line of the item in its file, from 0

@@ -208,7 +208,7 @@ class ClassifierConfig(FilterSettings):
     """Settings of `classifier`: a fastText model of your own, and the label that decides."""
 
     model: FieldName = Field(description="A fastText model file, .bin or .ftz.")
-    label: FieldName = Field(description="The label, without __label__.")
+    label: FieldName = Field(description="The deciding label, without __label__.")
     threshold: Ratio = Field(
         default=0.5, description="Minimum probability at which a document has the label."
     )

@@ -125,7 +125,7 @@ def _load(path: Path, _version: FileVersion, normalized: bool) -> KenlmScorer:
 
 
 def _opened(path: Path, head: bytes) -> BinaryIO:
-    """Open a text file, decompressing it if its first bytes are those of a compressed format."""
+    """Open a text file; decompress it if its first bytes mark a compressed format."""
     if head.startswith(b"\x1f\x8b"):
         return cast(BinaryIO, gzip.open(path))
     if head.startswith(b"BZh"):

@@ -7,8 +7,8 @@ calls it global, and for IPv6 only within 2000::/3, so that C++'s "a::b" does no
 or 212.555.0123, optionally after "1-"; it is not part of a longer number or word. Text that is already equal
 to a replacement is not redacted again.
 
-Arrow's regular expressions select the few documents that can contain a match; only those are searched with
-Python's. All patterns are bounded, so no text takes more than linear time.
+Arrow's regular expressions select the few documents that can contain a match; only these are searched with
+Python's regular expressions. All patterns are bounded, so no text takes more than linear time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PiiEditor(FilterSettings):
     email_replacement: Listed[FieldName] = Field(
         default=("email@example.com", "firstname.lastname@example.org"),
         min_length=1,
-        description="Replacements of e-mail addresses; the default is datatrove's.",
+        description="Replacements of e-mail addresses; the defaults are datatrove's.",
     )
     ip_replacement: Listed[FieldName] = Field(
         default=(
@@ -67,7 +67,7 @@ class PiiEditor(FilterSettings):
             "18.104.22.168",
         ),
         min_length=1,
-        description="Replacements of IP addresses; the default is datatrove's.",
+        description="Replacements of IP addresses; the defaults are datatrove's.",
     )
     phone_replacement: Listed[FieldName] = Field(
         default=("<PHONE>",), min_length=1, description="Replacements of phone numbers."

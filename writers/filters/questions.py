@@ -86,7 +86,8 @@ class QuestionsConfig(StrictModel):
     ngram: int = Field(default=4, ge=1, le=64, description="Number of words in an n-gram of a question.")
     unit: Literal["words", "auto"] = Field(
         default="words",
-        description="auto: each Chinese, Japanese, Thai, Lao, Khmer or Burmese character is a word.",
+        description="words, or auto, in which each Chinese, Japanese, Thai, Lao, Khmer or Burmese character "
+        "is a word.",
     )
     min_item_words: int = Field(
         default=15,

@@ -48,7 +48,7 @@ class ScoresConfig(FilterSettings):
         description="Parquet files or JSON lines with one row per document: paths, globs or URLs.",
     )
     key: FieldName = Field(
-        default="document_id", description="Column of these files with the document's id: text or integers."
+        default="document_id", description="Column of the files with a document's id, as text or integers."
     )
     document: Literal["document_id", "id", "url"] = Field(
         default="document_id",

@@ -167,7 +167,7 @@ class SpacyWords:
         return text_bytes(texts), text_offsets(texts)[chunks.firsts]
 
     def _look_up(self, chunks: Sequence[str]) -> list[tuple[str, int]]:
-        """Return, for each of these distinct chunks, its words with a space after each, and its flags."""
+        """Return the words of each distinct chunk, with a space after each word, and the chunk's flags."""
         if len(self._known) > _MOST_KNOWN:
             self._known, self._older = {}, self._known
         older = self._older

@@ -67,7 +67,7 @@ class UrlListsConfig(FilterSettings):
 
 
 class UrlListsFilter:
-    """Drops documents whose URL is in a list."""
+    """Drops documents by their URL: its host, the URL itself, or its words are in a list."""
 
     reasons = ("domain", "host", "url", "hard_blacklisted", "soft_blacklisted", "blacklisted_subword")
 

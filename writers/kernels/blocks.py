@@ -53,7 +53,7 @@ def find_byte(data: UInt8s, at: int, end: int, byte: int) -> int:
 def find_line_mark(data: UInt8s, at: int, end: int) -> int:
     """Return the index of the first byte in data[at:end] that may begin a line end, or `end`.
 
-    Line ends are those of `str.splitlines`; they begin with the bytes 0A to 0D, 1C to 1E, C2 and E2.
+    Line ends are as for `str.splitlines`; they begin with the bytes 0A to 0D, 1C to 1E, C2 and E2.
     """
     while at < end and at + BLOCK_BYTES <= len(data):
         found = range_mask(data, at, 10, 4) | range_mask(data, at, 28, 3)
@@ -119,7 +119,7 @@ def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64
 def word_masks(
     data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Return masks of data[at:at + 64]; the arguments are those of `space_mask`.
+    """Return masks of data[at:at + 64]; the arguments are as for `space_mask`.
 
     They are (spaces, letters, characters other than white space and punctuation, heads, spilled bits).
     A character has the bit of its first byte, its head; a space has the bits of all its bytes.

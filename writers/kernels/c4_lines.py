@@ -92,7 +92,7 @@ _CITED = (_letters("edit]"), _letters("citation needed]"))
 
 # Character flags, a scratch block, decimal digits, tables for sentences.
 _Tables = tuple[UInt8s, UInt8s, Bools, SentenceTables]
-# Switches, limits, tables.
+# Switches and limits as in `edit_lines`, and the tables.
 _Rules = tuple[tuple[bool, ...], tuple[int, int, int], _Tables]
 
 
@@ -241,7 +241,7 @@ def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edi
 
 @kernel(allocates=False)
 def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
-    """Return where the citation ends that starts with the bracket before `begin`; 0 if it is none."""
+    """Return where the citation that starts with the bracket before `begin` ends; 0 if there is none."""
     at = begin
     while at < end:
         code, after = character_at(data, at)
@@ -332,18 +332,18 @@ def _phrase(data: UInt8s, begin: int, at: int, end: int) -> int:
     byte, after = data[at] | 32, at + 1
     if data[at] == 123:
         return _CURLY
-    if byte == 118:  # v
+    if byte == 118:  # the letter v
         if _before(data, begin, at, _JA) and _after(data, after, end, _ASCRIPT):
             return _JAVASCRIPT
         if _before(data, begin, at, _PRIVACY) and _after(data, after, end, _ACY_POLICY):
             return _POLICY
-    elif byte == 112:  # p
+    elif byte == 112:  # the letter p
         if _before(data, begin, at, _LOREM_IPSUM) and _after(data, after, end, _SUM):
             return _LOREM
-    elif byte == 102:  # f
+    elif byte == 102:  # the letter f
         if _before(data, begin, at, _TERMS) and _after(data, after, end, _SPACE_USE):
             return _POLICY
-    elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin
+    elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin sign
         after = at + 1 if byte == 107 else at + 3
         if _before(data, begin, at, _COO):
             whose = _before(data, begin, at, _USE) or _before(data, begin, at, _USES)

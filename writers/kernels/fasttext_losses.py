@@ -28,7 +28,7 @@ def products(total: Float64s, columns: Float32s, values: Float64s) -> None:
 
 @kernel(allocates=False)
 def descend(values: Float64s, tree: Int32s, nodes: Float64s, scores: Float32s, text: int) -> None:
-    """Compute a hierarchical softmax: a label's probability is the product of those along its path."""
+    """Compute a hierarchical softmax: multiply the probabilities along the path to each label."""
     labels = scores.shape[1]
     nodes[2 * labels - 2] = 1.0
     for inner in range(labels - 2, -1, -1):

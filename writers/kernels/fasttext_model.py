@@ -51,7 +51,7 @@ class FastTextModel:
     """
 
     labels: tuple[str, ...]
-    loss: str  # hs, ns, softmax or ova
+    loss: str  # name of the loss function: hs, ns, softmax or ova
     word_ngrams: int
     buckets: int
     min_ngram: int
@@ -185,7 +185,7 @@ def _parse(file: _File) -> FastTextModel:
     if arguments["model"] != _SUPERVISED:
         _refuse("it has word vectors only; train a classifier with shardkit.writers.train_classifier")
     if version == 11:
-        arguments["maxn"] = 0  # such supervised models do not use character n-grams
+        arguments["maxn"] = 0  # supervised models of version 11 do not use character n-grams
     _check(arguments)
     size, word_count, label_count, _, pruned_count = file.values("iiiqq")
     _limit("labels", label_count, 1, _MAX_LABELS)

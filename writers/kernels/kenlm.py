@@ -1,9 +1,9 @@
 """Probabilities of texts in a KenLM model, for a whole UTF-8 batch at once.
 
 Every line with a word is a sentence: it begins after `<s>` and ends with `</s>`. A word's log10 probability
-is that of the longest n-gram of the model that ends with it, plus the backoffs of the longer contexts. Sums
-are made in KenLM's order and in float32, the sums of sentences in float64, so that values have the same bits
-as KenLM's. A word is found by the hash of its bytes.
+is the probability of the model's longest n-gram that ends with it, plus the backoffs of the longer contexts.
+Sums are made in KenLM's order and in float32, sums of sentences in float64, so that values have the same bits
+as in KenLM. A word is found by the hash of its bytes.
 
 A probing model has a cache miss for each word and order. The positions in its tables depend on hashes only,
 so the entries for a few dozen words are prefetched together before any of them is read.
@@ -126,8 +126,8 @@ def _score_word(
 ) -> tuple[np.float32, int]:
     """Score words[at] after the `length` words before it; return (log10 probability, next context's length).
 
-    `backoffs` has the backoffs of this context by length, and then receives those of the next context. A
-    negative length means damage.
+    `backoffs` has the backoffs of this context by length, and then receives the backoffs of the next context.
+    A negative length means damage.
     """
     data, order = model.data, len(model.tables)
     word = words[at]

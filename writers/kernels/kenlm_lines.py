@@ -51,7 +51,7 @@ class ArpaLines:
         self._pieces = pieces
         self._rest = self._lines = b""
         self._data = np.zeros(8, np.uint8)  # whole lines, followed by eight zeros
-        self._at = 0  # where the next line begins
+        self._at = 0  # position of the next line in the loaded lines
         self.number = 0  # number of lines read so far
 
     def _fill(self) -> bool:
@@ -138,7 +138,7 @@ class ArpaLines:
         first = self.number
         while missing := count - (self.number - first):
             if not self._fill():
-                raise ValueError(f"it ends where {missing:,} of {count:,} {order}-grams are missing")
+                raise ValueError(f"it ends, but {missing:,} of {count:,} {order}-grams are missing")
             yield min(missing, _PIECE_ROWS)
 
     def _passed(self, outcome: tuple[int, int, int]) -> int:

@@ -85,7 +85,7 @@ def hash_of(word: bytes) -> np.uint64:
 
 @kernel(inline=True)
 def remainder_64(value: np.uint64, divisor: int, reciprocal: np.uint64) -> int:
-    """Compute `value` modulo `divisor`, whose reciprocal is 2**64 / divisor, rounded down."""
+    """Compute `value` modulo `divisor`; `reciprocal` is 2**64 / divisor, rounded down."""
     rest = value - multiply_high(value, reciprocal) * np.uint64(divisor)
     return int64(rest - np.uint64(divisor) if rest >= np.uint64(divisor) else rest)
 
@@ -191,7 +191,7 @@ def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) ->
 
 @kernel(allocates=False)
 def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
-    """Load the weights of a record."""
+    """Load the weights of the n-gram in a record of a trie table."""
     data, table = model.data, model.tables[row]
     bit = number * table[STRIDE] + table[WORD_BITS]
     prob_bits, backoff_bits = table[PROB_BITS], table[BACKOFF_BITS]

@@ -40,12 +40,12 @@ from shardkit.writers.kernels.words import UNSPACED, character_tables
 _C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
 _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
-_ROLL = np.uint64(0x9E3779B97F4A7C15)  # any odd number
+_ROLL = np.uint64(0x9E3779B97F4A7C15)  # multiplier of the rolling hash; any odd number works
 _64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
 
 
 class UnitSettings(Protocol):
-    """Settings that select units: those of line deduplication and of the `repeated_lines` filter."""
+    """Settings that select units: for line deduplication and for the `repeated_lines` filter."""
 
     @property
     def unit(self) -> str:
@@ -117,7 +117,7 @@ def span_windows(words: int) -> tuple[int, int]:
 
 
 def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
-    """Return the sampled windows of the wanted texts, with which shared spans of `words` words are found."""
+    """Return the sampled windows of the wanted texts; they find every shared span of `words` words."""
     data, offsets = text_bytes(texts), text_offsets(texts)
     most = int(offsets[-1] - offsets[0]) // 2  # a word takes two bytes; unwritten pages take no memory
     high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)

@@ -37,7 +37,7 @@ _POWERS_OF_BASE = tuple(np.uint64(pow(int(_BASE), power, 1 << 64)) for power in 
 _POWERS = 256  # powers of the base are precomputed for n-grams of fewer bytes
 _PREFIX = 16  # size in bytes of the prefix that selects joined n-grams
 _TABLE_SHIFT = np.uint64(20)
-_MAX_BYTES = 1 << 31  # positions are int32
+_MAX_BYTES = 1 << 31  # texts must be smaller, because positions in them are int32
 
 
 class NgramCounts(NamedTuple):

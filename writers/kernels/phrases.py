@@ -28,7 +28,7 @@ class Phrases:
         lowered = {
             phrase for phrase in lower(pa.array(list(phrases), pa.large_string())).to_pylist() if phrase
         }
-        # A phrase of one byte is looked up under that byte and 0.
+        # A phrase of one byte is in the bucket of this byte and 0.
         encoded = sorted((phrase.encode() for phrase in lowered), key=lambda phrase: (phrase + b"\0")[:2])
         first = [(phrase + b"\0")[0] << 8 | (phrase + b"\0")[1] for phrase in encoded]
         self._buckets = np.searchsorted(np.array(first, np.int64), np.arange((1 << 16) + 1))

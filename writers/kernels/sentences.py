@@ -91,7 +91,7 @@ SentenceTables = tuple[UInt16s, Bools, UInt64s]
 
 @cache
 def sentence_tables() -> SentenceTables:
-    """Return the tables that the kernel reads."""
+    """Return the tables that `count_sentences` reads."""
     packed = sorted(int.from_bytes(word.encode(), "little") for word in _abbreviations())
     return _flags(), first_bytes(characters_with(TERMINAL)), np.array(packed, np.uint64)
 
@@ -111,7 +111,7 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
             gap = at
             while flags[character_at(data, at)[0]] & _SPACE:
                 at = character_at(data, at)[1]
-            if at - gap > 1 or (at > gap and data[gap] != 32):  # spaCy makes it a token
+            if at - gap > 1 or (at > gap and data[gap] != 32):  # spaCy makes such a gap a token
                 count, pending = count + 1, boolean(False)
                 continue
             first = at
@@ -223,7 +223,7 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
 def _affixes(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
-    """Return (breaks, pending) after marks, each of which is a token; several dots in a row are one token."""
+    """Return (breaks, pending) after marks: each mark is a token, but several dots in a row are one token."""
     at = begin
     while at < end:
         here = at

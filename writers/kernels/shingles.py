@@ -156,7 +156,7 @@ def _hash_shingles(units: UInt64s, count: int, ngram: int, hashes: UInt64s) -> N
 
 @kernel
 def add_to_key(key: UInt64s, hashes: UInt64s, count: int, position: int) -> None:
-    """Add hashes[:count], of which the first is n-gram number `position`, to a 128-bit key of a text.
+    """Add hashes[:count] to a 128-bit key of a text; the first hash is its n-gram number `position`.
 
     The key is the sum of all n-gram hashes, and the sum of each times 2 * its position + 1. N-grams in order
     determine the units in order, so texts with equal keys have equal units, except by chance with a
@@ -198,7 +198,7 @@ def _next_characters(
 def _next_mixed(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int
 ) -> tuple[int, int]:
-    """Append hashes as `next_words` does; each character of a script without spaces is a word."""
+    """Append hashes as `next_words` does, but each character of a script without spaces is a word."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     value, inside = _U32, False

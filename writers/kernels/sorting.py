@@ -121,7 +121,7 @@ def distinct_hashes(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int
     out = 0
     for number in range(len(stored)):
         begin, length = offsets[number], offsets[number + 1] - offsets[number]
-        given = hashes[begin : begin + length]  # a view, indexed from 0
+        given = hashes[begin : begin + length]  # a view whose indexes begin at 0
         if not _sort_evenly(given, buckets, room):
             if len(spare) < length:
                 spare = np.empty(longest, np.uint64)

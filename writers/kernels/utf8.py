@@ -135,11 +135,11 @@ class KindCounts(NamedTuple):
     """Characters of each text by kind, int64[n] each."""
 
     characters: Int64s
-    symbols: Int64s  # Unicode categories P and S, but not white space
-    digits: Int64s  # str.isdigit
-    upper_case: Int64s  # letters with str.isupper
-    space: Int64s  # str.isspace
-    letters: Int64s  # str.isalpha
+    symbols: Int64s  # characters of the Unicode categories P and S, but not white space
+    digits: Int64s  # characters for which str.isdigit is true
+    upper_case: Int64s  # letters for which str.isupper is true
+    space: Int64s  # characters for which str.isspace is true
+    letters: Int64s  # characters for which str.isalpha is true
 
 
 def count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools) -> KindCounts:
@@ -252,7 +252,7 @@ def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
     while at + 8 <= end:
         hashed = mix(hashed, load_8_bytes(data, at))
         at += 8
-    if at < end:  # the last eight bytes once more, or a few bytes
+    if at < end:  # the last eight bytes, which may overlap the bytes before; fewer in a short run
         last = load_8_bytes(data, end - 8) if end - begin >= 8 else pack_bytes(data, begin, end)
         hashed = mix(hashed, last)
     return hashed
@@ -285,7 +285,7 @@ def find_run(data: UInt8s, begin: int, end: int, runs: UInt8s, offsets: Int64s) 
         start = offsets[index]
         if offsets[index + 1] - start == end - begin:
             same = True
-            for at in range(end - begin):  # not same_runs: words are short, and a call costs more
+            for at in range(end - begin):  # faster than calling same_runs for short words
                 if data[begin + at] != runs[start + at]:
                     same = False
                     break

@@ -66,7 +66,7 @@ def word_statistics(
 
 
 class _StopWords(NamedTuple):
-    """Stop words: those of up to eight bytes in a hash table, and all of them as returned by join_runs."""
+    """The stop words: all as returned by join_runs, and words of up to eight bytes in a hash table."""
 
     keys: UInt64s
     bits: UInt64s  # 0 where a slot is empty
@@ -116,7 +116,7 @@ def _count_words(
     # For a word that continues in the next block: 1, where it began, its number of characters, and whether it
     # has had a letter, and a character other than punctuation, so far.
     inside, start, length, has_letter, has_plain = zero, begin, 0, zero, zero
-    for at in range(begin, end + 1, BLOCK_BYTES):  # the last block has room for the end of the last word
+    for at in range(begin, end + 1, BLOCK_BYTES):  # up to `end`, where the last word ends
         spaces, letters, plain, heads, spilled = word_masks(data, at, end, flags, spilled, tail)
         words = ~spaces
         before = words << _ONE | inside

@@ -227,8 +227,8 @@ def next_words(
     segment, lower, begins, ends = scratch
     flags, lower_table = tables
     size = min(SEGMENT_BYTES, stop - at)
-    source = data[at : at + size]  # a view, indexed from 0: the loop becomes a memory copy
-    for i in range(size):  # (Numba takes six seconds to compile the assignment of a slice to a slice)
+    source = data[at : at + size]  # a view with indexes from 0, so that the loop becomes a memory copy
+    for i in range(size):  # not a slice assignment, which takes Numba six seconds to compile
         segment[i] = source[i]
     for i in range(size, size + 72):
         segment[i] = 0
@@ -237,7 +237,7 @@ def next_words(
     if at + size < stop and found and ends[found - 1] == size:  # the last run may not end here
         found -= 1
         after = begins[found]
-        if after == 0:  # it is longer than a segment
+        if after == 0:  # the run is longer than a segment
             return _hash_run(data, at, stop, True, flags, lower_table, out, count)
     for run in range(found):
         begin, end = begins[run], ends[run]
