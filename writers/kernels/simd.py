@@ -182,9 +182,8 @@ def _prefetch(_typing: Any, array: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[ir.IntType(32)] * 3])
         name = "llvm.prefetch.p0i8"
         fetch = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
-        builder.call(
-            fetch, [place, *(ir.IntType(32)(value) for value in (0, 3, 1))]
-        )  # a read, all cache levels, data
+        # 0, 3, 1: for a read, into all cache levels, of data.
+        builder.call(fetch, [place, *(ir.IntType(32)(value) for value in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
