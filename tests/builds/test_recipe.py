@@ -171,7 +171,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"filters": [{}]}, "filters[0]: each entry of the list is one filter, this one has none"),
+        ({"filters": [{}]}, "filters[0]: each entry of the list is one filter, but this one has none"),
         ({"filters": [{"length": {}, "profile": "minimal"}]}, "this one has length, profile"),
         ({"filters": [{"profile": "finewebb"}]}, "filters[0].profile: should be 'c4', 'dolma'"),
         ({"filters": ["lenght"]}, "filters[0]: there is no filter 'lenght'; did you mean 'length'?"),

@@ -221,11 +221,11 @@ def test_labels_are_those_of_plain_python(rows: list[tuple[float, int]], combine
     [
         ({"scores": [{"model": "m.bin"}]}, "give `model` and `label`, or the `column`"),
         ({"scores": [{"column": "a", "model": "m.bin", "label": "x"}]}, "give `model` and `label`, or the"),
-        ({"scores": [{"column": "a"}, {"column": "a"}]}, "two scores are called alike: a, a"),
+        ({"scores": [{"column": "a"}, {"column": "a"}]}, "two scores have the same name: a, a"),
         ({"scores": [{"column": "a", "thresholds": 1}, {"column": "b"}]}, "thresholds to all scores or to"),
-        ({"scores": [{"column": "a", "thresholds": [1, 1]}]}, "thresholds ascend"),
-        ({"scores": [{"column": "a"}], "labels": {"high": 1}}, "the lowest one begins at bin 0"),
-        ({"scores": [{"column": "a"}], "labels": {"x": 20, "y": 0}}, "the highest bin is 19"),
+        ({"scores": [{"column": "a", "thresholds": [1, 1]}]}, "thresholds must ascend"),
+        ({"scores": [{"column": "a"}], "labels": {"high": 1}}, "the lowest must begin at bin 0"),
+        ({"scores": [{"column": "a"}], "labels": {"x": 20, "y": 0}}, "the highest is 19"),
     ],
 )
 def test_buckets_that_cannot_be_meant_are_refused(settings: dict[str, Any], problem: str) -> None:

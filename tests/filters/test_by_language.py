@@ -246,20 +246,20 @@ def test_languages_that_are_not_named_are_dropped_or_take_the_default_as_asked(f
             "model.bin has no language deu; did you mean deu_Latn",
         ),
         ([{"language": {}, "by_language": {"de": {"characters": 3}}}], "characters .* same for all"),
-        (["language", {"c4_quality": {}, "by_language": {"de": {"min_num_sentences": 3}}}], "only filters"),
+        (["language", {"c4_quality": {}, "by_language": {"de": {"min_num_sentences": 3}}}], "that edit"),
         (
             [
                 "language",
                 {"scores": {"path": "s", "columns": {"x": {}}}, "by_language": {"de": {"missing": "keep"}}},
             ],
-            "only filters",
+            "must be the same for all languages",
         ),
         (
             ["language", {"gopher_repetition": {}, "by_language": {"de": {"top_n_grams": [[2, 0.3]]}}}],
             "the rules must be the same ones in all languages",
         ),
         (["language", {"length": {}, "by_language": "configs/*.yml"}], "has no key of length"),
-        (["language", {"gopher_quality": {}, "by_language": "none/*.yml"}], r"no file is like none/\*.yml"),
+        (["language", {"gopher_quality": {}, "by_language": "none/*.yml"}], r"no file matches none/\*.yml"),
         (["language", {"gopher_quality": {}, "by_language": 3}], r"filters\[1\].by_language: should be"),
         (["language", {"by_language": {"de": {"min_doc_words": 3}}}], "this one has none"),
     ],
@@ -272,5 +272,5 @@ def test_settings_by_language_that_cannot_be_meant_are_refused(
 
 
 def test_files_are_read_only_where_the_folder_of_the_recipe_is_known() -> None:
-    with pytest.raises(ValueError, match="read with a recipe file"):
+    with pytest.raises(ValueError, match="recipe that was read from a file"):
         FilterEntry.model_validate({"gopher_quality": {}, "by_language": "configs/*.yml"})

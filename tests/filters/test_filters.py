@@ -164,9 +164,9 @@ def test_a_filter_names_the_files_it_reads_and_the_one_that_is_missing(
             for bad in ([[0, 0.2]], [[2, 20.0]], [[2]], [["2", 0.2]], [[2.5, 0.2]])
         ),
         ("language", {"languages": ["eng"]}, "no language eng"),
-        ("language", {"languages": []}, "nothing would stay"),
-        ("language", {"languages": ["en", "de"], "threshold": {"en": 0.5}}, "threshold lacks de"),
-        ("language", {"threshold": {"en": 0.5}}, "threshold lacks af"),
+        ("language", {"languages": []}, "no document would be kept"),
+        ("language", {"languages": ["en", "de"], "threshold": {"en": 0.5}}, "threshold has no value for de"),
+        ("language", {"threshold": {"en": 0.5}}, "threshold has no value for af"),
         ("language", {"threshold": {}}, "at least 1"),
         ("language", {"threshold": 1.5}, "less than or equal to 1"),
         ("language", {"characters": 0}, "greater than or equal to 1"),

@@ -189,17 +189,17 @@ def scores_of(arpa: str, folder: Path) -> list[tuple[float, int]]:
 
 WRONG_ARPA: dict[str, tuple[str, str, str]] = {
     "no data": ("\\data\\", "\\date\\", r"it begins with '\\\\date\\\\'"),
-    "counts in another order": ("ngram 2=2", "ngram 3=2", r"line 3 is 'ngram 3=2' where 'ngram 2=…'"),
+    "counts in another order": ("ngram 2=2", "ngram 3=2", r"line 3 is 'ngram 3=2' where 'ngram 2=\.\.\.'"),
     "only unigrams": ("ngram 2=2\n", "", "its order is 1"),
     "too few": ("ngram 1=5", "ngram 1=6", "line 11 is '': there are fewer n-grams than"),
     "too many": ("ngram 1=5", "ngram 1=4", r"line 10 is .*cat' where \\2-grams:"),
     "huge counts": ("ngram 2=2", "ngram 2=999999999999999999", "fewer n-grams than"),
-    "no number": ("-1.0\t", "-1.x\t", r"line 8 is '-1\.x\\t</s>': its number is not one"),
+    "no number": ("-1.0\t", "-1.x\t", r"line 8 is '-1\.x\\t</s>': its probability is not a number"),
     "positive": ("-1.0\t", "1.0\t", "line 8 is .*greater than 1"),
     "no word": ("-1.0\t</s>", "-1.0", "line 8 is .*too few words"),
     "backoff": ("the\t-0.25", "the\tnan", "line 9 .*its backoff"),
-    "something else": ("the\t-0.25", "the\t-0.25 7", "line 9 .*something follows"),
-    "unknown word": ("the cat", "the dog", r"line 14 .*a word of it is no unigram"),
+    "something else": ("the\t-0.25", "the\t-0.25 7", "line 9 .*text after its backoff"),
+    "unknown word": ("the cat", "the dog", r"line 14 .*one of its words is not a unigram"),
     "no sentences": ("<s>\t-0.5", "<t>\t-0.5", "it lacks <s>"),
     "no end": ("\\end\\", "", r"it ends where \\end\\"),
     "a long line": ("# x", "#" * (9 << 20), "line 1 has more than"),
@@ -226,7 +226,9 @@ def test_an_ngram_without_its_context_is_refused(tmp_path: Path) -> None:
     lines[count] = f"ngram 2={int(lines[count][8:]) - 1}"
     del lines[at]
     (tmp_path / "model.arpa").write_text("\n".join(lines) + "\n")
-    with pytest.raises(RecipeError, match=f"line {first:,}: the first 2 words of this 3-gram are no 2-gram"):
+    with pytest.raises(
+        RecipeError, match=f"line {first:,}: the first 2 words of this 3-gram are not a 2-gram"
+    ):
         load_model(tmp_path / "model.arpa", normalized=True)
 
 
@@ -242,21 +244,21 @@ UNIGRAMS = QUANTIZER = WORDS + 8 * 20
 WRONG_BINARY: dict[str, tuple[bytes, str]] = {
     "another version": (
         (GOLDEN / "3.trie").read_bytes().replace(b"version 5", b"version 4"),
-        "'format version 4' in the place of 'format version 5'; build it again",
+        "'format version 4' instead of 'format version 5'; build it again",
     ),
     "unfinished": (b"mmap lm http://kheafield.com/code incomplete\n" + bytes(900), "did not finish"),
     "only a header": ((GOLDEN / "3.trie").read_bytes()[:100], "it has 100 bytes"),
     "cut": ((GOLDEN / "3.probing").read_bytes()[:5000], "its tables need"),
-    "another machine": (patched("3.trie", 56, "<f", 2.0), "a processor with other numbers"),
+    "another machine": (patched("3.trie", 56, "<f", 2.0), "a processor with another number format"),
     "order": (patched("3.trie", HEADER, "<B", 1), "its order is 1"),
     "multiplier": (patched("3.probing", HEADER + 4, "<f", float("nan")), "buckets for each n-gram"),
     "endless multiplier": (patched("3.probing", HEADER + 4, "<f", float("inf")), "buckets for each n-gram"),
-    "type": (patched("3.trie", HEADER + 8, "<I", 6), "its type is 6, none of probing, "),
-    "another type": (patched("3.trie", HEADER + 8, "<I", 0), "a probing of version 1"),
+    "type": (patched("3.trie", HEADER + 8, "<I", 6), "its type is 6, not one of probing, "),
+    "another type": (patched("3.trie", HEADER + 8, "<I", 0), "a probing model of version 1"),
     "counts": (patched("3.trie", HEADER + 20, "<Q", 1 << 63), "cannot hold"),
     "no words": (patched("3.trie", HEADER + 20, "<Q", 0), "cannot hold"),
     "fewer words": (patched("3.trie", HEADER + 20, "<Q", 18), "unigrams; it is damaged|should begin at"),
-    "quantizer": (patched("3.trie-q", QUANTIZER, "<B", 7), "a quantizer of version 7"),
+    "quantizer": (patched("3.trie-q", QUANTIZER, "<B", 7), "its quantizer has version 7"),
     "compressed": (gzip.compress((GOLDEN / "3.trie").read_bytes()), "decompress it"),
 }
 

@@ -78,7 +78,7 @@ def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.Mo
 def test_another_model_in_the_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "lid.176.ftz").write_bytes(language_model().read_bytes() + b"\0")
     monkeypatch.setattr(fasttext, "language_model", lambda: tmp_path / "lid.176.ftz")
-    with pytest.raises(BuildError, match="not the model that recipes refer to"):
+    with pytest.raises(BuildError, match=r"not the published lid\.176\.ftz"):
         language_scorer.__wrapped__()
 
 
@@ -165,7 +165,7 @@ def test_languages_and_thresholds_are_the_labels_of_the_given_model(model: Path)
         ({"languages": ["deu_Lat"]}, r"model.bin has no language deu_Lat; did you mean deu_Latn"),
         ({"languages": ["en"]}, r"has no language en; its labels are deu_Cyrl, deu_Latn, eng_Latn"),
         ({"threshold": {"default": 0.5, "__label__eng_Latn": 0.5}}, "did you mean eng_Latn"),
-        ({"threshold": {"eng_Latn": 0.5}}, "threshold lacks deu_Cyrl, deu_Latn; .* default"),
+        ({"threshold": {"eng_Latn": 0.5}}, "threshold has no value for deu_Cyrl, deu_Latn; .* default"),
     ],
 )
 def test_languages_that_the_given_model_has_not_are_refused(

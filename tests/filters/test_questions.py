@@ -252,11 +252,11 @@ def test_files_without_the_fields_are_refused(
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"questions": {}, "cut": {}}, "without exact bounds"),
-        ({"questions": {}, "ngram": 13}, "ngram: of runs of words only"),
-        ({"questions": {}, "min_matches": 1}, "min_matches: of runs of words only"),
-        ({"questions": {}, "evaluations": [{"path": "e", "fields": ["a"]}]}, "fields is of runs of words"),
-        ({"evaluations": [{"path": "e", "answer": "a"}]}, "answer is for `questions`"),
+        ({"questions": {}, "cut": {}}, "finds no exact bounds"),
+        ({"questions": {}, "ngram": 13}, "ngram: no effect with `questions`"),
+        ({"questions": {}, "min_matches": 1}, "min_matches: no effect with `questions`"),
+        ({"questions": {}, "evaluations": [{"path": "e", "fields": ["a"]}]}, "fields has no effect"),
+        ({"evaluations": [{"path": "e", "answer": "a"}]}, "answer needs `questions`"),
         ({"questions": {"threshold": 0}}, "greater than 0"),
     ],
 )

@@ -80,11 +80,11 @@ def test_it_sees_edited_texts_of_the_documents_that_are_left_and_no_empty_batch(
     ("name", "more", "problem"),
     [
         ("fails", {}, "mine:fails: KeyError: 'no such thing'.* begins 'first'"),
-        ("short", {}, "mine:short: it returned 1 values for 2 documents"),
-        ("numbers", {}, "mine:numbers: it returned 1; expected true or false"),
-        ("nothing", {}, "mine:nothing: it did not return an array"),
+        ("short", {}, "mine:short: the function returned 1 values for 2 documents"),
+        ("numbers", {}, "mine:numbers: the function returned 1; expected true or false"),
+        ("nothing", {}, "mine:nothing: the function did not return an array"),
         ("labels", {}, "expected true or false"),
-        ("labels", {"reasons": ["even"]}, "it returned 'odd'; expected one of even or null"),
+        ("labels", {"reasons": ["even"]}, "the function returned 'odd'; expected one of even or null"),
         ("long", {"parameters": {"most": 1}}, "mine:long: TypeError"),
     ],
 )

@@ -1,16 +1,16 @@
 """The contract of a filter: its settings, the rules that it judges by, and the edits that it makes.
 
-A filter is a FilterSettings model, whose fields are what a recipe says, with a method that judges batches
-(`Filter`) or rewrites them (`Editor`). Where that takes a model or a list of words, the method belongs to a
-class of its own, which `FilterSettings.build` loads. To add a filter, write its module and add one field to
-`config.FilterEntry`.
+A filter is a FilterSettings model, whose fields are the settings in a recipe, with a method that judges
+batches (`Filter`) or rewrites them (`Editor`). If the filter needs a model or a word list, the method belongs
+to a class of its own, which `FilterSettings.build` creates. To add a filter, write its module and add one
+field to `config.FilterEntry`.
 
 A rule reports, for each document of a batch, whether the document fails and the value that was compared, so
 that values can be written out and thresholds changed later. Rules are tried in a fixed order; the first one
-that a document fails is the reason it is dropped. A ratio without a denominator is 0.
+that a document fails is the reason it is dropped. A ratio whose denominator is 0 is 0.
 
-A recipe is read without Numba, Arrow or a model: filter modules import those inside the functions that use
-them, and kernels live in writers/kernels/.
+Reading a recipe must not import Numba or Arrow or load a model: filter modules import these packages inside
+the functions that use them, and kernels live in writers/kernels/.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 class FilterSettings(StrictModel):
-    """The settings of one filter."""
+    """Base class of the settings of a filter."""
 
     @model_validator(mode="after")
     def _some_value_passes(self) -> Self:
@@ -53,12 +53,12 @@ class FilterSettings(StrictModel):
         return self
 
     def build(self, folder: Path) -> Filter | Editor:
-        """Load what the filter needs. `folder` is the base of the relative paths in the settings."""
-        assert isinstance(self, Filter | Editor), "settings without a judge or edit method override build"
+        """Create the filter and load its models and lists; `folder` is the base of relative paths."""
+        assert isinstance(self, Filter | Editor), "a class without a judge or edit method must override build"
         return self
 
     def files(self) -> tuple[str, ...]:
-        """Paths, relative to the recipe's folder, of the lists and models that the filter uses."""
+        """Return the paths of the lists and models that the filter uses, relative to the recipe's folder."""
         return ()
 
     @property
@@ -67,17 +67,17 @@ class FilterSettings(StrictModel):
         return isinstance(self, Editor)
 
     def entry(self, name: str) -> dict[str, Any]:
-        """The entry of a recipe's `filters` that stands for these settings, as plain data."""
+        """Return the recipe entry under `filters` that has these settings, as plain data."""
         return {name: self.model_dump(mode="json")}
 
 
 class WordSettings(FilterSettings):
-    """The settings of a filter whose rules count words."""
+    """Base class of the settings of a filter that counts words."""
 
     words: Annotated[str, StringConstraints(pattern=r"^(whitespace|spacy:[a-z]{2,3})$")] = Field(
         default=WHITE_SPACE,
-        description="What a word is. `whitespace`: as `str.split()` has it; `spacy:en`: as spaCy's rules for "
-        "a language have it (`xx`: those that all share), which is what datatrove counts.",
+        description="How text is split into words. `whitespace`: by `str.split()`; `spacy:en`: by spaCy's "
+        "tokenizer for a language, as in datatrove (`spacy:xx`: by the rules that all languages share).",
         examples=["spacy:en"],
     )
 
@@ -93,7 +93,7 @@ class WordSettings(FilterSettings):
         """See FilterSettings.entry."""
         own = self.model_dump(mode="json")
         if self.words == WHITE_SPACE:
-            del own["words"]  # as in the recipes of older versions
+            del own["words"]  # recipes written before this setting existed do not have the key
         return {name: own}
 
 
@@ -101,10 +101,10 @@ class WordSettings(FilterSettings):
 class Rule:
     """The result of one rule for a batch of n documents.
 
-    `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that were
-    compared. Both are meaningful only where `batch.wanted` is true. `bound` is the limit that numbers were
-    compared with, if there is one: one for all, or float64[n] with NaN for none. `labels`, object[n], say
-    what numbers are about, such as the evaluation item that was found.
+    `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that the
+    rule compared. Both are meaningful only where `batch.wanted` is true. `bound` is the limit that the values
+    were compared with, or None: one limit for all documents, or float64[n] with NaN where there is no limit.
+    `labels`, object[n], name what each number is about, such as the evaluation item that was found.
     """
 
     name: str
@@ -120,19 +120,19 @@ class Filter(Protocol):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Names of the rules in the order they are tried; known before the first batch."""
+        """Names of the rules in the order in which they are tried; fixed when the filter is built."""
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """Return one rule for each of `reasons`, in that order."""
+        """Judge the wanted documents; return one Rule for each of `reasons`, in that order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
     """What an editor did to a batch of n documents: new texts, rules that drop documents, and byte counts.
 
-    `cut` has the UTF-8 bytes removed from each document, int64[n] for each name; negative where a text grew.
-    Summed over all names it is the size before minus the size after. `counts` has further statistics,
-    int64[n] for each name, such as the number of redacted addresses.
+    `cut` maps each name of `Editor.edits` to int64[n], the UTF-8 bytes removed from each document; negative
+    where a text grew. The sum over all names is the size before minus the size after. `counts` maps names to
+    further statistics, int64[n], such as the number of redacted addresses.
     """
 
     texts: pa.LargeStringArray
@@ -147,14 +147,14 @@ class Editor(Protocol):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Names of the rules that drop documents, in the order they are tried."""
+        """Names of the rules that drop documents, in the order in which they are tried."""
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """Names under which removed bytes are counted."""
+        """Names of the kinds of edits under which removed bytes are counted."""
 
     def edit(self, batch: TextBatch) -> Edit:
-        """Rewrite the texts of the wanted documents; what the others become does not matter."""
+        """Rewrite the texts of the wanted documents; the new texts of other documents are never read."""
 
 
 @runtime_checkable
@@ -163,31 +163,31 @@ class SideOutput(Protocol):
 
     @property
     def side_file(self) -> str:
-        """Name of that file."""
+        """Name of the JSON-lines file."""
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the last batch in document order, and clear them."""
+        """Return the rows found in the last batch, in document order, and clear them."""
 
 
 def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Divide integers as Python does; 0 where `whole` is 0."""
+    """Return part[i] / whole[i] as float64; 0 where `whole` is 0."""
     ratios = np.zeros(len(part))
     np.divide(part, whole, out=ratios, where=whole != 0)
     return ratios
 
 
 def below(name: str, values: npt.NDArray[Any], least: float | None) -> Rule:
-    """The rule that values reach `least`; None: switched off."""
+    """Return the rule that fails documents whose value is less than `least`; None switches it off."""
     return Rule(name, None if least is None else values < least, values, least)
 
 
 def above(name: str, values: npt.NDArray[Any], most: float | None) -> Rule:
-    """The rule that values do not exceed `most`; None: switched off."""
+    """Return the rule that fails documents whose value is greater than `most`; None switches it off."""
     return Rule(name, None if most is None else values > most, values, most)
 
 
 def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:
-    """int64[count]: 0 where a document passes, else 1 + the index of the first rule that it fails."""
+    """Return int64[count]: 1 + the index of the first rule that a document fails, or 0 if it passes all."""
     codes = np.zeros(count, np.int64)
     for number in range(len(rules), 0, -1):
         failed = rules[number - 1].fails
@@ -197,7 +197,7 @@ def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:
 
 
 def version_of(path: Path, key: str) -> FileVersion:
-    """Return the `file_version` of a file; a RecipeError names the recipe's `key` if it cannot be read."""
+    """Return the `file_version` of a file. Raises RecipeError, naming the `key`, if it cannot be read."""
     try:
         return file_version(path.stat())
     except OSError as error:
@@ -210,8 +210,8 @@ def load_list(
     """Call `make` with the entries of list files, and cache its result for the life of the process.
 
     A file has one entry per line; blank lines and lines that start with # are skipped. Entries are streamed.
-    `make` must be a module-level function, because it is part of the cache key. A file that changes
-    is read again. A RecipeError names the recipe's `key` if a file cannot be read.
+    `make` must be a module-level function, because it is part of the cache key. A file that has changed is
+    read again. Raises RecipeError, naming the recipe's `key`, if a file cannot be read.
     """
     files = tuple((folder / path, version_of(folder / path, key)) for path in paths)
     loaded: _Loaded = _load(make, files)
@@ -224,11 +224,11 @@ def _load(make: Callable[[Iterator[str]], Any], files: tuple[tuple[Path, FileVer
 
 
 def _entries(paths: Iterable[Path]) -> Iterator[str]:
-    """Entries without white space at both ends."""
+    """Yield the entries of list files, without white space at either end."""
     for path in paths:
         try:
             with path.open(encoding="utf-8-sig") as file:
                 stripped = map(str.strip, file)
                 yield from (entry for entry in stripped if entry and not entry.startswith("#"))
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: not a list, one entry a line in UTF-8: {error}") from None
+            raise RecipeError(f"{path}: not a list with one entry per line, in UTF-8: {error}") from None

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def load_splitter(words: str) -> SpacyWords:
-    """Load the splitter that `words` of WordSettings names, which is not white space."""
+    """Load the spaCy splitter for a `words` setting such as `spacy:en`; not for `whitespace`."""
     from shardkit.writers.filters.spacy_words import spacy_words
 
     return spacy_words(words.partition(":")[2])
 
 
 class TextBatch:
-    """Documents of DOCUMENT_SCHEMA, whose texts editors replace.
+    """A batch of n documents with the columns of DOCUMENT_SCHEMA; editors replace their texts.
 
-    `wanted` is a mask of the documents to look at. Statistics are computed for those only and stay valid
-    while documents only leave the mask. `stop_words` are counted unless a filter asks for others. `scores`,
-    float64[n] by name, are what filters joined to the documents, for those after them. `languages` is
-    object[n], the labels that a language filter found, None before one has run.
+    `wanted`, bool[n], selects the documents to process. Statistics are computed for these only, and stay
+    valid as long as documents only leave the mask. `stop_words` is the list that `words` counts by default.
+    `scores` maps names to float64[n], the scores that a filter joined for use by later filters. `languages`
+    is object[n], the labels that a language filter found, or None before one has run.
     """
 
     def __init__(self, documents: pa.RecordBatch, *, stop_words: tuple[str, ...] = ()) -> None:
@@ -48,7 +48,9 @@ class TextBatch:
     def set_texts(self, texts: pa.LargeStringArray) -> None:
         """Replace the texts and discard the statistics of the old ones."""
         if texts.type != pa.large_string() or texts.null_count:
-            raise ValueError(f"texts must be large_string without nulls, these are {texts.type}")
+            raise ValueError(
+                f"texts must be large_string without nulls; got {texts.type} with {texts.null_count} nulls"
+            )
         self.texts = texts
         self.offsets = text_offsets(texts)
         self.data = text_bytes(texts)
@@ -63,7 +65,7 @@ class TextBatch:
         return self._documents.set_column(number, self._documents.schema.field(number), self.texts)
 
     def part(self, rows: npt.NDArray[np.int64]) -> TextBatch:
-        """These documents as a batch of their own, which is kept, with its statistics, while texts stay."""
+        """Return the documents at these row numbers as a batch of their own, cached until texts change."""
         key = rows.tobytes()
         if key not in self._parts:
             taken = self.documents.take(pa.array(rows))
@@ -73,25 +75,25 @@ class TextBatch:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """int64[n]: bytes of each text."""
+        """int64[n], the size of each text in UTF-8 bytes."""
         return np.diff(self.offsets)
 
     def wanted_texts(self) -> tuple[npt.NDArray[np.int64], pa.LargeStringArray]:
-        """(row numbers, texts) of the wanted documents."""
+        """Return the row numbers and the texts of the wanted documents."""
         rows = np.flatnonzero(self.wanted)
         return rows, self.texts if len(rows) == len(self) else self.texts.take(pa.array(rows))
 
     def column(self, name: str) -> list[Any]:
-        """A column of the documents (url, metadata, …) as Python values."""
+        """Return a column of the documents, such as url or metadata, as Python values."""
         values: list[Any] = self._documents.column(name).to_pylist()
         return values
 
     def words(self, stop_words: tuple[str, ...] | None = None, splitter: str = WHITE_SPACE) -> WordStatistics:
-        """Statistics of the words of a splitter; with these distinct stop words, if given."""
+        """Return cached word statistics with a splitter's words; `stop_words` replaces the batch's list."""
         key = splitter, self._stop_words if stop_words is None else stop_words
         if key not in self._words:
             found = word_statistics(*self.split(splitter), self.wanted, key[1])
-            if splitter != WHITE_SPACE:  # characters, symbols and lines are those of the text
+            if splitter != WHITE_SPACE:  # a splitter changes counts of words only, not of characters or lines
                 of_text = self.words(key[1])
                 names = ("words", "plain_words", "plain_word_characters", "letter_words", "stop_words")
                 found = replace(of_text, **{name: getattr(found, name) for name in names})
@@ -99,7 +101,7 @@ class TextBatch:
         return self._words[key]
 
     def split(self, splitter: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        """Data and offsets of texts in which white space stands between all words of a splitter."""
+        """Return UTF-8 data and offsets of the texts with white space between all words of a splitter."""
         if splitter == WHITE_SPACE:
             return self.data, self.offsets
         if splitter not in self._split:
@@ -107,5 +109,5 @@ class TextBatch:
         return self._split[splitter]
 
     def lines(self, short_line_length: int) -> LineStatistics:
-        """Line statistics."""
+        """Return line statistics; lines of at most `short_line_length` characters count as short."""
         return line_statistics(self.data, self.offsets, self.wanted, short_line_length=short_line_length)

@@ -1,8 +1,8 @@
 """Bounds on the length of a text, and on its shares of symbols, digits, capitals, white space and letters.
 
-Words are those of `str.split()`, characters are code points. Kinds of characters are Python's (`str.isdigit`,
-…); a symbol is of Unicode category P or S, so combining marks, which many scripts need in every word, are
-none. A ratio without a denominator is 0.
+Words are split as by `str.split()`; characters are code points. Kinds of characters are Python's
+(`str.isdigit` and so on). A symbol has Unicode category P or S; combining marks, which many scripts need in
+every word, are not symbols. A ratio whose denominator is 0 is 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class LengthFilter(FilterSettings):
-    """Bounds on a document's length; null means no bound. Words are separated by white space."""
+    """Bounds on a document's length; null switches a bound off. Words are separated by white space."""
 
     reasons: ClassVar = ("too_few_words", "too_many_words", "too_few_characters", "too_many_characters")
 
-    min_words: int | None = Field(default=None, ge=0, description="Fewest words.")
-    max_words: int | None = Field(default=None, ge=0, description="Most words.")
-    min_chars: int | None = Field(default=None, ge=0, description="Fewest characters (code points).")
-    max_chars: int | None = Field(default=None, ge=0, description="Most characters (code points).")
+    min_words: int | None = Field(default=None, ge=0, description="Minimum number of words.")
+    max_words: int | None = Field(default=None, ge=0, description="Maximum number of words.")
+    min_chars: int | None = Field(default=None, ge=0, description="Minimum number of characters.")
+    max_chars: int | None = Field(default=None, ge=0, description="Maximum number of characters.")
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
@@ -41,7 +41,7 @@ class LengthFilter(FilterSettings):
 
 
 class RatiosFilter(FilterSettings):
-    """Bounds on kinds of characters (code points); null: no rule."""
+    """Bounds on the fractions of kinds of characters (code points); null switches a rule off."""
 
     reasons: ClassVar = (
         "too_many_symbols",
@@ -52,19 +52,19 @@ class RatiosFilter(FilterSettings):
     )
 
     max_symbol_ratio: Ratio | None = Field(
-        default=None, description="Most symbols and punctuation (Unicode P and S) per character."
+        default=None, description="Maximum fraction of symbols and punctuation (Unicode P and S)."
     )
     max_digit_ratio: Ratio | None = Field(
-        default=None, description="Most digits (str.isdigit) per character."
+        default=None, description="Maximum fraction of digits (str.isdigit)."
     )
     max_uppercase_ratio: Ratio | None = Field(
-        default=None, description="Most upper-case letters per letter (str.isupper, str.isalpha)."
+        default=None, description="Maximum fraction of letters (str.isalpha) in upper case (str.isupper)."
     )
     max_white_space_ratio: Ratio | None = Field(
-        default=None, description="Most white space (str.isspace) per character."
+        default=None, description="Maximum fraction of white space (str.isspace)."
     )
     min_alphabetic_ratio: Ratio | None = Field(
-        default=None, description="Least letters (str.isalpha) per character that is no white space."
+        default=None, description="Minimum fraction of letters (str.isalpha), white space not counted."
     )
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:

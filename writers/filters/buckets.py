@@ -1,15 +1,16 @@
-"""`buckets`: sort documents into quality classes by an ensemble of scores; it drops none.
+"""`buckets`: sort documents into quality classes by an ensemble of scores, without dropping any.
 
-Each score puts a document into a bin: with `thresholds`, the number of them that it reaches; else one of
-`bins` classes of equal size, whose edges are percentiles of the corpus itself. The bins of all scores are
-combined, by their maximum or mean, and `labels` name ranges of the result. This is how Nemotron-CC
-(arXiv 2412.02595) classifies pages: three classifiers, 20 bins each, the maximum, five labels; and with one
-score and `{high: 9, low: 0}` of ten bins, "high" is the best tenth, which DCLM (arXiv 2406.11794) keeps.
+Each score puts a document into a bin. With `thresholds`, the bin is the number of thresholds that the score
+reaches; otherwise it is one of `bins` classes of equal size, whose edges are percentiles of the corpus. The
+bins of all scores are combined by their maximum or mean, and `labels` name ranges of the result. This is how
+Nemotron-CC (arXiv 2412.02595) classifies pages: three classifiers, 20 bins each, the maximum, five labels.
+With one score, ten bins and `{high: 9, low: 0}`, "high" is the best tenth, which DCLM (arXiv 2406.11794)
+keeps.
 
-Percentiles are those of the documents that are left after duplicate removal, so they are known only then: the
-filter computes the scores, and stage `buckets` the labels (stages/buckets.py). A label is a field of the
-document's metadata from there on: in `output.where`, provenance and text outputs. A document without one of
-the scores is in the lowest bin of it.
+Percentiles are computed over the documents that remain after duplicate removal. Therefore this filter only
+computes the scores, and stage `buckets` assigns the labels (stages/buckets.py). From then on the label is a
+field of the document's metadata: in `output.where`, provenance and text outputs. A document that lacks a
+score is in the lowest bin of that score.
 """
 
 from __future__ import annotations
@@ -36,25 +37,26 @@ class BucketScore(StrictModel):
     model: FieldName | None = Field(default=None, description="A fastText model file, .bin or .ftz.")
     label: FieldName | None = Field(default=None, description="The model's label, without __label__.")
     characters: int | None = Field(
-        default=None, ge=1, description="The model reads this many characters from the beginning; null: all."
+        default=None, ge=1, description="The model reads only this many first characters; null: all."
     )
     column: FieldName | None = Field(
-        default=None, description="In place of a model: a column of a `scores` filter before this one."
+        default=None, description="Instead of a model: a column of an earlier `scores` filter."
     )
     thresholds: Listed[float] = Field(
         default=(),
         max_length=999,
-        description="Ascending: the bin is how many of them the score reaches; (): percentiles of the corpus",
+        description="Ascending bin edges: the bin is the number of edges that the score reaches. Empty: the "
+        "edges are percentiles of the corpus.",
     )
 
     @property
     def name(self) -> str:
-        """The name of its values in annotations and of its edges in the card."""
+        """The name of the score's values in annotations and of its bin edges in the card."""
         return self.column or f"{PurePosixPath(self.model or '').stem}.{self.label}"
 
     @property
     def classifier(self) -> ClassifierConfig | None:
-        """The model; None if the score is joined."""
+        """The settings of the score's model; None if the score is a column of a `scores` filter."""
         if self.model is None or self.label is None:
             return None
         return ClassifierConfig(model=self.model, label=self.label, characters=self.characters, threshold=0.0)
@@ -64,59 +66,64 @@ class BucketScore(StrictModel):
         if (self.model is None) != (self.label is None) or (self.model is None) == (self.column is None):
             raise ValueError("give `model` and `label`, or the `column` of a `scores` filter")
         if any(one >= other for one, other in pairwise(self.thresholds)):
-            raise ValueError("thresholds ascend, each once")
+            raise ValueError("thresholds must ascend, without repetitions")
         return self
 
 
 class BucketsConfig(FilterSettings):
-    """Scores, how they become bins, and the labels of combined bins."""
+    """Settings of `buckets`: the scores, how they become bins, and the labels of combined bins."""
 
     scores: Listed[BucketScore] = Field(
         min_length=1,
         max_length=16,
-        description="The ensemble.",
+        description="The scores of the ensemble.",
         examples=[[{"model": "quality.bin", "label": "hq"}, {"column": "edu"}]],
     )
     field: FieldName = Field(
-        default="bucket", description="Field of the documents' metadata that has the label, for output.where."
+        default="bucket", description="Metadata field in which the label is stored, for output.where."
     )
     bins: int = Field(
-        default=20, ge=2, le=1000, description="Classes of equal size that percentiles divide documents into."
+        default=20, ge=2, le=1000, description="Number of classes of equal size, divided at percentiles."
     )
     combine: Literal["max", "mean"] = Field(
         default="max", description="How the bins of several scores become one number."
     )
     labels: Annotated[dict[FieldName, float], Field(min_length=1)] | None = Field(
         default=None,
-        description="Least combined bin of each label; one of them is 0. null: the bin itself, rounded down.",
+        description="Lowest combined bin of each label; one label must begin at 0. null: the label is the "
+        "combined bin, rounded down.",
         examples=[{"high": 19, "medium": 12, "low": 0}],
     )
     fit_documents: int = Field(
         default=100_000,
         ge=1,
         le=10_000_000,
-        description="Percentiles are those of so many documents, drawn by a hash; of all if there are fewer.",
+        description="Number of documents, sampled by hash, from which percentiles are computed; all of them "
+        "if there are fewer.",
     )
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the edges of bins are percentiles."""
+        """Whether the bin edges are percentiles of the corpus."""
         return not self.scores[0].thresholds
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         names = [score.name for score in self.scores]
         if len(set(names)) < len(names):
-            raise ValueError(f"two scores are called alike: {', '.join(sorted(names))}")
+            raise ValueError(f"two scores have the same name: {', '.join(sorted(names))}")
         if len({bool(score.thresholds) for score in self.scores}) > 1:
-            raise ValueError("give thresholds to all scores or to none: bins of both kinds do not compare")
+            raise ValueError(
+                "give thresholds to all scores or to none: bins of thresholds and of percentiles cannot be "
+                "combined"
+            )
         if self.labels is not None:
             bounds = sorted(self.labels.values())
             most = max((len(score.thresholds) or self.bins - 1) for score in self.scores)
             if bounds[0] != 0 or len(set(bounds)) < len(bounds):
-                raise ValueError("labels: the lowest one begins at bin 0, and each one at another bin")
+                raise ValueError("labels: the lowest must begin at bin 0, and each label at a different bin")
             if bounds[-1] > most:
-                raise ValueError(f"labels: no document is in bin {bounds[-1]:g}; the highest bin is {most}")
+                raise ValueError(f"labels: no document can be in bin {bounds[-1]:g}; the highest is {most}")
         return self
 
     def build(self, folder: Path) -> BucketsFilter:
@@ -129,7 +136,7 @@ class BucketsConfig(FilterSettings):
 
 
 class BucketsFilter:
-    """Computes the scores of documents, each as the value of a rule that none fails."""
+    """Computes the scores of documents, each as the value of a rule that no document fails."""
 
     def __init__(self, config: BucketsConfig, folder: Path) -> None:
         self.reasons = tuple(score.name for score in config.scores)

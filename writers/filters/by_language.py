@@ -1,21 +1,22 @@
-"""Settings of a filter that differ by language: `by_language` of an entry of `filters`.
+"""Settings of a filter that differ by language: the key `by_language` of an entry under `filters`.
 
-    - language: {model: glotlid.bin, by_language: …}     finds the language of each document
+    - language: {model: glotlid.bin, by_language: ...}     finds the language of each document
     - gopher_quality: {min_stop_words: 2}
       by_language:
         deu_Latn: {max_avg_word_length: 15, stop_words: [der, die, und]}
 
-A document is judged by the settings of its language as the `language` filter before found it: those of the
-entry with the keys of the language in their place. `default` has the keys of languages that are not named;
-without it they are judged by the entry's own settings. For the `language` filter itself, languages that are
-not named are dropped, under its usual rule, unless `default` or `languages` says otherwise. Rules keep their
-names, so a rule that is tried with different bounds is still one line of the ledger.
+A document is judged by the settings for its language, which an earlier `language` filter has found: the
+settings of the entry, replaced by the keys given for the language. The keys under `default` apply to
+languages that are not named; without `default`, these languages are judged by the entry's own settings. The
+`language` filter itself drops languages that are not named, under its usual rule, unless `default` or
+`languages` says otherwise. Rules keep their names, so a rule with different bounds is still one line of the
+ledger.
 
-A file, or a glob of files, stands for a mapping by the files' names: `deu_Latn.yml` has the keys of deu_Latn.
-Their keys may be those of FineWeb2's published configurations (Penedo et al. 2025), which `profile: fineweb2`
-needs: `language_score` is `threshold` of `language`, `stopwords` is `stop_words`, and a fraction that no text
-can be beyond (-1, or 1.32) is the last one that means the same (0, or 1). Files are read with the recipe and
-are part of it, so that a build does not depend on them any more.
+Instead of a mapping, `by_language` may be a file or a glob of files named by language: `deu_Latn.yml` has the
+keys for deu_Latn. The files may use the keys of FineWeb2's published configurations (Penedo et al. 2025), as
+`profile: fineweb2` needs: `language_score` means `threshold` of `language`, `stopwords` means `stop_words`,
+and fractions below 0 or above 1 (such as -1 or 1.32) mean 0 or 1. Files are read with the recipe and become
+part of it, so a build does not depend on the files any more.
 
 Documents of one language are judged together, as a batch of their own.
 """
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 
 
 Overrides = Mapping[str, Mapping[str, Any]]
-"""Settings by the label of a language, or `default`."""
+"""Settings by the label of a language, or by `default`."""
 
 _Settings = TypeVar("_Settings", bound=FilterSettings)
 _FILES = "files"
-_MOST_FILES = 4096  # FineWeb2 has 1,929
+_MOST_FILES = 4096  # maximum number of files; FineWeb2 has 1,929
 _OTHER_NAMES = {"language_score": "threshold", "stopwords": "stop_words"}
 _FINEWEB2 = frozenset(
     {
@@ -57,20 +58,20 @@ _FINEWEB2 = frozenset(
 )
 _SAME_FOR_ALL = ("buckets", "decontamination", "scores")
 _JUDGES_ONLY = (
-    "only filters that judge documents by themselves can differ by language: not those that edit texts, nor "
-    f"{', '.join(_SAME_FOR_ALL)}"
+    "settings of filters that edit texts, and of the filters "
+    f"{', '.join(_SAME_FOR_ALL)}, must be the same for all languages; remove them from by_language"
 )
 _FRACTIONS = ("dup_line_frac", "line_punct_thr")
 
 
 class ByLanguage(FilterSettings):
-    """A filter with settings of its own for some languages, by their labels."""
+    """Settings of a filter that differ by language: `base`, and other settings by label."""
 
     base: SerializeAsAny[FilterSettings]
     languages: dict[str, SerializeAsAny[FilterSettings]]
 
     def build(self, folder: Path) -> FilterByLanguage:
-        """See FilterSettings.build. RecipeError for filters that cannot differ by language."""
+        """See FilterSettings.build. Raises RecipeError for filters that cannot differ by language."""
         base = self.base.build(folder)
         works = {label: config.build(folder) for label, config in self.languages.items()}
         if isinstance(base, Editor | SideOutput):
@@ -95,7 +96,7 @@ class ByLanguage(FilterSettings):
 
 
 class FilterByLanguage:
-    """Judges documents of each language by a filter of its own, and those of all others by `base`."""
+    """Judges documents of each named language by its own filter, and all other documents by `base`."""
 
     def __init__(self, base: Filter, languages: Mapping[str, Filter]) -> None:
         self.reasons = base.reasons
@@ -105,8 +106,8 @@ class FilterByLanguage:
         _check_rules(self._filters)
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Bounds are float64[n], NaN where a rule has none."""
-        assert batch.languages is not None, "the recipe was checked to have a language filter before"
+        """See Filter.judge. Bounds are float64[n], NaN where a rule has no bound."""
+        assert batch.languages is not None, "a language filter must run before a filter with by_language"
         numbers = np.array([self._numbers.get(label, 0) for label in batch.languages.tolist()], np.int64)
         fails = np.zeros((len(self.reasons), len(batch)), np.bool_)
         bounds = np.full(fails.shape, np.nan)
@@ -129,7 +130,7 @@ class FilterByLanguage:
 def _scattered(
     whole: npt.NDArray[Any] | None, part: npt.NDArray[Any], rows: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[Any]:
-    """`whole` [count], or zeros if there is none yet, with `part` at `rows`."""
+    """Write `part` to whole[rows] and return `whole`; if it is None, start from `count` zeros."""
     if whole is None:
         whole = np.zeros(count, part.dtype)
     whole[rows] = part
@@ -139,7 +140,10 @@ def _scattered(
 def with_overrides(
     steps: Sequence[tuple[str, FilterSettings]], given: Overrides
 ) -> tuple[tuple[str, FilterSettings], ...]:
-    """The filters of an entry with what `given` says of languages; ValueError for keys that fit none."""
+    """Return an entry's filters with the settings by language that are `given`.
+
+    Raises ValueError for a key that no filter of the entry has.
+    """
     _check_keys(steps, given)
     return tuple((name, _differing(name, config, given)) for name, config in steps)
 
@@ -153,7 +157,7 @@ def _check_keys(steps: Sequence[tuple[str, FilterSettings]], given: Overrides) -
             raise ValueError(f"by_language.{label}.{unknown[0]}: unknown key{hint}")
     if given and not any(keys.keys() & known for keys in given.values()):
         names = ", ".join(name for name, _ in steps)
-        raise ValueError(f"by_language: has no key of {names}; its keys are {', '.join(sorted(known))}")
+        raise ValueError(f"by_language: has no key of {names}; give one of {', '.join(sorted(known))}")
 
 
 def _differing(name: str, config: FilterSettings, given: Overrides) -> FilterSettings:
@@ -175,13 +179,19 @@ def _differing(name: str, config: FilterSettings, given: Overrides) -> FilterSet
 
 def _check_rules(filters: Sequence[Filter]) -> None:
     if len({tuple(one.reasons) for one in filters}) > 1:
-        raise ValueError("by_language: the rules must be the same ones in all languages, such as n-grams")
+        raise ValueError(
+            "by_language: the rules must be the same ones in all languages; give each language bounds for "
+            "the same n-grams"
+        )
 
 
 def _with_thresholds(config: LanguageConfig, own: Overrides) -> LanguageConfig:
-    """The thresholds of languages. Those that are not named go, unless there is a default."""
+    """Return the language filter with thresholds by language.
+
+    Languages that are not named are dropped, unless there is a default.
+    """
     if other := sorted({key for keys in own.values() for key in keys} - {"threshold"}):
-        raise ValueError(f"by_language: {other[0]} of the language filter is the same for all languages")
+        raise ValueError(f"by_language: {other[0]} of the language filter must be the same for all languages")
     before = config.threshold if isinstance(config.threshold, dict) else {OTHERS: config.threshold}
     languages = config.languages
     if languages is None and OTHERS not in own:
@@ -207,10 +217,10 @@ def _validated(config: _Settings, place: str, keys: Mapping[str, Any]) -> _Setti
 
 
 def read_overrides(given: object, folder: Path | None) -> object:
-    """Return `by_language` with files read and FineWeb2's names replaced; it is not checked otherwise.
+    """Return `by_language` with files read and FineWeb2's names replaced, but not validated otherwise.
 
-    `folder` is that of relative paths, None where files cannot be read. Languages that are named beside
-    files win over them. ValueError names a file that cannot be read.
+    `folder` is the base of relative paths, or None if the recipe did not come from a file. Keys given for a
+    language in the recipe override keys read from files. Raises ValueError if a file cannot be read.
     """
     if isinstance(given, str | list | tuple):
         given = {_FILES: given}
@@ -228,7 +238,7 @@ def read_overrides(given: object, folder: Path | None) -> object:
 
 def _read_files(patterns: Sequence[str], folder: Path | None) -> dict[str, Any]:
     if patterns and folder is None:
-        raise ValueError("files: these are read with a recipe file, which says where its folder is")
+        raise ValueError("files: needs a recipe that was read from a file; paths are relative to its folder")
     found: dict[str, Any] = {}
     for pattern in patterns:
         assert folder is not None
@@ -236,19 +246,19 @@ def _read_files(patterns: Sequence[str], folder: Path | None) -> dict[str, Any]:
         base, rest = (Path(absolute.anchor), pattern.removeprefix(absolute.anchor))
         paths = sorted((base if absolute.is_absolute() else folder).glob(rest))
         if not paths:
-            raise ValueError(f"files: no file is like {pattern}")
+            raise ValueError(f"files: no file matches {pattern}")
         if len(paths) > _MOST_FILES:
-            raise ValueError(f"files: {len(paths):,} files are like {pattern}, the limit is {_MOST_FILES:,}")
+            raise ValueError(f"files: {len(paths):,} files match {pattern}; the limit is {_MOST_FILES:,}")
         for path in paths:
             if path.stem in found:
-                raise ValueError(f"files: {path.name} is a second file of {path.stem}")
+                raise ValueError(f"files: {path.name} is a second file for {path.stem}; keep one of the two")
             found[path.stem] = _clamped(_read_file(path, file_version(path.stat())))
     return found
 
 
 @lru_cache(maxsize=_MOST_FILES)
 def _read_file(path: Path, _version: FileVersion) -> Mapping[str, Any]:
-    """One file's keys; several entries of a recipe read the same files."""
+    """Read one file's keys; cached, because several entries of a recipe read the same files."""
     try:
         return load_yaml(path)
     except RecipeError as error:
@@ -260,7 +270,7 @@ def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A fraction is compared with values from 0 to 1, so the bounds beyond mean what the last ones mean."""
+    """Rename FineWeb2's keys and limit fractions to 0..1: they bound values that are never outside."""
     found = _renamed(keys)
     for key in _FRACTIONS:
         if isinstance(found.get(key), int | float):

@@ -1,13 +1,13 @@
 """C4's line rules and mC4's paragraph rule: every decision, and every byte that is kept, equals datatrove's.
 
 `c4_quality` is datatrove's C4QualityFilter with split_paragraph (Raffel et al. 2020, section 2.2). Lines are
-those of `str.splitlines()`, words those of `str.split()`, sentences those of `kernels/sentences.py`. The
+split as by `str.splitlines()`, words as by `str.split()`, and sentences as in `kernels/sentences.py`. The
 rules are tried on each line in the order of `edits`. A line that reaches the lorem ipsum or { rule and fails
-it drops the document, as do too few sentences in the remaining lines. A dropped document keeps its text, as
-in datatrove. The kernel is in `kernels/c4_lines.py`.
+it drops the document, and so do too few sentences in the remaining lines. A dropped document keeps its text,
+as in datatrove. The kernel is in `kernels/c4_lines.py`.
 
-`c4_paragraph` is datatrove's C4ParagraphFilter (Xue et al. 2021): a "paragraph" is what lies between
-newlines, blank or not. (datatrove names the reason "< 3 paragraphs".)
+`c4_paragraph` is datatrove's C4ParagraphFilter (Xue et al. 2021), whose "paragraphs" are the parts of a text
+between newlines, blank or not. (datatrove names the reason "< 3 paragraphs".)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class C4QualityEditor(FilterSettings):
-    """C4's rules with datatrove's names and defaults: lines are cut out, and some documents dropped."""
+    """C4's rules with datatrove's names and defaults: they cut lines out and drop some documents."""
 
     reasons: ClassVar = ("lorem_ipsum", "curly_bracket", "too_few_sentences")
     edits: ClassVar = (
@@ -36,16 +36,18 @@ class C4QualityEditor(FilterSettings):
     remove_citations: bool = Field(default=True, description="Remove [1], [], [edit], [citation needed].")
     filter_no_terminal_punct: bool = Field(
         default=True,
-        description="Cut lines that do not end in . ? ! \" or ', or that end in ...; FineWeb: off.",
+        description="Cut lines that do not end in . ? ! \" or ', or that end in .... FineWeb sets false.",
     )
-    min_num_sentences: int = Field(default=5, ge=-1, description="Fewest remaining sentences; -1: no rule.")
-    min_words_per_line: int = Field(default=3, ge=-1, description="Fewest words of a line; -1: no rule.")
+    min_num_sentences: int = Field(
+        default=5, ge=-1, description="Minimum number of sentences in the remaining lines; -1: no rule."
+    )
+    min_words_per_line: int = Field(default=3, ge=-1, description="Minimum words in a line; -1: no rule.")
     max_word_length: int = Field(
-        default=1000, ge=-1, description="Most characters of each word of a line; -1: no rule."
+        default=1000, ge=-1, description="Maximum characters in each word of a line; -1: no rule."
     )
-    filter_lorem_ipsum: bool = Field(default=True, description="Drop documents with lorem ipsum.")
-    filter_javascript: bool = Field(default=True, description="Cut lines with javascript.")
-    filter_curly_bracket: bool = Field(default=True, description="Drop documents with {.")
+    filter_lorem_ipsum: bool = Field(default=True, description="Drop documents that contain lorem ipsum.")
+    filter_javascript: bool = Field(default=True, description="Cut lines that contain javascript.")
+    filter_curly_bracket: bool = Field(default=True, description="Drop documents that contain {.")
     filter_policy: bool = Field(default=True, description="Cut lines about cookies, privacy or terms of use.")
 
     def edit(self, batch: TextBatch) -> Edit:
@@ -74,12 +76,12 @@ class C4QualityEditor(FilterSettings):
 
 
 class C4ParagraphFilter(FilterSettings):
-    """mC4's rule with datatrove's names and defaults: a document needs some long lines."""
+    """mC4's rule with datatrove's names and defaults: a document needs enough long lines."""
 
     reasons: ClassVar = ("too_few_paragraphs",)
 
-    min_paragraphs: int = Field(default=3, ge=0, description="Fewest long lines.")
-    min_paragraph_len: int = Field(default=200, ge=0, description="Characters from which a line is long.")
+    min_paragraphs: int = Field(default=3, ge=0, description="Minimum number of long lines.")
+    min_paragraph_len: int = Field(default=200, ge=0, description="Minimum characters in a long line.")
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""

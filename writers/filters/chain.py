@@ -1,9 +1,9 @@
 """Run the filters of a recipe in order: the first rule that a document fails drops it; editors rewrite texts.
 
-A dropped document is skipped by the following filters, except with annotations: then every rule judges every
-document, as edited by all previous editors. On a sample, every rule is also counted independently of the
-others. Bytes are conserved: a document's original size is what editors cut out of it plus its size when it
-was kept or dropped; `_run` asserts this for every edit.
+The filters after it skip a dropped document, except with annotations: then every rule judges every document,
+as edited by all previous editors. On a sample of documents, the failures of each rule are also counted
+independently of the other rules. Bytes are conserved: a document's original size equals the bytes that
+editors cut plus its size when it was kept or dropped; `_run` asserts this for every edit.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Step:
 class FilterChain:
     """The filters of a recipe, built once per process and applied to many batches.
 
-    `folder` is the base of the recipe's relative paths. `seed` selects the sample. `lookups` find the scores
-    of each `scores` filter, in order.
+    `folder` is the base of the recipe's relative paths. `annotate` keeps the values of all rules. `seed`
+    selects the sample. `lookups` has one score lookup per `scores` filter, in order.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FilterChain:
         self._check_languages()
 
     def _check_languages(self) -> None:
-        """RecipeError unless all languages with settings of their own are labels of the language filter."""
+        """Raise RecipeError if a `by_language` key is not a label of the language filter."""
         labels: tuple[str, ...] | None = None
         for step in self._steps:
             if isinstance(step.work, LanguageFilter):
@@ -96,7 +96,7 @@ class FilterChain:
                 raise RecipeError(f"{step.name}.by_language: {problem}")
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:
-        """Run all filters on a batch of DOCUMENT_SCHEMA."""
+        """Run all filters on a batch of documents with DOCUMENT_SCHEMA."""
         result = Filtered(documents)
         if not self._steps or not documents.num_rows:
             return result
@@ -111,7 +111,7 @@ class FilterChain:
             result.annotations["dropped"] = np.array(dropped, np.object_)
         self._sample(documents, hashes, result)
         for work in self._sides:
-            work.take_rows()  # the sample's rows were reported above
+            work.take_rows()  # discard the sample's rows, which were reported above
         result.kept = batch.documents
         if codes.any():
             result.kept = result.kept.filter(pa.array(codes == 0))
@@ -126,7 +126,10 @@ class FilterChain:
     def _counts(
         self, codes: npt.NDArray[np.int64], labels: npt.NDArray[np.object_]
     ) -> dict[str, Counter[str]]:
-        """Filtered.by_language."""
+        """Count kept ("") and dropped documents by language and reason, for `Filtered.by_language`.
+
+        Documents that were dropped before the language filter are left out.
+        """
         first = next(number for number, step in enumerate(self._steps) if step.name == self._language)
         before = sum(len(step.work.reasons) for step in self._steps[:first])
         names = ("", *self.reasons)
@@ -146,7 +149,7 @@ class FilterChain:
     ) -> npt.NDArray[np.int64]:
         """Judge a batch, edit its texts in place, and count drops in `result`.
 
-        int64[n]: 0 for documents that pass all rules, else 1 + the index of the reason in `reasons`.
+        Return int64[n], 0 for documents that pass all rules, else 1 + the index of the reason in `reasons`.
         """
         codes = np.zeros(len(batch), np.int64)
         first = 0
@@ -173,7 +176,7 @@ class FilterChain:
         return codes
 
     def _refuse_missing(self, result: Filtered) -> None:
-        """BuildError for a document without scores, where the recipe refuses those."""
+        """Raise BuildError if a document has no scores and the recipe sets `missing: refuse`."""
         lost = [one for one in result.removed if one.rule == f"scores/{REFUSED}"]
         if not lost:
             return
@@ -189,7 +192,7 @@ class FilterChain:
         )
 
     def _sample(self, documents: pa.RecordBatch, hashes: npt.NDArray[np.uint64], result: Filtered) -> None:
-        """Count each rule independently over the documents that the hash selects."""
+        """Count each rule's failures, independently of other rules, over a sample chosen by hash."""
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
@@ -202,7 +205,7 @@ class FilterChain:
                     result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
 
     def _run(self, step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
-        """Run a step on a batch, and keep the languages that it found."""
+        """Run a step on a batch, and store the labels of the language filter in `batch.languages`."""
         rules, edit = _run(step, batch)
         if step.name == self._language:
             [batch.languages] = [rule.values for rule in rules if rule.name == "label"]
@@ -210,7 +213,7 @@ class FilterChain:
 
 
 def _run(step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
-    """Run a step on a batch; an editor's texts replace all, for nobody reads those of dropped documents."""
+    """Run a step on a batch. An editor's texts replace all texts, even of dropped documents: none is read."""
     if not isinstance(step.work, Editor):
         rules = step.work.judge(batch)
         assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
@@ -219,7 +222,7 @@ def _run(step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
     before, chosen = batch.sizes, batch.wanted
     batch.set_texts(edit.texts)
     cut = sum(edit.cut.values(), np.zeros(len(batch), np.int64))
-    assert np.array_equal((before - batch.sizes)[chosen], cut[chosen]), f"{step.name}: bytes are missing"
+    assert np.array_equal((before - batch.sizes)[chosen], cut[chosen]), f"{step.name}: wrong counts of bytes"
     return edit.rules, edit
 
 
@@ -242,7 +245,7 @@ def _drop(
     chosen: npt.NDArray[np.int64],
     hashes: npt.NDArray[np.uint64],
 ) -> None:
-    """Keep and count dropped documents with their current size, and excerpts of some of them."""
+    """Add dropped documents to `result`: the rows, their counts and current sizes, and some excerpts."""
     before = result.dropped.get(reason, Count())
     result.dropped[reason] = before + Count(len(chosen), int(batch.sizes[chosen].sum()))
     documents = batch.documents

@@ -1,9 +1,9 @@
-"""The rules that StarCoder chose source files by.
+"""StarCoder's rules for selecting source files.
 
 Sources: Li et al. 2023 (StarCoder, section 3: XML in files of other kinds) and Lozhkov et al. 2024 (StarCoder
-2, section 4.1: long lines, generated files, letters, encoded data, HTML, data files). Which rules hold for a
-file depends on its language, which its metadata names, or else the ending of its path. Left out: go-enry's
-rules for generated files, of which only the words in the first lines are here, and the names of plain texts.
+2, section 4.1: long lines, generated files, letters, encoded data, HTML, data files). Which rules apply to a
+file depends on its language, taken from its metadata or else from the extension of its path. Missing here:
+go-enry's rules for generated files, except for words in the first lines, and rules on names of plain texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-# Files of prose, markup and data, whose lines may be long.
+# Languages of prose, markup and data, whose lines may be long.
 _LONG_LINES = frozenset(
     {"html", "json", "markdown", "roff", "roff manpage", "smt", "tex", "text", "xml"}
 )  # fmt: skip
@@ -36,17 +36,17 @@ _BY_ENDING = {
     "yml": "yaml",
 }  # fmt: skip
 _MOST_CHARACTERS_OF_PROSE_LINE = 100_000
-_XML_HEAD = 100  # characters in which `<?xml version=` speaks of the whole file
+_XML_HEAD = 100  # first characters of a file in which `<?xml version=` marks the whole file as XML
 _ENCODED = re.compile(
     r"[a-zA-Z0-9+/\n=]{64,}"  # base64
     r"|(?:\b(?:0x|\\x)?[0-9a-fA-F]{2}(?:,|\b\s*)){8,}"  # hexadecimal
-    r"|(?:\\u[0-9a-fA-F]{4}){8,}"  # code points
+    r"|(?:\\u[0-9a-fA-F]{4}){8,}"  # escaped code points
 )
 _INVISIBLE = re.compile(r"<(script|style)\b.*?</\1\s*>|<!--.*?-->|<[^>]*>", re.DOTALL | re.IGNORECASE)
 
 
 class CodeQualityFilter(FilterSettings):
-    """StarCoder's rules for source files. null: no rule."""
+    """StarCoder's rules for source files; null switches a rule off."""
 
     reasons: ClassVar = (
         "license",
@@ -64,19 +64,19 @@ class CodeQualityFilter(FilterSettings):
 
     language_field: FieldName = Field(
         default="language",
-        description="Field in the metadata with the language, as GitHub's linguist names it.",
+        description="Metadata field with the language, as GitHub's linguist names it.",
     )
     path_field: FieldName = Field(
         default="path",
-        description="Field in the metadata with the file's path, whose ending tells the language.",
+        description="Metadata field with the file's path, whose extension determines the language.",
     )
     licenses: Listed[FieldName] | None = Field(
         default=None,
-        description="Licenses, in lower case, of which a file may have any; one with another, or none, goes.",
+        description="Allowed licenses, in lower case. Files with any other license, or none, are dropped.",
         examples=[["mit", "apache-2.0"]],
     )
     license_field: FieldName = Field(
-        default="licenses", description="Field in the metadata with the licenses: text, or a list of it."
+        default="licenses", description="Metadata field with the licenses: a text, or a list of texts."
     )
     generated_words: Listed[FieldName] = Field(
         default=(
@@ -87,36 +87,41 @@ class CodeQualityFilter(FilterSettings):
             "this file is generated",
         ),
         max_length=64,
-        description="Words, in lower case, that say in a file's first lines that no person wrote it.",
+        description="Words, in lower case, that mark a file as generated if its first lines contain one.",
     )
-    generated_lines: int = Field(default=5, ge=0, description="How many first lines these are; 0: no rule.")
+    generated_lines: int = Field(
+        default=5, ge=0, description="Number of first lines in which these words are searched; 0: no rule."
+    )
     xml_in_others: bool = Field(
-        default=True, description="Drop what begins as XML and is a file of another language."
+        default=True, description="Drop files that begin as XML but are in another language."
     )
-    max_lines: int | None = Field(default=100_000, ge=1, description="Most lines.")
+    max_lines: int | None = Field(default=100_000, ge=1, description="Maximum number of lines.")
     max_data_lines: int | None = Field(
-        default=512, ge=1, description="Most lines of JSON, YAML, plain text, OWL and Graphviz."
+        default=512, ge=1, description="Maximum lines of JSON, YAML, plain text, OWL and Graphviz files."
     )
     max_line_length: int | None = Field(
         default=1000,
         ge=1,
-        description="Most characters of a line; 100,000 in HTML, JSON, Markdown, Roff, SMT, TeX, XML, text.",
+        description="Maximum characters in a line; always 100,000 for HTML, JSON, Markdown, Roff, SMT, TeX, "
+        "XML and text.",
     )
     max_mean_line_length: float | None = Field(
-        default=100, gt=0, description="Most characters of lines on average; not for those languages."
+        default=100, gt=0, description="Maximum mean line length in characters; not for HTML, JSON and so on."
     )
     min_alphabetic_ratio: Ratio | None = Field(
-        default=0.25, description="Least letters (str.isalpha) per character."
+        default=0.25, description="Minimum fraction of letters (str.isalpha)."
     )
     max_encoded_run: int | None = Field(
-        default=1024, ge=1, description="Most characters of base64, hexadecimal or \\u data in a row."
+        default=1024, ge=1, description="Maximum characters of base64, hexadecimal or \\u data in a row."
     )
-    max_encoded_ratio: Ratio | None = Field(default=0.5, description="Most such characters per character.")
+    max_encoded_ratio: Ratio | None = Field(
+        default=0.5, description="Maximum fraction of characters in such encoded data."
+    )
     min_visible_characters: int | None = Field(
-        default=100, ge=0, description="Fewest characters of HTML that a reader sees."
+        default=100, ge=0, description="HTML: minimum number of visible characters."
     )
     min_visible_ratio: Ratio | None = Field(
-        default=0.2, description="Least such characters per character of HTML."
+        default=0.2, description="HTML: minimum fraction of visible characters."
     )
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -171,14 +176,14 @@ class CodeQualityFilter(FilterSettings):
         return Rule("too_little_visible_text", html & little, shown)
 
     def _language(self, metadata: Mapping[str, Any]) -> str:
-        """In lower case; "" if nothing tells it."""
+        """Return the language in lower case, or "" if neither metadata nor path determines it."""
         if named := metadata.get(self.language_field):
             return str(named).lower()
         name = str(metadata.get(self.path_field) or "").rpartition("/")[2]
         return _BY_ENDING.get(name.rpartition(".")[2].lower(), "")
 
     def _is_listed(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether there are licenses, all of them listed: one that is not may bind the whole file."""
+        """Return whether there are licenses and all are listed: an unlisted one may bind the whole file."""
         given = metadata.get(self.license_field) or ()
         names = {str(name).lower() for name in ([given] if isinstance(given, str) else given)}
         return bool(names) and names <= set(self.licenses or ())

@@ -1,12 +1,12 @@
 """The filters that a recipe can name, and profiles: named lists of filters.
 
-A field of FilterEntry registers a filter: its name is the recipe's key, its type the settings, which build
-the filter. Names and defaults of settings are datatrove's where the rule is datatrove's, so a published
-configuration can be copied.
+A field of FilterEntry registers a filter: its name is the key in a recipe, and its type is the settings class
+that builds the filter. Rules that come from datatrove have datatrove's names and defaults of settings, so a
+published configuration can be copied.
 
-In a profile, cheap rules come first where order does not affect what is kept: filters that only judge may be
-reordered, an editor such as `c4_quality` may not. FineWeb's own order (language, repetition, quality) is
-therefore not kept; the same documents stay, and only the reported reason may differ.
+In a profile, cheap rules come first where order does not affect which documents are kept: filters that only
+judge may be reordered, but an editor such as `c4_quality` may not. The profiles therefore do not keep
+FineWeb's order (language, repetition, quality). The same documents stay; only reported reasons may differ.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ENGLISH: _Entry = {"language": {"languages": ["en"], "threshold": 0.65}}
 
 
 def _with_words(words: str, entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
-    """The entries, with what a word is."""
+    """Return the entries with the setting `words`, except `c4_quality`, which does not have it."""
     return tuple(
         {name: settings if name == "c4_quality" else {**settings, "words": words}}
         for entry in entries
@@ -76,23 +76,23 @@ def _with_words(words: str, entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
 PROFILES: Mapping[str, tuple[_Entry, ...]] = {
     # At least ten words.
     "minimal": ({"length": {"min_words": 10}},),
-    # Rae et al. 2021, as datatrove has it.
+    # Rae et al. 2021, as implemented in datatrove.
     "gopher": _GOPHER,
     # Raffel et al. 2020, without its list of bad words.
     "c4": ({"c4_quality": {}},),
-    # Penedo et al. 2024, as datatrove's examples/fineweb.py has it; lists of URLs are the user's.
+    # Penedo et al. 2024, as in datatrove's examples/fineweb.py, but without lists of URLs.
     "fineweb": (*_GOPHER, _ENGLISH, *_FINEWEB),
-    # The same with datatrove's own words, spaCy's: FineWeb as it was published.
+    # The same with words split by spaCy, as in datatrove: FineWeb as it was published.
     "fineweb_published": (
         *_with_words("spacy:en", _GOPHER),
         _ENGLISH,
         *_with_words("spacy:en", _FINEWEB),
     ),
-    # The same without the language model.
+    # The rules of `fineweb` without the language model.
     "fineweb_rules": (*_GOPHER, *_FINEWEB),
     # Soldaini et al. 2024: the rules of Dolma v1.5's web pages, without its classifiers and deduplication.
     "dolma": ({"dolma_quality": {}}, {"dolma_repetition": {}}),
-    # Penedo et al. 2025: what is the same for all languages; `by_language` has the rest.
+    # Penedo et al. 2025: the settings that are the same for all languages; the others go in `by_language`.
     "fineweb2": (
         {"gopher_quality": {}},
         {"gopher_repetition": {"dup_para_frac": 0.0, "dup_line_char_frac": 0.0, "dup_para_char_frac": 0.0}},
@@ -102,9 +102,9 @@ PROFILES: Mapping[str, tuple[_Entry, ...]] = {
 
 
 class FilterEntry(StrictModel):
-    """One step of filtering: one key, the filter's name with its settings, or `profile`.
+    """One entry under `filters` in a recipe: one filter's name with its settings, or `profile`.
 
-    `by_language` may stand beside it.
+    The key `by_language` may be added to it.
     """
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 2})
@@ -117,7 +117,7 @@ class FilterEntry(StrictModel):
     )
     fineweb_quality: FinewebQualityFilter | None = Field(default=None, description="FineWeb's line rules.")
     c4_quality: C4QualityEditor | None = Field(default=None, description="C4's line rules.")
-    c4_paragraph: C4ParagraphFilter | None = Field(default=None, description="mC4's rule: some long lines.")
+    c4_paragraph: C4ParagraphFilter | None = Field(default=None, description="mC4's rule: enough long lines.")
     dolma_quality: DolmaQualityFilter | None = Field(default=None, description="dolma's quality rules.")
     dolma_repetition: DolmaRepetitionFilter | None = Field(
         default=None, description="dolma's repetition rules."
@@ -128,23 +128,27 @@ class FilterEntry(StrictModel):
     repeated_lines: RepeatedLinesEditor | None = Field(
         default=None, description="Cut lines that occurred earlier in the document."
     )
-    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs and their words")
-    bad_words: BadWordsConfig | None = Field(default=None, description="Lists of forbidden words.")
-    stop_words: StopWordsConfig | None = Field(default=None, description="Stop words of languages.")
-    python: PythonConfig | None = Field(default=None, description="A function of your own.")
-    pii: PiiEditor | None = Field(default=None, description="Redact addresses and phone numbers.")
+    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs and URL words.")
+    bad_words: BadWordsConfig | None = Field(default=None, description="Drop documents with listed words.")
+    stop_words: StopWordsConfig | None = Field(default=None, description="Require stop words of a language.")
+    python: PythonConfig | None = Field(default=None, description="A Python function of your own.")
+    pii: PiiEditor | None = Field(default=None, description="Redact e-mail and IP addresses, phone numbers.")
     language: LanguageConfig | None = Field(default=None, description="Language identification by fastText.")
-    classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
+    classifier: ClassifierConfig | None = Field(
+        default=None, description="A fastText classifier of your own."
+    )
     scores: ScoresConfig | None = Field(
         default=None, description="Scores that were computed elsewhere, joined by the document's id."
     )
     buckets: BucketsConfig | None = Field(
-        default=None, description="Quality classes by an ensemble of scores, to route documents by."
+        default=None, description="Quality classes from an ensemble of scores, for routing documents."
     )
     decontamination: DecontaminationConfig | None = Field(
-        default=None, description="Overlap with evaluation sets."
+        default=None, description="Drop, cut or mark documents that overlap evaluation sets."
     )
-    perplexity: PerplexityConfig | None = Field(default=None, description="A KenLM model of your own.")
+    perplexity: PerplexityConfig | None = Field(
+        default=None, description="Perplexity in your own KenLM model."
+    )
     unigram_log_prob: UnigramLogProbConfig | None = Field(
         default=None, description="Mean log-probability of words."
     )
@@ -156,8 +160,8 @@ class FilterEntry(StrictModel):
     ) = Field(default=None, description="A named list of filters, such as gopher.")
     by_language: Annotated[_ByLanguage, WithJsonSchema(_BY_LANGUAGE_SCHEMA)] | None = Field(
         default=None,
-        description="Beside a filter or profile: its settings that differ by language, by label; `default`: "
-        "of languages that are not named. Or a glob of files with such settings, named by label.",
+        description="Settings of the entry's filter or profile that differ by language, by label; `default` "
+        "is for languages that are not named. Or a glob of files with such settings, named by label.",
         examples=[{"deu_Latn": {"max_avg_word_length": 15}}, "configs/*.yml"],
     )
 
@@ -166,7 +170,7 @@ class FilterEntry(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: Any) -> Any:
-        """`- gopher_quality:` and `- gopher_quality: true` mean its defaults."""
+        """Use a filter's defaults for `- gopher_quality:` and `- gopher_quality: true`."""
         if isinstance(data, dict):
             return {
                 k: {} if (v is None or v is True) and k in cls.model_fields and k not in _NO_FILTERS else v
@@ -186,7 +190,7 @@ class FilterEntry(StrictModel):
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"each entry of the list is one filter, this one has {', '.join(given) or 'none'}; write "
+                f"each entry of the list is one filter, but this one has {', '.join(given) or 'none'}; write "
                 "each as an entry of its own, such as [{length: {min_words: 50}}, gopher_quality]"
             )
         self._steps = with_overrides(self._shared(), self.by_language or {})
@@ -197,11 +201,11 @@ class FilterEntry(StrictModel):
         return {name: value for name, value in handler(self).items() if value is not None}
 
     def filters(self) -> tuple[tuple[str, FilterSettings], ...]:
-        """(name, settings) of the filters this entry stands for, in order."""
+        """Return (name, settings) of each filter in this entry, in order."""
         return self._steps
 
     def _shared(self) -> tuple[tuple[str, FilterSettings], ...]:
-        """The same without what differs by language."""
+        """Return (name, settings) of each filter, without settings that differ by language."""
         if self.profile is not None:
             entries = [FilterEntry.model_validate(entry) for entry in PROFILES[self.profile]]
             return tuple(step for entry in entries for step in entry.filters())
@@ -210,7 +214,7 @@ class FilterEntry(StrictModel):
 
 
 def entry_named(name: str) -> dict[str, object]:
-    """The entry for a bare name: a filter with its defaults, or a profile. ValueError if there is none."""
+    """Return the entry for a bare name of a filter or profile. Raises ValueError for an unknown name."""
     if name in PROFILES:
         return {"profile": name}
     known = [*(field for field in FilterEntry.model_fields if field not in _NO_FILTERS), *PROFILES]
@@ -222,7 +226,7 @@ def entry_named(name: str) -> dict[str, object]:
 
 
 def with_known_languages(entries: tuple[FilterEntry, ...]) -> tuple[FilterEntry, ...]:
-    """The filters of a recipe; ValueError if some differ by language before a filter finds languages."""
+    """Return the entries. Raises ValueError if one differs by language before any `language` filter."""
     found = False
     for number, entry in enumerate(entries):
         for name, config in entry.filters():

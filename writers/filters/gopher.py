@@ -8,7 +8,7 @@ counted in the text but divided by the number of all words. A bound of null or 0
 text without words, where datatrove divides by zero, ratios are 0.
 
 Repetition: only copies after the first count, and characters are divided by all characters of the text,
-white space included. A bound of null or 0 switches a rule about lines or paragraphs off, but not one about
+including white space. A bound of null or 0 switches off a rule about lines or paragraphs, but not one about
 n-grams.
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-# [n, most]; in strict mode a list is not accepted for a tuple unless the field says so. Copies of an n-gram
-# may overlap, so that their characters are more than those of the text; 20 would be meant as percent.
+# [n, maximum fraction]; strict=False accepts a list for the tuple. The limit is 10, not 1, because copies of
+# an n-gram may overlap and have more characters than the text. It refuses percentages such as 20.
 NgramBound = Annotated[
     tuple[Annotated[int, Field(ge=1, le=64)], Annotated[float, Field(ge=0, le=10)]], Field(strict=False)
 ]
 
 
 class GopherQualityFilter(WordSettings):
-    """Gopher's quality rules as datatrove counts them. null: no rule."""
+    """Gopher's quality rules as implemented in datatrove; null or 0 switches a rule off."""
 
     reasons: ClassVar = (
         "gopher_short_doc",
@@ -46,34 +46,34 @@ class GopherQualityFilter(WordSettings):
         "gopher_too_many_bullets",
         "gopher_too_many_end_ellipsis",
         "gopher_below_alpha_threshold",
-        "gopher_enough_stop_words",  # datatrove's name; the document has too few of them
+        "gopher_enough_stop_words",  # datatrove's name, although the document has too few stop words
     )
 
     min_doc_words: int | None = Field(
-        default=50, ge=0, description="Fewest words that are not only punctuation."
+        default=50, ge=0, description="Minimum number of words, without words of punctuation only."
     )
     max_doc_words: int | None = Field(
-        default=100_000, ge=0, description="Most words that are not only punctuation."
+        default=100_000, ge=0, description="Maximum number of words, without words of punctuation only."
     )
     min_avg_word_length: float | None = Field(
-        default=3, ge=0, description="Least mean length of those words."
+        default=3, ge=0, description="Minimum mean word length, without words of punctuation only."
     )
     max_avg_word_length: float | None = Field(
-        default=10, ge=0, description="Greatest mean length of those words."
+        default=10, ge=0, description="Maximum mean word length, without words of punctuation only."
     )
     max_symbol_word_ratio: float | None = Field(
-        default=0.1, ge=0, description="Most # per word; most ... and … per word."
+        default=0.1, ge=0, description="Maximum # per word, and maximum ellipses (... or U+2026) per word."
     )
     max_bullet_lines_ratio: Ratio | None = Field(
-        default=0.9, description="Most lines that start with • or -."
+        default=0.9, description="Maximum fraction of lines that start with a bullet (U+2022) or -."
     )
     max_ellipsis_lines_ratio: Ratio | None = Field(
-        default=0.3, description="Most lines that end with ... or …."
+        default=0.3, description="Maximum fraction of lines that end with an ellipsis (... or U+2026)."
     )
     max_non_alpha_words_ratio: Ratio | None = Field(
-        default=0.8, description="Least part of words with a letter (datatrove's name; it is a minimum)."
+        default=0.8, description="Minimum fraction of words with a letter; `max_` is datatrove's name."
     )
-    min_stop_words: int | None = Field(default=2, ge=0, description="Fewest distinct stop words.")
+    min_stop_words: int | None = Field(default=2, ge=0, description="Minimum number of distinct stop words.")
     stop_words: Listed[FieldName] = Field(
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
         max_length=64,
@@ -86,7 +86,7 @@ class GopherQualityFilter(WordSettings):
         words, lines, plain = counts.words, counts.lines, counts.plain_words
         mean = ratio(counts.plain_word_characters, plain)
         low, high = self.min_avg_word_length, self.max_avg_word_length
-        measured = plain > 0  # the mean of nothing fails neither bound
+        measured = plain > 0  # a text without plain words has no mean length, and fails neither bound
         symbols = self.max_symbol_word_ratio or None
         letters = ratio(counts.letter_words, words)
         return [
@@ -112,29 +112,29 @@ class GopherQualityFilter(WordSettings):
 
 
 class GopherRepetitionFilter(WordSettings):
-    """Gopher's repetition rules as datatrove counts them. null or 0: no rule."""
+    """Gopher's repetition rules as implemented in datatrove; null or 0 switches off a rule on lines."""
 
     dup_line_frac: Ratio | None = Field(
-        default=0.3, description="Greatest fraction of lines that repeat an earlier one."
+        default=0.3, description="Maximum fraction of lines that repeat an earlier line."
     )
-    dup_para_frac: Ratio | None = Field(default=0.3, description="Greatest fraction of repeated paragraphs.")
+    dup_para_frac: Ratio | None = Field(default=0.3, description="Maximum fraction of repeated paragraphs.")
     dup_line_char_frac: Ratio | None = Field(
-        default=0.2, description="Greatest fraction of characters in repeated lines."
+        default=0.2, description="Maximum fraction of characters in repeated lines."
     )
     dup_para_char_frac: Ratio | None = Field(
-        default=0.2, description="Greatest fraction of characters in repeated paragraphs."
+        default=0.2, description="Maximum fraction of characters in repeated paragraphs."
     )
     top_n_grams: tuple[NgramBound, ...] = Field(
         default=((2, 0.2), (3, 0.18), (4, 0.16)),
         strict=False,
         max_length=16,
-        description="[n, greatest fraction of characters in the most frequent n-gram].",
+        description="Pairs of n and the maximum fraction of characters in the most frequent n-gram.",
     )
     dup_n_grams: tuple[NgramBound, ...] = Field(
         default=((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10)),
         strict=False,
         max_length=16,
-        description="[n, greatest fraction of characters in repeated n-grams].",
+        description="Pairs of n and the maximum fraction of characters in repeated n-grams.",
     )
 
     @property

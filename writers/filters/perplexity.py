@@ -1,16 +1,16 @@
-"""Filters by how likely a text is: its perplexity to a KenLM model, or the mean log-probability of its words.
+"""Filters by how likely a text is: its perplexity in a KenLM model, or the mean log-probability of its words.
 
 `perplexity` follows CCNet: every line with a word is a sentence, and the perplexity is 10 ** -(sum of the
-log10 probabilities / (words + sentences)). A document without a word has the value 0 and passes. Words are
-those the model was trained on: normalized ones (`kernels/words.py`) or split at white space; models of
-sentence pieces are not supported. The model is a binary file of KenLM, which processes of one machine share,
-or an ARPA file, of which each process has tables of its own; probabilities are KenLM's (`kernels/kenlm.py`).
+log10 probabilities / (words + sentences)). A document without a word has the value 0 and passes. Words must
+be split as for the model's training: normalized (`kernels/words.py`) or at white space; models of sentence
+pieces are not supported. The model is a binary KenLM file, which all processes of a machine share, or an ARPA
+file, from which each process makes its own tables. Probabilities equal KenLM's (`kernels/kenlm.py`).
 
 `unigram_log_prob` is datatrove's UnigramLogProbFilter with a list of frequencies. The probability of a word
 is its share of all counts, or 1e-9 if it is not in the list; a document stays if the mean of the natural
-logarithms is above the threshold. datatrove splits with spaCy, so punctuation counts as unknown words; here
-words are normalized ones, which such lists contain, and values are higher. Words are identified by 64-bit
-hashes, which are exact for words of up to eight bytes.
+logarithms is above the threshold. datatrove splits text with spaCy, so punctuation counts as unknown words.
+Here words are normalized, as in such lists, so values are higher. Words are identified by 64-bit hashes,
+which are exact for words of up to eight bytes.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from shardkit.writers.kernels.kenlm import KenlmScorer
 
 
-_UNKNOWN = 1e-9  # datatrove's
-_MOST_LOG10 = 300  # of a perplexity, so that it is a float64
+_UNKNOWN = 1e-9  # probability of a word that is not in the list, as in datatrove
+_MOST_LOG10 = 300  # limit of log10(perplexity), so that the perplexity fits in a float64
 _HEAD_BYTES, _PIECE_BYTES = 64, 1 << 22
 _ZSTD_WINDOW_BYTES = 1 << 27
 
 
 class PerplexityConfig(FilterSettings):
-    """Bounds on the perplexity of a document to a KenLM model of your own."""
+    """Settings of `perplexity`: bounds on a document's perplexity in a KenLM model of your own."""
 
     model: FieldName = Field(description="A KenLM file, binary or ARPA; an ARPA file may be compressed.")
     words: Literal["normalized", "white_space"] = Field(
         default="normalized",
-        description="Words of the model: in lower case without punctuation, or not.",
+        description="The model's words: in lower case without punctuation, or as split at white space.",
     )
-    min_perplexity: float | None = Field(default=None, ge=0, description="Least perplexity.")
-    max_perplexity: float | None = Field(default=None, ge=0, description="Greatest perplexity.")
+    min_perplexity: float | None = Field(default=None, ge=0, description="Minimum perplexity.")
+    max_perplexity: float | None = Field(default=None, ge=0, description="Maximum perplexity.")
 
     def build(self, folder: Path) -> PerplexityFilter:
         """See FilterSettings.build."""
@@ -69,7 +69,7 @@ class PerplexityConfig(FilterSettings):
 
 
 class PerplexityFilter:
-    """Drops documents that are too predictable or not predictable enough. RecipeError for a bad model."""
+    """Drops documents whose perplexity is out of bounds. Raises RecipeError for a bad model."""
 
     reasons = ("too_low", "too_high")
 
@@ -99,7 +99,7 @@ class PerplexityFilter:
 
 
 def load_model(path: Path, *, normalized: bool) -> KenlmScorer:
-    """Read a KenLM model for normalized words, or for those between white space; RecipeError."""
+    """Read a KenLM model of words that are normalized or split at white space. Raises RecipeError."""
     return _load(path, version_of(path, "perplexity.model"), normalized)
 
 
@@ -125,7 +125,7 @@ def _load(path: Path, _version: FileVersion, normalized: bool) -> KenlmScorer:
 
 
 def _opened(path: Path, head: bytes) -> BinaryIO:
-    """Open a text file that may be compressed, as its first bytes tell."""
+    """Open a text file; decompress it if its first bytes mark a compressed format."""
     if head.startswith(b"\x1f\x8b"):
         return cast(BinaryIO, gzip.open(path))
     if head.startswith(b"BZh"):
@@ -139,11 +139,11 @@ def _opened(path: Path, head: bytes) -> BinaryIO:
 
 
 class UnigramLogProbConfig(FilterSettings):
-    """datatrove's UnigramLogProbFilter with a list of frequencies of your own."""
+    """Settings of `unigram_log_prob`: datatrove's UnigramLogProbFilter with your own list of frequencies."""
 
     frequencies: FieldName = Field(description="CSV with the columns word and count, plain or .gz.")
     logprobs_threshold: float = Field(
-        default=-10, le=0, description="Keep documents whose mean log-probability is above it."
+        default=-10, le=0, description="Keep documents whose mean log-probability is above this."
     )
 
     def build(self, folder: Path) -> UnigramLogProbFilter:
@@ -156,7 +156,7 @@ class UnigramLogProbConfig(FilterSettings):
 
 
 class UnigramLogProbFilter:
-    """Drops documents of rare words. Raises RecipeError for a bad list."""
+    """Drops documents whose words are too rare on average. Raises RecipeError for a bad list."""
 
     reasons = ("unigram_log_prob",)
 
@@ -179,7 +179,7 @@ class UnigramLogProbFilter:
 
 @lru_cache(maxsize=2)
 def _table(path: Path, _version: FileVersion) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-    """(hashes in slots, log-probabilities, 1 where a slot is empty)."""
+    """Make the hash table of words: the hash and the log-probability in each slot; 1 if a slot is empty."""
     import pyarrow as pa
 
     from shardkit.writers.kernels.hash_tables import fill_values
@@ -195,7 +195,7 @@ def _table(path: Path, _version: FileVersion) -> tuple[npt.NDArray[np.uint64], n
 
 
 def read_frequencies(path: Path) -> dict[str, float]:
-    """Probability by normalized word; entries that are not one word are part of the sum only."""
+    """Return the probability of each normalized word; entries that are not one word only add to the total."""
     from shardkit.writers.kernels.words import normalized_words
 
     counts: dict[str, int] = {}
@@ -207,7 +207,7 @@ def read_frequencies(path: Path) -> dict[str, float]:
             count = int(row["count"])
             words = normalized_words(row["word"])
             if count <= 0:
-                raise ValueError(f"the count of {row['word']!r} is {count}")
+                raise ValueError(f"the count of {row['word']!r} is {count}; counts must be positive")
             total += count
             if len(words) == 1:
                 counts[words[0]] = counts.get(words[0], 0) + count

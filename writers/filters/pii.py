@@ -2,12 +2,13 @@
 
 An e-mail address is a local part of at most 64 characters, "@" and a host with a dot and a top-level domain
 of letters, in any case (datatrove's pattern finds lower case only). An IP address is public if `ipaddress`
-calls it global, and for IPv6 only within 2000::/3, so that C++'s "a::b" is none. A phone number is "+", a
-country code and 8 to 15 digits in all, or a North American (212) 555-0123, 212-555-0123 or 212.555.0123,
-optionally after "1-"; it is not part of a longer number or word. Text that already is a replacement stays.
+calls it global, and for IPv6 only within 2000::/3, so that C++'s "a::b" does not match. A phone number is
+"+", a country code and 8 to 15 digits in all, or a North American number such as (212) 555-0123, 212-555-0123
+or 212.555.0123, optionally after "1-"; it is not part of a longer number or word. Text that is already equal
+to a replacement is not redacted again.
 
-Arrow's regular expressions select the few documents that can contain a match; only those are searched with
-Python's. All patterns are bounded, so no text takes more than linear time.
+Arrow's regular expressions select the few documents that can contain a match; only these are searched with
+Python's regular expressions. All patterns are bounded, so no text takes more than linear time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PHONE = re.compile(rf"(?<![\w+.-])(?:{_INTERNATIONAL}|{_AMERICAN})(?![\w-]|\.\d
 
 
 class PiiEditor(FilterSettings):
-    """What is redacted, and by what: the k-th match in a document gets the k-th replacement, cyclically."""
+    """Redacts matches of each kind; the k-th match in a document gets the k-th replacement, cyclically."""
 
     reasons: ClassVar = ("too_many_matches",)
     edits: ClassVar = ("emails", "ip_addresses", "phones")
@@ -54,7 +55,7 @@ class PiiEditor(FilterSettings):
     email_replacement: Listed[FieldName] = Field(
         default=("email@example.com", "firstname.lastname@example.org"),
         min_length=1,
-        description="Replacements of e-mail addresses; the default is datatrove's.",
+        description="Replacements of e-mail addresses; the defaults are datatrove's.",
     )
     ip_replacement: Listed[FieldName] = Field(
         default=(
@@ -66,13 +67,13 @@ class PiiEditor(FilterSettings):
             "18.104.22.168",
         ),
         min_length=1,
-        description="Replacements of IP addresses; the default is datatrove's.",
+        description="Replacements of IP addresses; the defaults are datatrove's.",
     )
     phone_replacement: Listed[FieldName] = Field(
         default=("<PHONE>",), min_length=1, description="Replacements of phone numbers."
     )
     max_matches: int | None = Field(
-        default=None, ge=0, description="Drop documents with more matches (dolma: 5); null: no rule."
+        default=None, ge=0, description="Drop documents with more matches than this; null: no rule. dolma: 5."
     )
 
     def edit(self, batch: TextBatch) -> Edit:
@@ -99,7 +100,7 @@ class PiiEditor(FilterSettings):
 @dataclass(frozen=True, slots=True)
 class _Kind:
     name: str
-    candidate: str  # RE2: matches every text that contains a match
+    candidate: str  # RE2 pattern that matches every text in which `find` finds something
     find: Callable[[str], Spans]
     replacements: tuple[str, ...]
 
@@ -111,7 +112,7 @@ def _redact(
     cut: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
 ) -> pa.LargeStringArray:
-    """Replace the matches of a kind; fills the bytes cut from, and the matches in, each document."""
+    """Replace the matches of a kind; write bytes removed to `cut` and matches to `counts`, per document."""
     import pyarrow.compute as pc
 
     from shardkit.writers.kernels.text_arrays import replace_texts
@@ -128,7 +129,7 @@ def _redact(
 
 
 def _replace(kind: _Kind, text: str) -> tuple[str, int]:
-    """(the text with every match replaced, number of matches)."""
+    """Return the text with every match replaced, and the number of matches."""
     pieces, last, count = [], 0, 0
     for begin, end in kind.find(text):
         if text[begin:end] not in kind.replacements:
@@ -138,7 +139,7 @@ def _replace(kind: _Kind, text: str) -> tuple[str, int]:
 
 
 def find_emails(text: str) -> Spans:
-    """(begin, end) of every e-mail address."""
+    """Yield (begin, end) of every e-mail address."""
     at, done = text.find("@"), 0
     while at >= 0:
         local = _LOCAL.search(text, max(done, at - 64), at)
@@ -150,7 +151,7 @@ def find_emails(text: str) -> Spans:
 
 
 def find_ip_addresses(text: str) -> Spans:
-    """(begin, end) of every public IPv4 or IPv6 address."""
+    """Yield (begin, end) of every public IPv4 or IPv6 address."""
     spans = [(m.start(), m.end()) for m in _IPV4.finditer(text) if _is_public(m[0])]
     spans += [(m.start(), m.end()) for m in _IPV6.finditer(text) if _is_public(m[0])]
     yield from sorted(spans)
@@ -165,7 +166,7 @@ def _is_public(address: str) -> bool:
 
 
 def find_phones(text: str) -> Spans:
-    """(begin, end) of every phone number."""
+    """Yield (begin, end) of every phone number."""
     for match in _PHONE.finditer(text):
         if not match[0].startswith("+") or 8 <= sum(map(str.isdigit, match[0])) <= 15:
             yield match.start(), match.end()

@@ -1,33 +1,35 @@
 """Decontamination by questions: find documents that repeat a question together with its answer or passage.
 
-The idea is that of decon (https://github.com/allenai/decon, doc/simple-details.md), which cleaned the data of
-OLMo 3. An item has a question, and may have an answer and a passage. Words are those of near-duplicate
-removal; an n-gram's weight is its inverse document frequency ln((N + 1) / df), N being the number of
-distinct questions (answers, passages) and df how many of them have it. With `unit: auto` each character of
-a script without spaces is a word.
+The method follows decon (https://github.com/allenai/decon, doc/simple-details.md), which cleaned the data of
+OLMo 3. An item has a question, and may have an answer and a passage. Words are normalized as for
+near-duplicate removal. An n-gram's weight is its inverse document frequency ln((N + 1) / df), where N is the
+number of distinct questions (or answers, or passages) and df is how many of them contain the n-gram. With
+`unit: auto` each character of a script without spaces is a word.
 
-1. A cluster is a stretch of the document between n-grams of a question (`ngram` words), without more than
-   `max_misses` n-grams of other words in a row (`kernels/question_clusters.py`).
-2. O_q, the question's overlap: the weight of the question's distinct n-grams in the cluster by that of all.
-3. O_a: the same of the answer's trigrams (of a shorter answer all its words: it is there or not), among the
-   words after the cluster, `answer_window` of them or twice as many as the answer has, if that is more.
-4. O_p: the same of the passage's 4-grams, among the words around the cluster, on either side as many as the
-   passage has, and 100 more.
+1. A cluster is a stretch of the document that begins and ends with n-grams of a question (`ngram` words) and
+   has at most `max_misses` other n-grams in a row (`kernels/question_clusters.py`).
+2. O_q, the question's overlap: the weight of its distinct n-grams in the cluster, divided by the weight of
+   all its distinct n-grams.
+3. O_a, the answer's overlap: the same ratio for the answer's trigrams in the words after the cluster,
+   `answer_window` of them, or twice as many as the answer has if that is more. An answer of fewer than three
+   words is one n-gram.
+4. O_p, the passage's overlap: the same ratio for the passage's 4-grams in the words on both sides of the
+   cluster, on each side as many as the passage has, plus 100.
 5. S = w_q O_q + w_a O_a + w_p O_p. The weights are 0.7, 0.2, 0.1; 0.75, 0.25 without a passage; 0.85, 0.15
-   without an answer; 1 for a question alone. A question of Q < 20 distinct n-grams keeps the share
-   1/2 + Q/40 of its weight, and gives the rest to the others in equal parts; then an answer of A < 4 words
-   with a passage beside it keeps 1/2 + A/8 of its weight and gives the rest to the passage.
+   without an answer; 1 for a question alone. A question of Q < 20 distinct n-grams keeps the fraction
+   1/2 + Q/40 of its weight; the rest is divided equally between the other parts. Then, if there is a passage,
+   an answer of A < 4 words keeps the fraction 1/2 + A/8 of its weight; the rest goes to the passage.
 6. If the question has at least `long_question` words, S is at least O_q: it counts without its answer.
-7. If S < 1, and the item has fewer than 40 words, S is multiplied by threshold / T, with T falling from 1 at
-   15 words to the threshold at 40: short items must match perfectly.
+7. If S < 1, and the item has fewer than 40 words, S is multiplied by threshold / T, where T falls from 1 at
+   15 words to the threshold at 40 words: short items must match perfectly.
 
-A document contains the item if O_q >= 1/2 and S >= `threshold`. decon counts tokens of cl100k_base where
-this counts words, samples n-grams where this looks up all, and does not have step 6.
+A document contains the item if O_q >= 1/2 and S >= `threshold`. Differences: decon counts tokens of
+cl100k_base instead of words, samples n-grams instead of looking up all, and does not have step 6.
 
 Weights are integers (billionths), so sums do not depend on the order of items, and overlaps and scores are
-rounded to six decimals. Equal questions are one question with several answers, so items that are repeated do
-not matter. n-grams are compared by 64-bit hashes: a score needs many n-grams, so hashes that are equal by
-chance cannot make one. Clusters that cannot reach the threshold, whatever their answers, are not scored.
+rounded to six decimals. Equal questions are one question with several answers, so repeated items do not
+change scores. n-grams are compared by 64-bit hashes: a score needs many n-grams, so chance collisions of
+hashes cannot produce one. Clusters that cannot reach the threshold with any answer are not scored.
 """
 
 from __future__ import annotations
@@ -66,25 +68,26 @@ if TYPE_CHECKING:
 
 
 _ANSWER_NGRAM, _PASSAGE_NGRAM = 3, 4
-_PASSAGE_DISTANCE = 100  # words between a question and its passage
-_FULL_QUESTION, _FULL_ANSWER = 20, 4  # n-grams and words from which on the weights are the full ones
-_PERFECT_WORDS, _ENOUGH_WORDS = 15, 40  # 20 and 50 tokens of decon: short items must match perfectly
+_PASSAGE_DISTANCE = 100  # maximum number of words between a question and its passage
+_FULL_QUESTION, _FULL_ANSWER = 20, 4  # minimum n-grams of a question, or words of an answer, for full weight
+_PERFECT_WORDS, _ENOUGH_WORDS = 15, 40  # see step 7; decon uses 20 and 50 tokens
 _LEAST_OVERLAP = 0.5
-_UNIT = 10**9  # of a weight
-_DECIMALS = 6  # of overlaps and scores, so that a half is a half although weights are rounded
+_UNIT = 10**9  # the integer for a weight of 1
+_DECIMALS = 6  # decimals of overlaps and scores: they hide the rounding of weights, so that 1/2 is exact
 _BITS_PER_KEY = 16
 
 
 class QuestionsConfig(StrictModel):
-    """How questions are found, and what makes a document contain one."""
+    """Settings of `questions`: how questions are found, and when a document contains one."""
 
     threshold: Ratio = Field(
-        default=0.8, gt=0, description="Score from which on a document contains an item."
+        default=0.8, gt=0, description="Minimum score at which a document contains an item."
     )
-    ngram: int = Field(default=4, ge=1, le=64, description="Words of the n-grams of questions.")
+    ngram: int = Field(default=4, ge=1, le=64, description="Number of words in an n-gram of a question.")
     unit: Literal["words", "auto"] = Field(
         default="words",
-        description="auto: each Chinese, Japanese, Thai, Lao, Khmer or Burmese character is a word.",
+        description="words, or auto, in which each Chinese, Japanese, Thai, Lao, Khmer or Burmese character "
+        "is a word.",
     )
     min_item_words: int = Field(
         default=15,
@@ -93,21 +96,22 @@ class QuestionsConfig(StrictModel):
         "are questions of fewer than `ngram` words.",
     )
     max_misses: int = Field(
-        default=11, ge=0, description="n-grams of other words in a row inside of a repeated question."
+        default=11, ge=0, description="Maximum number of other n-grams in a row in a repeated question."
     )
     long_question: int | None = Field(
         default=20,
         ge=1,
-        description="Questions of so many words count without their answer; null: none does, as in decon.",
+        description="Questions of at least this many words count without their answer; null: never, as in "
+        "decon.",
     )
     answer_window: int = Field(
-        default=50, ge=1, description="Words after a question in which its answer is looked for."
+        default=50, ge=1, description="Number of words after a question in which its answer is searched."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Numbers of an item's question, answer and passage (-1: none), its set, and its record in the file."""
+    """An item: indexes of its question, answer and passage (-1: none), its set, and its record number."""
 
     question: int
     answer: int
@@ -118,10 +122,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class QuestionMatch:
-    """Words begin to end - 1 of a document repeat the question of an item; its score and overlaps."""
+    """Words begin to end - 1 of a document, which repeat an item's question, and the score and overlaps."""
 
     evaluation: str
-    item: int  # its line or row in the file, from 0
+    item: int  # line or row of the item in its file, from 0
     begin: int
     end: int
     score: float
@@ -164,13 +168,13 @@ class QuestionFilter:
         ]
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """See SideOutput.take_rows: the items that the last `judge` found."""
+        """Return and clear the items that the last `judge` found. See SideOutput.take_rows."""
         rows, self._rows = self._rows, []
         return rows
 
 
 class Grams(NamedTuple):
-    """Of n texts: words of each, and their distinct n-grams hashes[offsets[i]:offsets[i + 1]], ascending."""
+    """Word counts and n-grams of n texts: text i has the hashes[offsets[i]:offsets[i + 1]], ascending."""
 
     words: npt.NDArray[np.int64]
     hashes: npt.NDArray[np.uint64]
@@ -178,7 +182,7 @@ class Grams(NamedTuple):
     offsets: npt.NDArray[np.int64]
 
     def overlap(self, number: int, others: npt.NDArray[np.uint64]) -> float:
-        """The weight of a text's n-grams that are among others, by the weight of all."""
+        """Return the weight of a text's n-grams that are among `others`, divided by the weight of all."""
         chosen = slice(self.offsets[number], self.offsets[number + 1])
         hashes, weights = self.hashes[chosen], self.weights[chosen]
         if not len(hashes):
@@ -191,7 +195,7 @@ class Grams(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seeds:
-    """The seeds of all questions as a table of hashes (`kernels/hash_tables.py`)."""
+    """The hash table (`kernels/hash_tables.py`) of all questions' seeds (`kernels/question_clusters.py`)."""
 
     bits: npt.NDArray[np.uint64]
     keys: npt.NDArray[np.uint64]
@@ -199,7 +203,7 @@ class _Seeds:
 
 
 class QuestionIndex:
-    """Items of evaluation sets, and how they are found in texts."""
+    """An index of evaluation items that finds them in texts."""
 
     def __init__(
         self,
@@ -230,14 +234,15 @@ class QuestionIndex:
         )
 
     def _need(self, item: Item) -> float:
-        """The overlap of its question without which an item cannot reach the threshold."""
+        """Return the minimum overlap of its question at which an item can reach the threshold."""
         sizes = self._sizes(item)
         least = _required(sizes.total, self._config.threshold)
         share = _shares(sizes)[0]
-        return max(_LEAST_OVERLAP, 1 - (1 - least) / share)  # at most `least`, which long questions need
+        # The second value is at most `least`, the overlap that a long question needs without its answer.
+        return max(_LEAST_OVERLAP, 1 - (1 - least) / share)
 
     def matches(self, texts: pa.LargeStringArray) -> Iterable[tuple[int, list[QuestionMatch]]]:
-        """(index, items in the order of the text) of the texts that contain some."""
+        """Yield (index, matches in text order) of each text that contains an item."""
         from shardkit.writers.kernels.hash_tables import find_matches
         from shardkit.writers.kernels.question_clusters import find_clusters
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
@@ -259,7 +264,10 @@ class QuestionIndex:
     def _best(
         self, document: _Document, question: int, begin: int, end: int, weight: int
     ) -> list[QuestionMatch]:
-        """A question's item with the best score, if that reaches the threshold; of equal ones the first."""
+        """Return the question's item with the best score, or [] if no score reaches the threshold.
+
+        Of items with equal scores, it is the first.
+        """
         best: QuestionMatch | None = None
         overlap = round(weight / int(self._totals[question]), _DECIMALS)
         for item in self._items[question]:
@@ -282,7 +290,7 @@ class QuestionIndex:
 
 
 class _Sizes(NamedTuple):
-    """Of an item: distinct n-grams of the question; words of question, answer and passage."""
+    """Sizes of an item: distinct n-grams of its question; words of its question, answer and passage."""
 
     grams: int
     question: int
@@ -295,14 +303,14 @@ class _Sizes(NamedTuple):
 
 
 class _Document:
-    """n-grams of parts of a text, made when they are first asked for."""
+    """The n-grams of a text, computed on first use."""
 
     def __init__(self, text: pa.LargeStringArray, unit: str) -> None:
         self._text, self._unit = text, unit
         self._hashes: dict[int, npt.NDArray[np.uint64]] = {}
 
     def grams(self, size: int, begin: int, end: int) -> npt.NDArray[np.uint64]:
-        """The n-grams of `size` words among the words begin to end - 1."""
+        """Return the n-grams of `size` words in the words begin to end - 1."""
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
 
         if size < 1:
@@ -313,13 +321,13 @@ class _Document:
 
 
 def _required(words: int, threshold: float) -> float:
-    """The score that an item of so many words needs."""
+    """Return T of step 7: the score that an item with this number of words needs."""
     part = (words - _PERFECT_WORDS) / (_ENOUGH_WORDS - _PERFECT_WORDS)
     return 1 - (1 - threshold) * min(1.0, max(0.0, part))
 
 
 def _shares(sizes: _Sizes) -> tuple[float, float, float]:
-    """Weights of question, answer and passage."""
+    """Return the weights of question, answer and passage, by step 5."""
     sure = 0.5 + 0.5 * min(1.0, sizes.grams / _FULL_QUESTION)
     if sizes.answer is None and sizes.passage is None:
         return 1.0, 0.0, 0.0
@@ -335,7 +343,7 @@ def _shares(sizes: _Sizes) -> tuple[float, float, float]:
 def item_score(
     config: QuestionsConfig, sizes: _Sizes, question: float, answer: float | None, passage: float | None
 ) -> float:
-    """The score of an item by the overlaps of its parts, None for those it does not have; see above."""
+    """Return an item's score, by steps 5 to 7, from the overlaps of its parts (None: a missing part)."""
     if question < _LEAST_OVERLAP:
         return 0.0
     if question == 1 and answer in (1, None) and passage in (1, None):
@@ -356,7 +364,7 @@ def _load(
     folder: Path,
     _versions: tuple[FileVersion, ...],
 ) -> QuestionIndex:
-    """The index, cached for the process's next task while the files stay the same."""
+    """Load the index; cached for the process's next task while the files stay the same."""
     from shardkit.writers.kernels.shingles import Ngrams
 
     files = [_read(one, folder / one.path) for one in evaluations]
@@ -383,7 +391,7 @@ def _load(
 def _refuse_unused(
     config: QuestionsConfig, paths: Sequence[Path], sizes: Sequence[int], kept: npt.NDArray[np.bool_]
 ) -> None:
-    """RecipeError for a file of items that are all too short."""
+    """Raise RecipeError if all items of a file are too short."""
     start = 0
     for path, size in zip(paths, sizes, strict=True):
         if size and not kept[start : start + size].any():
@@ -396,7 +404,7 @@ def _refuse_unused(
 
 
 class _Parts(NamedTuple):
-    """A question of a record, with one of its answers."""
+    """The question and passage of a record, with one of its answers."""
 
     evaluation: str
     record: int
@@ -443,7 +451,7 @@ def _parts(record: EvaluationRecord, config: EvaluationConfig) -> list[_Parts]:
 
 
 def _refuse_index(record: EvaluationRecord, answers: object, text: str | None) -> None:
-    """RecipeError for an answer that is the number or letter of a choice: no document has it as a text."""
+    """Raise RecipeError if an answer is only the number or letter of a choice, which no text repeats."""
     if isinstance(answers, list) or text is None or len(text.strip()) > 1:
         return
     for name in ("choices", "options", "choices.text", "options.text"):
@@ -456,14 +464,14 @@ def _refuse_index(record: EvaluationRecord, answers: object, text: str | None) -
 
 
 def _answer(value: object) -> str | None:
-    """A text, or a number as text."""
+    """Return a text, or a number or boolean as text; None for other values."""
     if isinstance(value, bool):
         return str(value).lower()
     return plain_text(str(value)) if isinstance(value, str | int | float) else None
 
 
 class _Column:
-    """Texts of one kind, some None: those with different words, and which of them each is, or -1."""
+    """Distinct texts of one kind, such as answers, and the number of each row's text; -1: none."""
 
     def __init__(self, texts: Sequence[str | None], unit: str) -> None:
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
@@ -478,10 +486,10 @@ class _Column:
                 self._of[at] = numbers.setdefault(key, len(self.texts))
                 if self._of[at] == len(self.texts):
                     self.texts.append(text)
-        self.words = np.diff(edges)  # of each text, 0 of None
+        self.words = np.diff(edges)  # number of words in each row's text; 0 for None
 
     def keep(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
-        """Leave out the texts of other rows; the new numbers of those of the chosen rows."""
+        """Keep the texts of chosen rows only; return the new number of each chosen row's text, or -1."""
         of = self._of[chosen]
         used = np.unique(of[of >= 0])
         self.texts = [self.texts[number] for number in used.tolist()]
@@ -495,7 +503,7 @@ def _array(texts: Sequence[str]) -> pa.LargeStringArray:
 
 
 def _grams(texts: Sequence[str], config: Ngrams) -> Grams:
-    """The distinct n-grams of each text, of distinct texts; of a shorter text all its words."""
+    """Return the distinct n-grams of distinct texts; a shorter text has one n-gram, all its words."""
     from shardkit.writers.kernels.shingles import shingle_batch
 
     hashes, edges = shingle_batch(_array(texts), config)
@@ -519,13 +527,13 @@ def _grams(texts: Sequence[str], config: Ngrams) -> Grams:
 def _seeds(
     grams: Grams, totals: npt.NDArray[np.int64], needs: npt.NDArray[np.int64]
 ) -> tuple[_Seeds, QuestionGrams]:
-    """The heaviest n-grams of each question, which together weigh more than its total less its need."""
+    """Return the seeds: each question's heaviest n-grams that together weigh more than total minus need."""
     from shardkit.writers.kernels.hash_tables import fill_places
     from shardkit.writers.kernels.question_clusters import QuestionGrams
 
     owners = np.repeat(np.arange(len(needs)), np.diff(grams.offsets))
     order = np.lexsort((grams.hashes, -grams.weights, owners))
-    weights = grams.weights[order]  # of one question after the other, as before
+    weights = grams.weights[order]  # one question after the other, so grams.offsets still apply
     before = np.cumsum(weights) - weights
     before -= before[grams.offsets[:-1]][owners] if len(needs) else 0
     chosen = order[before <= (totals - needs)[owners]]

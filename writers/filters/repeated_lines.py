@@ -1,8 +1,8 @@
 """Cut lines or paragraphs that occurred earlier in the same document; the first copy stays.
 
-Units and their equality are those of line dedup (`kernels/line_units.py`): lines end at LF, white space at
-both ends is ignored, and blank ones are never cut. Two different units of a document with n units are taken
-for equal with probability n^2 / 2^129. Memory: 28 bytes for each unit of the batch.
+Units are found and compared as for line deduplication (`kernels/line_units.py`): lines end at LF, white space
+at both ends is ignored, and blank units are never cut. Two different units of a document with n units are
+taken for equal with probability n^2 / 2^129. Memory: 28 bytes for each unit of the batch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class RepeatedLinesEditor(FilterSettings):
-    """Cut repeated lines or paragraphs of a document; the first copy stays."""
+    """Cuts repeated lines or paragraphs of a document; the first copy stays."""
 
     reasons: ClassVar = ("repeated",)
     edits: ClassVar = ("repeated",)
 
     unit: Literal["line", "paragraph"] = Field(
-        default="line", description="line, or paragraph: between blank lines."
+        default="line", description="What is compared and cut: lines, or paragraphs between blank lines."
     )
-    min_characters: int = Field(default=1, ge=1, description="Shorter units are never cut.")
+    min_characters: int = Field(default=1, ge=1, description="Minimum characters in a unit that is cut.")
     max_cut_fraction: Ratio | None = Field(
         default=None, description="Drop documents that lose a greater fraction of their bytes; null: no rule."
     )
@@ -50,7 +50,7 @@ class RepeatedLinesEditor(FilterSettings):
 
 
 def _repeated(units: Units) -> npt.NDArray[np.bool_]:
-    """bool[units]: whether an equal unit of the same document stands before it."""
+    """Return bool[units]: whether an equal unit comes earlier in the same document."""
     order = np.lexsort((units.unit, units.low, units.high, units.document))
     keys = (units.document[order], units.high[order], units.low[order])
     same = np.ones(max(len(order) - 1, 0), np.bool_)

@@ -1,12 +1,12 @@
 """`scores`: judge documents by scores that were computed elsewhere, joined by the id of the document.
 
-The score files are tables with a row for each document: a column with its id, and columns of numbers, such as
+The score files are tables with one row per document: a column with its id, and columns of numbers, such as
 the predictions of a classifier on a GPU. A build sorts them by a hash of the id once (stages/scores.py), so
-they may be larger than memory and in any order. Each column that is named is a rule, whose value is the
-document's score, and later filters of the recipe find it by that name (`buckets`).
+they may be larger than memory and in any order. Each column named in `columns` is a rule whose value is the
+document's score; later filters such as `buckets` find the score by this name.
 
-A document lacks scores if no row has its id, or if a named column is null or NaN in its row. `missing` says
-what becomes of it: the build is refused, the document is dropped, or it stays, and passes the bounds.
+A document lacks scores if no row has its id, or if a named column is null or NaN in its row. Then `missing`
+decides: the build fails, the document is dropped, or it stays and passes the bounds.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 
 
 MISSING = "missing"
-REFUSED = "refused"  # in place of it, where the build ends at such a document
+REFUSED = "refused"  # name of the rule instead of MISSING if the build must fail
 
 ScoreLookup = Callable[[Sequence[str | None]], npt.NDArray[np.float64]]
-"""float64[n, columns] for n ids; NaN where there is none."""
+"""A function that returns float64[n, columns], the scores of n ids, with NaN where a score is missing."""
 
 
 def _no_bounds(given: object) -> object:
-    """`edu:` is short for `edu: {}`."""
+    """Read a column without bounds, `edu:`, as `edu: {}`."""
     if isinstance(given, dict):
         return {name: {} if bounds is None else bounds for name, bounds in given.items()}
     return given
 
 
 class ScoresConfig(FilterSettings):
-    """Files with scores of documents, and the bounds that these must keep."""
+    """Settings of `scores`: files with scores of documents, and the bounds of each score."""
 
     path: Listed[Source] = Field(
         min_length=1,
-        description="Parquet files or JSON lines with a row for each document: paths, globs or URLs.",
+        description="Parquet files or JSON lines with one row per document: paths, globs or URLs.",
     )
     key: FieldName = Field(
-        default="document_id", description="Column of these files with the document's id: text or integers."
+        default="document_id", description="Column of the files with a document's id, as text or integers."
     )
     document: Literal["document_id", "id", "url"] = Field(
         default="document_id",
-        description="Which id that is: document_id as in text outputs and annotations, or the document's "
-        "own `id` or `url`.",
+        description="Which id of a document the key is compared with: document_id as in text outputs and "
+        "annotations, or the document's own `id` or `url`.",
     )
     columns: Annotated[
         dict[FieldName, Bounds], BeforeValidator(_no_bounds), Field(min_length=1, max_length=64)
@@ -64,31 +64,31 @@ class ScoresConfig(FilterSettings):
     )
     missing: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
-        description="A document without scores: refuse the build, drop the document, or keep it.",
+        description="If a document has no scores: refuse the build, drop the document, or keep it.",
     )
 
     @model_validator(mode="after")
     def _names(self) -> Self:
         if taken := sorted({MISSING, REFUSED} & self.columns.keys()):
-            raise ValueError(f"a column cannot be called {taken[0]!r}, which is a reason to drop documents")
+            raise ValueError(f"a column cannot be called {taken[0]!r}, the name of a rule; rename the column")
         if self.key in self.columns:
-            raise ValueError(f"{self.key!r} is the id, so it is no score")
+            raise ValueError(f"{self.key!r} is the id column; it cannot be a score too")
         return self
 
     def build(self, folder: Path) -> ScoresFilter:
-        """Without scores, as in the rehearsal of a build: all documents pass."""
+        """Build the filter without scores, as for the trial run before a build: all documents pass."""
         return ScoresFilter(self, None)
 
 
 class ScoresFilter:
-    """Drops documents by joined scores. Whether a missing score is an error is for the chain to say."""
+    """Drops documents by joined scores. FilterChain raises the error if missing scores are refused."""
 
     def __init__(self, config: ScoresConfig, lookup: ScoreLookup | None) -> None:
         self._config, self._lookup = config, lookup
         self.reasons = (REFUSED if config.missing == "refuse" else MISSING, *config.columns)
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Leaves the scores in `batch.scores`."""
+        """See Filter.judge. Stores the scores in `batch.scores` for later filters."""
         scores = np.full((len(batch), len(self._config.columns)), np.nan)
         missing: npt.NDArray[np.bool_] | None = None
         if self._lookup is not None:
@@ -103,7 +103,7 @@ class ScoresFilter:
         return rules
 
     def _ids(self, batch: TextBatch) -> list[Any]:
-        """The ids of the wanted documents; None for the others."""
+        """Return the ids of the wanted documents, and None for the others."""
         ids = batch.column(self._config.document)
         texts = [one.hex() if isinstance(one, bytes) else one for one in ids]
         return [text if wanted else None for text, wanted in zip(texts, batch.wanted.tolist(), strict=True)]

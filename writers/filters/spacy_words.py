@@ -1,18 +1,19 @@
-"""Words as spaCy's rule-based tokenizers split them, which are what datatrove, and so FineWeb, counts.
+"""Words as split by spaCy's rule-based tokenizers; datatrove, and therefore FineWeb, counts these words.
 
-spaCy splits a text at white space, and each of the chunks by the rules of a language, without a look at the
-others. So spaCy splits a chunk once, and then it is looked up: a text becomes one with a space after each of
-its words, and kernels that know words by white space go on with that.
+spaCy splits a text at white space, and then splits each chunk by the rules of a language, independently of
+the other chunks. Therefore each distinct chunk is split once and then looked up. The result is a text with a
+space after each word, from which kernels that split at white space count the words.
 
-One rule of spaCy looks further. A special case that it finds among the words of a chunk, such as `:)` in
-`hello:)`, is given up where a longer one, with words of the next chunk, overlaps it, as in `hello:) )`. Where
-that is possible, spaCy gets the chunks together, with all that stand a single space apart. So it does where
-words of two chunks may be one special case, as some with spaces are in Spanish.
+One rule of spaCy looks beyond a chunk. A special case that is found among the words of a chunk, such as `:)`
+in `hello:)`, is dropped if a longer special case overlaps it that has words of the next chunk, as in
+`hello:) )`. Where this is possible, spaCy splits the chunks together, with all neighbors that are a single
+space apart. The same applies where words of two chunks may form one special case; Spanish has such cases.
 
-spaCy takes quadratic time for long chunks that begin or end with much punctuation, or have many colons. Those
-are cut after PART_CHARACTERS, and each cut is one word more.
+spaCy takes quadratic time for long chunks that begin or end with much punctuation, or have many colons. Such
+chunks are cut every PART_CHARACTERS characters, and each cut adds one word.
 
-`spacy:zh` is spaCy's Chinese with jieba, as datatrove has it. It has no such rules, so it gets whole texts.
+`spacy:zh` is spaCy's Chinese tokenizer with jieba, as in datatrove. It has no such rules and splits whole
+texts.
 """
 
 from __future__ import annotations
@@ -32,21 +33,26 @@ from shardkit.errors import RecipeError, naming_extras
 from shardkit.writers.kernels.text_arrays import Chunks, offset_pieces, split_chunks, text_bytes, text_offsets
 
 PART_CHARACTERS = 1000
-_MOST_KNOWN = 1 << 17  # chunks; with those that were known before them, 60 MB
-_PIECE_BYTES = 1 << 22  # of texts that are split together
-_CALL_CHARACTERS = 1 << 17  # that spaCy gets at once
+_MOST_KNOWN = 1 << 17  # chunks in one generation of the cache; its two generations take 60 MB
+_PIECE_BYTES = 1 << 22  # maximum size of texts whose chunks are split together
+_CALL_CHARACTERS = 1 << 17  # maximum size of the text in one call of spaCy
 _LONG = re.compile(rf"\S{{{PART_CHARACTERS + 1},}}")
 _PART = re.compile(rf"\S{{{PART_CHARACTERS}}}(?=\S)")
-_PUNCTUATED = re.compile(r"(?:\w{0,8}\W)*")  # what spaCy may take apart one by one; units have letters
-_MOST_STEPS = 1 << 22  # up to two seconds
-_CUT, _NEXT = "\n", "\t"  # white space that no special case reaches across
-_SPECIAL, _FIRST, _LAST = 1, 2, 4  # has a special case; its first, or last, word may be in one with others
+# The part of a chunk that spaCy may split off in many steps: punctuation, and units such as km.
+_PUNCTUATED = re.compile(r"(?:\w{0,8}\W)*")
+_MOST_STEPS = 1 << 22  # spaCy takes up to two seconds for these steps; slower chunks are cut
+_CUT, _NEXT = "\n", "\t"  # separators that no special case of spaCy contains
+# Flags of a chunk: it has a special case; its first, or last, word may be in one with words of a neighbor.
+_SPECIAL, _FIRST, _LAST = 1, 2, 4
 
 _Texts = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 class _Ends(NamedTuple):
-    """Whether there is a special case among a chunk's words, and the words it may have had at its ends."""
+    """Whether a chunk has a special case among its words, and its possible first and last words.
+
+    There are several if a special case is at an end: the words before and after spaCy applied it.
+    """
 
     special: bool
     firsts: set[str]
@@ -55,12 +61,12 @@ class _Ends(NamedTuple):
 
 @cache
 def spacy_words(language: str) -> SpacyWords:
-    """The splitter of a language, one for the process. RecipeError for a language without rules."""
+    """Return the process's only splitter for a language. Raises RecipeError for a language without rules."""
     return SpacyWords(language)
 
 
 class SpacyWords:
-    """Splits texts into words, and remembers how it split some _MOST_KNOWN chunks."""
+    """Splits texts into words, and caches the words of chunks."""
 
     def __init__(self, language: str) -> None:
         with naming_extras("words: spacy"):
@@ -70,16 +76,16 @@ class SpacyWords:
         try:
             blank: Any = spacy.blank
             self._language = blank(language, config=settings)
-        except (ImportError, ValueError) as error:  # ValueError: jieba is not there
+        except (ImportError, ValueError) as error:  # ValueError: jieba is not installed
             raise RecipeError(f"words: spacy:{language}: {' '.join(str(error).split())}") from None
-        logging.getLogger("jieba").setLevel(logging.WARNING)  # it says where it keeps its dictionary
-        self._language.vocab.lex_attr_getters = {}  # what else spaCy finds out about words
+        logging.getLogger("jieba").setLevel(logging.WARNING)  # do not log where jieba keeps its dictionary
+        self._language.vocab.lex_attr_getters = {}  # do not compute other attributes of words
         self._tokenizer = self._language.tokenizer
         self._has_rules = isinstance(self._tokenizer, Tokenizer)
         if not self._has_rules and language != "zh":
             raise RecipeError(
-                f"words: spacy:{language}: spaCy has no rules to split this language by; use one that "
-                "has rules, zh, or xx, the rules that all of them share"
+                f"words: spacy:{language}: spaCy has no rules to split this language by; use a language that "
+                "has rules, zh, or xx for the rules that all languages share"
             )
         self._known: dict[str, tuple[str, int]] = {}
         self._older: dict[str, tuple[str, int]] = {}
@@ -87,7 +93,7 @@ class SpacyWords:
             self._read_rules()
 
     def _read_rules(self) -> None:
-        """Find the special cases that spaCy looks for among words: those that its other rules split."""
+        """Find the special cases that spaCy looks for among words because its other rules split them."""
         from spacy.symbols import ORTH
         from spacy.tokenizer import Tokenizer
 
@@ -95,8 +101,9 @@ class SpacyWords:
         names = ("prefix_search", "suffix_search", "infix_finditer", "token_match", "url_match")
         plain = Tokenizer(self._language.vocab, rules={}, **{name: getattr(given, name) for name in names})
         self._rules = {case: [part[ORTH] for part in parts] for case, parts in given.rules.items()}
-        self._cases: dict[str, list[tuple[list[str], list[str]]]] = {}  # by first word: words, and as split
-        self._pairs: set[tuple[str, str]] = set()  # words of a case that follow each other, as split
+        # By first word, each special case: its words with the case, and its words by the other rules.
+        self._cases: dict[str, list[tuple[list[str], list[str]]]] = {}
+        self._pairs: set[tuple[str, str]] = set()  # neighboring words of special cases, by the other rules
         self._spaced = False
         for case, words in self._rules.items():
             split = [word.text for word in plain(case)]
@@ -110,9 +117,9 @@ class SpacyWords:
     def split(
         self, data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_]
     ) -> _Texts:
-        """The texts data[offsets[i]:offsets[i + 1]], with a space after each word; empty where not `wanted`.
+        """Return the texts data[offsets[i]:offsets[i + 1]] with a space after each word.
 
-        (uint8[m], int64[n + 1]), as `data` and `offsets`.
+        The result has the form of `data` and `offsets`; texts that are not `wanted` are empty.
         """
         pieces = [np.zeros(1, np.uint8)]
         ends = [np.ones(1, np.int64)]
@@ -126,7 +133,7 @@ class SpacyWords:
     def _split_whole(
         self, data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_]
     ) -> _Texts:
-        """Texts that spaCy gets whole."""
+        """Split texts with one call of spaCy per text."""
         found = []
         for row, chosen in enumerate(wanted.tolist()):
             text = data[offsets[row] : offsets[row + 1]].tobytes().decode() if chosen else ""
@@ -139,7 +146,7 @@ class SpacyWords:
     def _split_chunks(
         self, data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_]
     ) -> _Texts:
-        """Texts whose chunks are looked up."""
+        """Split texts by looking up the words of their chunks."""
         chunks = split_chunks(data, offsets, wanted)
         encoded = chunks.texts.dictionary_encode()
         distinct, places = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
@@ -160,7 +167,7 @@ class SpacyWords:
         return text_bytes(texts), text_offsets(texts)[chunks.firsts]
 
     def _look_up(self, chunks: Sequence[str]) -> list[tuple[str, int]]:
-        """For each of these distinct chunks, its words with a space after each, and flags."""
+        """Return the words of each distinct chunk, with a space after each word, and the chunk's flags."""
         if len(self._known) > _MOST_KNOWN:
             self._known, self._older = {}, self._known
         older = self._older
@@ -175,7 +182,7 @@ class SpacyWords:
         return [self._known[chunk] for chunk in chunks]
 
     def _ask(self, texts: Sequence[str]) -> Iterator[list[str]]:
-        """spaCy's words of each text, without white space."""
+        """Yield spaCy's words of each text, without words of white space."""
         begin = 0
         while begin < len(texts):
             stop, size = begin, 0
@@ -212,7 +219,7 @@ class SpacyWords:
         places: npt.NDArray[np.int32],
         flags: npt.NDArray[np.uint8],
     ) -> list[tuple[int, int]]:
-        """(first, stop) of chunks that spaCy has to see together, in order."""
+        """Return the runs (first, stop) of chunks that spaCy must split together, in order."""
         before, after = flags[:-1], flags[1:]
         doubtful = (before & _LAST).astype(np.bool_) & (after & _FIRST).astype(np.bool_) & chunks.joined[1:]
         if not self._spaced:
@@ -236,12 +243,12 @@ class SpacyWords:
 
 
 def _spaced(words: Iterable[str]) -> str:
-    """The words with a space after each."""
+    """Join words, with a space after each."""
     return "".join(word + " " for word in words)
 
 
 def _cut_slow(match: re.Match[str]) -> str:
-    """A long chunk, cut into parts if spaCy would take too long for it."""
+    """Return a long chunk, cut into parts if spaCy would take too long for it."""
     chunk = match[0]
     ends = sum(found.end() for text in (chunk, chunk[::-1]) if (found := _PUNCTUATED.match(text)))
     slow = (ends + chunk.count(":") // 4) * len(chunk) > _MOST_STEPS
@@ -249,7 +256,7 @@ def _cut_slow(match: re.Match[str]) -> str:
 
 
 def _run(joined: npt.NDArray[np.bool_], place: int) -> tuple[int, int]:
-    """(first, stop) of the chunks around one that are joined by single spaces."""
+    """Return (first, stop) of the run of chunks around `place` that are joined by single spaces."""
     first = stop = place
     while joined[first]:
         first -= 1

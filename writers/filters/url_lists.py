@@ -1,9 +1,9 @@
 """Drop documents by their URL: datatrove's URLFilter with lists from files and no public-suffix list.
 
 An entry of `domains` matches that host and all its subdomains, so "example.co.uk" matches "www.example.co.uk"
-and never "example2.co.uk"; public suffixes play no role. Hosts are compared in lower case and, unless they
-are ASCII, in IDNA; URLs without scheme, fragment and trailing slash. Words are the runs of ASCII letters and
-digits, in lower case (datatrove compares words of URLs in their own case). Documents without a URL pass.
+but not "example2.co.uk"; public suffixes have no special role. Hosts are compared in lower case and, unless
+they are ASCII, in IDNA form. URLs are compared without scheme, fragment and trailing slash. Words are runs of
+ASCII letters and digits, in lower case (datatrove keeps the case of words). Documents without a URL pass.
 
 Hosts and URLs are stored as sorted 64-bit hashes, 8 bytes each: with n entries a host that is not listed
 matches with probability n / 2^64.
@@ -34,22 +34,26 @@ _Files = Listed[FieldName]
 
 
 class UrlListsConfig(FilterSettings):
-    """Files with one entry per line, and how many soft words are too many."""
+    """Settings of `url_lists`: files with one entry per line, and how many soft words are too many."""
 
     domains: _Files = Field(default=(), description="Files of hosts to drop, with their subdomains.")
     hosts: _Files = Field(default=(), description="Files of hosts to drop, without their subdomains.")
     urls: _Files = Field(default=(), description="Files of URLs to drop.")
-    banned_words: _Files = Field(default=(), description="Files of words that no URL may have.")
-    soft_banned_words: _Files = Field(default=(), description="Files of words of which a URL may have few.")
-    soft_word_threshold: int = Field(default=2, ge=1, description="Distinct soft words that drop a document.")
+    banned_words: _Files = Field(default=(), description="Files of words that no URL may contain.")
+    soft_banned_words: _Files = Field(
+        default=(), description="Files of words; a URL may contain fewer than soft_word_threshold of them."
+    )
+    soft_word_threshold: int = Field(
+        default=2, ge=1, description="Number of distinct soft words at which a document is dropped."
+    )
     banned_subwords: _Files = Field(
-        default=(), description="Files of substrings of URLs without punctuation."
+        default=(), description="Files of substrings that no URL without its punctuation may contain."
     )
 
     @model_validator(mode="after")
     def _some(self) -> Self:
         if not self.files():
-            raise ValueError("url_lists needs a file: domains, hosts, urls, banned_words, …")
+            raise ValueError("url_lists needs a file; set domains, hosts, urls, banned_words or another list")
         return self
 
     def build(self, folder: Path) -> UrlListsFilter:
@@ -63,7 +67,7 @@ class UrlListsConfig(FilterSettings):
 
 
 class UrlListsFilter:
-    """Drops documents whose URL is in a list."""
+    """Drops documents by their URL: its host, the URL itself, or its words are in a list."""
 
     reasons = ("domain", "host", "url", "hard_blacklisted", "soft_blacklisted", "blacklisted_subword")
 
@@ -80,7 +84,7 @@ class UrlListsFilter:
         self._subwords = re.compile("|".join(subwords)) if subwords else None
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. The value of soft words is how many there are."""
+        """See Filter.judge. The value of "soft_blacklisted" is the number of distinct soft words."""
         values = np.zeros((len(self.reasons), len(batch)), np.int64)
         wanted = batch.wanted
         chosen = [n for n, url in enumerate(batch.column("url")) if url and wanted[n]]
@@ -107,27 +111,27 @@ class UrlListsFilter:
 
 
 def url_host(url: str) -> str:
-    """The host of a URL, or of an entry without scheme, in lower case and IDNA."""
+    """Return the host of a URL, or of a list entry without scheme, in lower case and IDNA form."""
     rest = url.partition("://")[2] if "://" in url else url
     host = re.split(r"[/?#\\]", rest, maxsplit=1)[0].rpartition("@")[2].strip().lower()
     if not host.startswith("["):
         host = host.partition(":")[0]
     host = host.strip(".")
     if not host.isascii():
-        with suppress(UnicodeError):  # a name that IDNA does not know is compared as it is
+        with suppress(UnicodeError):  # a name that IDNA cannot encode is compared unchanged
             host = host.encode("idna").decode()
     return host
 
 
 def plain_url(url: str) -> str:
-    """A URL as it is compared: host, path and query."""
+    """Return the part of a URL that is compared: host, path and query."""
     rest = (url.partition("://")[2] if "://" in url else url).partition("#")[0].strip()
     end = re.search(r"[/?\\]", rest)
     return (url_host(url) + (rest[end.start() :] if end else "")).rstrip("/")
 
 
 def _parents(host: str) -> list[str]:
-    """The host and all above it."""
+    """Return the host and all its parent domains."""
     labels = host.split(".")
     return [".".join(labels[first:]) for first in range(len(labels))]
 
@@ -149,12 +153,12 @@ def _url_hashes(entries: Iterable[str]) -> npt.NDArray[np.uint64]:
 
 
 def _hashes(names: Iterable[str]) -> npt.NDArray[np.uint64]:
-    """Sorted hashes of names that are not empty."""
+    """Return the sorted hashes of the names that are not empty."""
     return np.unique(np.fromiter((_hash(name) for name in names if name), np.uint64))
 
 
 def _among(listed: npt.NDArray[np.uint64], keys: Sequence[Sequence[str]]) -> npt.NDArray[np.int64]:
-    """1 where any of the keys is listed."""
+    """Return int64[n]: 1 where the list contains any of keys[i], else 0."""
     found = np.zeros(len(keys), np.int64)
     if len(listed):
         hashes = np.fromiter((_hash(key) for some in keys for key in some), np.uint64)

@@ -1,11 +1,11 @@
 """Filters that users write: any function over an Arrow record batch.
 
-The function receives the remaining documents (columns of `DOCUMENT_SCHEMA`, rows/documents.py, the text as
-edited so far) and the recipe's parameters as keyword arguments. It returns, for each row, whether the
-document stays (a boolean Arrow array, NumPy array or list without nulls), or, if the recipe lists `reasons`,
-one of them, or null or "" for a document that stays. It must be a pure function of its batch, because batch
-boundaries are arbitrary. The digest of its source file is part of a task's identity, so changing the code
-runs the task again; digests of modules that it imports are not.
+The function receives the remaining documents (columns of `DOCUMENT_SCHEMA`, rows/documents.py, with the text
+as edited so far) and the recipe's parameters as keyword arguments. It returns, for each row, whether the
+document stays: a boolean Arrow array, NumPy array or list without nulls. If the recipe lists `reasons`, it
+returns one of these instead, or null or "" for a document that stays. It must be a pure function of its
+batch, because batch boundaries are arbitrary. The digest of its source file is part of a task's identity, so
+changing the code runs the task again; digests of modules that it imports are not part of it.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def _identifier(name: str) -> str:
 
 
 class PythonConfig(FilterSettings):
-    """A function that judges Arrow batches, and its arguments."""
+    """Settings of `python`: a function that judges Arrow batches, and its arguments."""
 
     function: Annotated[str, AfterValidator(_function_name)] = Field(
-        description="package.module:function; with file, the module is a name for messages.",
+        description="package.module:function; with `file`, the module is only a name for messages.",
         examples=["my_filters:keep"],
     )
     file: FieldName | None = Field(
-        default=None, description="Python file that defines it, instead of an installed module."
+        default=None, description="Python file that defines the function, instead of an installed module."
     )
     parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of the function.")
     reasons: Listed[FieldName] = Field(
-        default=(), description="The reasons it may return; none: it returns what to keep."
+        default=(), description="Reasons that the function may return; none: it returns what to keep."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _named_after_the_file(cls, data: Any) -> Any:
-        """With a file, `function: keep` is enough; the file's name is the module's."""
+        """Complete a bare function name, such as `function: keep`, by the name of `file`."""
         if isinstance(data, dict):
             function, file = data.get("function"), data.get("file")
             if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
@@ -86,7 +86,7 @@ class PythonConfig(FilterSettings):
         return PythonFilter(self, folder)
 
     def files(self) -> tuple[str, ...]:
-        """The function's source file: its digest is part of the identity of what was made with it."""
+        """Return the function's source file, whose digest is part of the identity of a task."""
         return (self.file if self.file is not None else self._installed(),)
 
     def _installed(self) -> str:
@@ -110,7 +110,7 @@ class PythonFilter:
         self._function = self._load(folder)
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. BuildError names the function, whatever it raises or returns."""
+        """See Filter.judge. Raises BuildError if the function fails or returns invalid values."""
         import pyarrow as pa
 
         chosen, documents = np.flatnonzero(batch.wanted), batch.documents
@@ -122,7 +122,7 @@ class PythonFilter:
         return [Rule(name, codes == number) for number, name in enumerate(self.reasons, 1)]
 
     def _codes(self, documents: pa.RecordBatch) -> npt.NDArray[np.int64]:
-        """0 where a document stays, else 1 + the index of its reason."""
+        """Return int64[n]: 0 where a document stays, else 1 + the index of its reason."""
         import pyarrow as pa
 
         try:
@@ -136,17 +136,19 @@ class PythonFilter:
         try:
             values = (answer if hasattr(answer, "to_pylist") else pa.array(answer)).to_pylist()
         except (pa.ArrowException, TypeError) as error:
-            raise BuildError(f"{self._name}: it did not return an array: {error}") from None
+            raise BuildError(f"{self._name}: the function did not return an array: {error}") from None
         if len(values) != documents.num_rows:
             raise BuildError(
-                f"{self._name}: it returned {len(values)} values for {documents.num_rows} documents"
+                f"{self._name}: the function returned {len(values)} values for {documents.num_rows} documents"
             )
         known: dict[Any, int] = {None: 0, "": 0} if self._config.reasons else {True: 0, False: 1}
         known |= {reason: number for number, reason in enumerate(self._config.reasons, 1)}
         codes = [known.get(value, -1) if isinstance(value, bool | str | None) else -1 for value in values]
         if -1 in codes:
             wanted = f"one of {', '.join(self.reasons)} or null" if self._config.reasons else "true or false"
-            raise BuildError(f"{self._name}: it returned {values[codes.index(-1)]!r}; expected {wanted}")
+            raise BuildError(
+                f"{self._name}: the function returned {values[codes.index(-1)]!r}; expected {wanted}"
+            )
         return np.array(codes, np.int64)
 
     def _load(self, folder: Path) -> Callable[..., object]:

@@ -1,8 +1,7 @@
-"""Filters by lists of words: words that documents must not contain, and stop words that they must.
+"""Filters by lists of words: words that documents must not contain, and stop words that they must contain.
 
-`bad_words` is datatrove's C4BadWordsFilter with the lists given as files. Which documents `keep_fraction`
-lets through depends on a hash of their id, so the result does not depend on their order. Matching is
-described in `kernels/phrases.py`.
+`bad_words` is datatrove's C4BadWordsFilter with the lists given as files. `keep_fraction` selects documents
+by a hash of their id, so the result does not depend on their order. `kernels/phrases.py` describes matching.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class BadWordsConfig(FilterSettings):
-    """A list of words and phrases that documents should not have, such as LDNOOBW's."""
+    """Settings of `bad_words`: words and phrases that documents must not contain, such as LDNOOBW's list."""
 
     lists: Listed[FieldName] = Field(min_length=1, description="Files with one word or phrase per line.")
     separated: bool = Field(
-        default=True, description="Only as whole words; false for scripts without spaces."
+        default=True, description="Match whole words only; set false for scripts without spaces."
     )
-    min_matches: int = Field(default=1, ge=1, description="Occurrences that make a document bad.")
-    keep_fraction: Ratio = Field(default=0, description="Fraction of the bad documents to keep, by a hash.")
-    seed: int = Field(default=0, ge=0, description="Seed of the hash.")
+    min_matches: int = Field(default=1, ge=1, description="Minimum number of occurrences in a bad document.")
+    keep_fraction: Ratio = Field(default=0, description="Fraction of bad documents to keep, chosen by hash.")
+    seed: int = Field(default=0, ge=0, description="Seed of the hash for keep_fraction.")
 
     def build(self, folder: Path) -> BadWordsFilter:
         """See FilterSettings.build."""
@@ -44,7 +43,7 @@ class BadWordsConfig(FilterSettings):
 
 
 class BadWordsFilter:
-    """Drops documents with words of a list."""
+    """Drops documents that contain words of a list."""
 
     reasons = ("document_removed_with_badwords",)
 
@@ -61,7 +60,7 @@ class BadWordsFilter:
         return [Rule(self.reasons[0], bad & ~self._stays(batch, bad), found)]
 
     def _stays(self, batch: TextBatch, bad: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Mask of the bad documents in the fraction that stays."""
+        """Return bool[n]: the bad documents in the fraction that is kept."""
         from shardkit.hashing import keyed_hashes
 
         stays = np.zeros(len(batch), np.bool_)
@@ -74,18 +73,20 @@ class BadWordsFilter:
 
 
 class StopWordsConfig(FilterSettings):
-    """Frequent words of languages; a document needs enough of those of one language."""
+    """Settings of `stop_words`: a document needs enough of the frequent words of one language."""
 
     languages: dict[FieldName, FieldName | Annotated[tuple[FieldName, ...], Field(strict=False)]] = Field(
         strict=False,
         min_length=1,
-        description="By name: the list of words, or a file with one per line.",
+        description="Stop words by language name: a list of words, or a file with one word per line.",
     )
     separated: bool = Field(
-        default=True, description="Only as whole words; false for scripts without spaces."
+        default=True, description="Match whole words only; set false for scripts without spaces."
     )
-    min_stop_words: int = Field(default=2, ge=0, description="Fewest occurrences.")
-    min_stop_word_ratio: Ratio = Field(default=0, description="Fewest occurrences per white-space word.")
+    min_stop_words: int = Field(default=2, ge=0, description="Minimum number of occurrences.")
+    min_stop_word_ratio: Ratio = Field(
+        default=0, description="Minimum occurrences per word, split at white space."
+    )
 
     def build(self, folder: Path) -> StopWordsFilter:
         """See FilterSettings.build."""
@@ -97,7 +98,7 @@ class StopWordsConfig(FilterSettings):
 
 
 class StopWordsFilter:
-    """Drops documents with too few of the stop words of every language."""
+    """Drops documents that do not have enough stop words of any one language."""
 
     reasons = ("too_few_stop_words", "stop_word_ratio")
 
@@ -112,7 +113,7 @@ class StopWordsFilter:
         ]
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Values are those of the language with the most."""
+        """See Filter.judge. The values are for the language with the most stop words in a document."""
         from shardkit.writers.kernels.phrases import lower
 
         lowered = lower(batch.texts)

@@ -1,7 +1,7 @@
-"""Texts in blocks of 64 bytes: what each character is, one bit a byte, and where words begin and end.
+"""Bit masks of text in blocks of 64 bytes, one bit per byte: white space, letters and other characters.
 
 Comparisons of whole blocks classify ASCII; other characters are decoded one by one and looked up. In a mask,
-bit i stands for byte i of a block. Bits behind the end of a text are white space.
+bit i is for byte i of a block. Bytes after the end of a text count as white space.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from shardkit.writers.kernels.simd import range_mask, trailing_zeros
 from shardkit.writers.kernels.utf8 import ALPHA, PUNCTUATION, SPACE, next_character
 
 BLOCK_BYTES = 64
-TAIL_BYTES = 72  # eight bytes may be read from each place of a block
+TAIL_BYTES = 72  # a block and eight more bytes: kernels load eight bytes from any position in a block
 _ALL, _ONE = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(1)
 
 
 @kernel(inline=True)
 def block_at(data: UInt8s, at: int, tail: UInt8s) -> tuple[UInt8s, int]:
-    """(array, place) of the 72 bytes from data[at] on: of `data`, or of `tail` if it has fewer, then zeros.
+    """Return (array, index), from which the 72 bytes data[at:at + 72] can be read.
 
-    `tail` is uint8[72], to work in.
+    If `data` ends before, they are copied to the scratch array `tail`, uint8[72], and filled up with zeros.
     """
     if at + TAIL_BYTES <= len(data):
         return data, at
@@ -32,13 +32,13 @@ def block_at(data: UInt8s, at: int, tail: UInt8s) -> tuple[UInt8s, int]:
 
 @kernel(inline=True)
 def lowest_bits(count: int) -> np.uint64:
-    """The first `count` bits, at most 64; none if it is negative."""
+    """Return a mask of the lowest `count` bits, at most 64; 0 if `count` is negative."""
     return _ALL >> np.uint64(BLOCK_BYTES - count) if count > 0 else np.uint64(0)
 
 
 @kernel(allocates=False)
 def find_byte(data: UInt8s, at: int, end: int, byte: int) -> int:
-    """Find a byte in data[at:end]; return its first place, `end` if there is none."""
+    """Return the index of the first `byte` in data[at:end], or `end` if there is none."""
     while at < end and at + BLOCK_BYTES <= len(data):
         found = range_mask(data, at, byte, 1)
         if found:
@@ -51,9 +51,9 @@ def find_byte(data: UInt8s, at: int, end: int, byte: int) -> int:
 
 @kernel(allocates=False)
 def find_line_mark(data: UInt8s, at: int, end: int) -> int:
-    """Find the first byte in data[at:end] that an end of a line may begin with; `end` if there is none.
+    """Return the index of the first byte in data[at:end] that may begin a line end, or `end`.
 
-    Lines are those of `str.splitlines`: these bytes are 0A to 0D, 1C to 1E, C2 and E2.
+    Line ends are as for `str.splitlines`; they begin with the bytes 0A to 0D, 1C to 1E, C2 and E2.
     """
     while at < end and at + BLOCK_BYTES <= len(data):
         found = range_mask(data, at, 10, 4) | range_mask(data, at, 28, 3)
@@ -71,8 +71,8 @@ def find_line_mark(data: UInt8s, at: int, end: int) -> int:
 
 @kernel(allocates=False)
 def copy_bytes(data: UInt8s, at: int, end: int, target: UInt8s, to: int) -> int:
-    """Copy data[at:end] to target[to:]; where the copy ends."""
-    # Two views, indexed from 0, become a memory copy; a slice assigned would compile for seconds.
+    """Copy data[at:end] to target[to:]; return where the copy ends."""
+    # A loop over two views from index 0 becomes a memory copy; a slice assignment takes seconds to compile.
     source, place = data[at:end], target[to:]
     for index in range(end - at):
         place[index] = source[index]
@@ -83,10 +83,10 @@ def copy_bytes(data: UInt8s, at: int, end: int, target: UInt8s, to: int) -> int:
 def space_mask(
     data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
 ) -> tuple[np.uint64, np.uint64]:
-    """White space (`str.isspace`) among data[at:at + 64] of a text that ends at `end`: (mask, spilled bits).
+    """Return (mask, spilled bits) of white space (`str.isspace`) in data[at:at + 64]; the text ends at `end`.
 
-    Of a space that goes on in the next block, the bits there are `spilled`: pass them on with that block, 0
-    with the first one. `flags` are character_flags().
+    The spilled bits mark the bytes in the next block of a space that begins in this one: pass them as
+    `spilled` with the next block, and 0 with the first block. `flags` are character_flags().
     """
     block, place = block_at(data, at, tail)
     spaces = range_mask(block, place, 9, 5) | range_mask(block, place, 28, 5) | spilled
@@ -96,7 +96,7 @@ def space_mask(
         valid = lowest_bits(end - at)
         spaces |= ~valid
         heads &= valid
-    # Few characters begin with a byte that white space begins with: C2, E1, E2 and E3.
+    # Decode only the few characters whose first byte may begin white space: C2, E1, E2 and E3.
     heads &= range_mask(block, place, 0xC2, 1) | range_mask(block, place, 0xE1, 3)
     while heads:
         offset = trailing_zeros(heads)
@@ -109,7 +109,7 @@ def space_mask(
 
 @kernel(inline=True)
 def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64]:
-    """(mask with bits `first` to `stop`, those of them that belong to the next block)."""
+    """Set bits `first` to `stop` - 1 of a mask; return it and the bits that belong to the next block."""
     if stop <= BLOCK_BYTES:
         return mask | lowest_bits(stop) & ~lowest_bits(first), np.uint64(0)
     return mask | ~lowest_bits(first), lowest_bits(stop - BLOCK_BYTES)
@@ -119,10 +119,10 @@ def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64
 def word_masks(
     data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Return masks of data[at:at + 64], with the arguments of `space_mask`.
+    """Return masks of data[at:at + 64]; the arguments are as for `space_mask`.
 
-    They are (spaces, letters, what is neither white space nor punctuation, heads, spilled bits).
-    A character's bit is that of its first byte, its head; that of a space is set for all of its bytes.
+    They are (spaces, letters, characters other than white space and punctuation, heads, spilled bits).
+    A character has the bit of its first byte, its head; a space has the bits of all its bytes.
     """
     block, place = block_at(data, at, tail)
     spaces = range_mask(block, place, 9, 5) | range_mask(block, place, 28, 5) | spilled

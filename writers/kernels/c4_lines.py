@@ -1,9 +1,9 @@
 """The kernel of C4's line rules: judge and copy lines in one pass over the UTF-8 bytes of a batch.
 
-Lines are those of `str.splitlines()`, words those of `str.split()`, sentences those of `sentences.py`. The
-rules on a line are, in order: too long a word (0), no terminal punctuation (1), too few words (2), javascript
-(3) and policy (4); the numbers are rows of the counts. Lines that stay are written to a second buffer of the
-batch's size. Phrases are found by their rarest letter with the one before it, 64 bytes at a time.
+Lines are split as by `str.splitlines()`, words as by `str.split()`, sentences as in `sentences.py`. The rules
+on a line are, in order: too long a word (0), no terminal punctuation (1), too few words (2), javascript (3)
+and policy (4); the numbers are rows of the counts. Lines that are kept are written to a second buffer of the
+batch's size. Phrases are found by their rarest letter and the letter before it, 64 bytes at a time.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from shardkit.writers.kernels.utf8 import (
 )
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
-# Rows of the kernel's counts: bytes of the lines cut by each of five rules, then these.
+# Rows of the kernel's counts. Rows 0 to 4 are the bytes of the lines that each of five rules cut.
 _CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(5, 9)
 
 
 class LineCounts(NamedTuple):
-    """Per document. `cut` is int64[6, n]: bytes of the lines cut by each of the five rules, and of citations.
+    """Counts per document. `cut`, int64[6, n], has the bytes of lines that five rules cut, and of citations.
 
-    `lorem` and `curly` are the number (from 1) of the first line that fails that rule, or 0; `sentences`
-    counts those of the remaining lines.
+    `lorem` and `curly` are the number (from 1) of the first line that fails the lorem ipsum or { rule, or 0;
+    `sentences` counts the sentences in the remaining lines.
     """
 
     cut: Int64s
@@ -55,11 +55,11 @@ class LineCounts(NamedTuple):
 def edit_lines(
     data: UInt8s, offsets: Int64s, wanted: Bools, switches: tuple[bool, ...], limits: tuple[int, int, int]
 ) -> tuple[pa.LargeStringArray, Int64s, LineCounts]:
-    """(edited texts, their sizes in bytes, counts) of data[offsets[i]:offsets[i + 1]], valid UTF-8.
+    """Return edited texts, their sizes in bytes, and counts of data[offsets[i]:offsets[i + 1]], valid UTF-8.
 
-    `switches`: cut citations, require terminal punctuation, lorem ipsum, javascript, {, policy. `limits`:
-    fewest sentences of a document, fewest words of a line, most characters of a word; -1 for no rule. Texts
-    that are dropped stay as they are, and those that are not `wanted` are empty.
+    `switches` are: cut citations, require terminal punctuation, and the rules lorem ipsum, javascript, { and
+    policy. `limits` are: minimum sentences in a document, minimum words in a line, maximum characters in a
+    word; -1 for no rule. Dropped texts stay unchanged, and texts that are not `wanted` become empty.
     """
     size = len(wanted)
     edited = np.empty(int(np.diff(offsets)[wanted].sum()), np.uint8)
@@ -74,7 +74,7 @@ def edit_lines(
 
 @cache
 def _decimals() -> Bools:
-    """bool[131,072]: the characters that `\\d` matches in regular expressions; beyond there are none."""
+    """Return bool[131,072]: the code points that `\\d` matches in regular expressions; none is higher."""
     return np.fromiter((chr(code).isdecimal() for code in range(0x20000)), np.bool_, 0x20000)
 
 
@@ -90,9 +90,9 @@ _SPACE_USE = _letters(" use")
 _CITED = (_letters("edit]"), _letters("citation needed]"))
 
 
-# Character flags, room for a block, decimal digits, tables of sentences.
+# Character flags, a scratch block, decimal digits, tables for sentences.
 _Tables = tuple[UInt8s, UInt8s, Bools, SentenceTables]
-# Switches, limits, tables.
+# Switches and limits as in `edit_lines`, and the tables.
 _Rules = tuple[tuple[bool, ...], tuple[int, int, int], _Tables]
 
 
@@ -101,7 +101,7 @@ def _edit(
     data: UInt8s, offsets: Int64s, wanted: Bools, rules: _Rules, edited: UInt8s, ends: Int64s, counts: Int64s
 ) -> None:
     least_sentences, flags = rules[1][0], rules[2][0]
-    to = ends[0]  # 0; a literal would compile everything twice
+    to = ends[0]  # 0 as an int64; Numba would compile all functions again for the type of a literal
     for document in range(len(wanted)):
         begin, end, start, out = offsets[document], offsets[document + 1], to, counts[:, document]
         if not wanted[document]:
@@ -122,7 +122,7 @@ def _edit(
 def _document(
     data: UInt8s, begin: int, end: int, rules: _Rules, edited: UInt8s, start: int, out: Int64s
 ) -> int:
-    """Write the lines that stay to `edited` from `start` on, each with a newline; where they end."""
+    """Write the lines that are kept to edited[start:], each with a newline; return where they end."""
     flags = rules[2][0]
     to, at, lines = start, begin, 0
     while at < end:
@@ -144,7 +144,7 @@ def _document(
         if to < 0:
             to = -to - 1
         elif line_end < end:
-            edited[to] = 10  # in the room of its own end
+            edited[to] = 10  # fits, because the line end in `data` has at least one byte
             to += 1
     return to
 
@@ -160,7 +160,7 @@ def _line(
     start: int,
     out: Int64s,
 ) -> int:
-    """Write a line to `edited`; return where it ends if it stays, else -1 - start."""
+    """Write a line to edited[start:]; return where it ends, or -1 - start if a rule cuts it."""
     citations, terminal, lorem, javascript, curly, policy = rules[0]
     minimum, least_words, longest_word = rules[1]
     flags, tail, decimals, sentence = rules[2]
@@ -202,7 +202,7 @@ def _line(
 
 @kernel(allocates=False)
 def _has_words(data: UInt8s, at: int, end: int, flags: UInt8s, least: int) -> bool:
-    """Whether there are at least so many words; reads no further than that."""
+    """Return whether there are at least `least` words; stop reading when they are found."""
     inside = False
     while at < end and least > 0:
         code, at = character_at(data, at)
@@ -214,7 +214,7 @@ def _has_words(data: UInt8s, at: int, end: int, flags: UInt8s, least: int) -> bo
 
 @kernel(allocates=False)
 def _longest(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Characters of the longest word."""
+    """Return the number of characters in the longest word."""
     longest = length = 0
     while at < end:
         code, at = character_at(data, at)
@@ -225,7 +225,7 @@ def _longest(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
 
 @kernel(allocates=False)
 def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edited: UInt8s, to: int) -> int:
-    """Copy a line without its citations; where it ends."""
+    """Copy a line without its citations; return where the copy ends."""
     while at < end:
         bracket = find_byte(data, at, end, 91) if citations else end
         to = copy_bytes(data, at, bracket, edited, to)
@@ -241,7 +241,7 @@ def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edi
 
 @kernel(allocates=False)
 def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
-    """Return where the citation ends whose bracket is before `begin`; 0 if there is none."""
+    """Return where the citation that starts with the bracket before `begin` ends; 0 if there is none."""
     at = begin
     while at < end:
         code, after = character_at(data, at)
@@ -272,7 +272,7 @@ def _ends_well(data: UInt8s, begin: int, end: int) -> bool:
 
 @kernel(allocates=False)
 def _before(data: UInt8s, begin: int, at: int, text: UInt8s) -> bool:
-    """Whether data[begin:at] ends with `text`, whatever the case of its ASCII letters."""
+    """Return whether data[begin:at] ends with `text`, ignoring the case of ASCII letters."""
     if at - begin < len(text):
         return False
     return _after(data, at - len(text), at, text)
@@ -280,7 +280,7 @@ def _before(data: UInt8s, begin: int, at: int, text: UInt8s) -> bool:
 
 @kernel(allocates=False)
 def _after(data: UInt8s, at: int, end: int, text: UInt8s) -> bool:
-    """Whether data[at:end] begins with `text`, whatever the case of its ASCII letters."""
+    """Return whether data[at:end] begins with `text`, ignoring the case of ASCII letters."""
     if end - at < len(text):
         return False
     for index in range(len(text)):
@@ -294,7 +294,7 @@ def _after(data: UInt8s, at: int, end: int, text: UInt8s) -> bool:
 
 @kernel(allocates=False)
 def _phrases(data: UInt8s, begin: int, end: int, tail: UInt8s) -> int:
-    """Bits of the phrases in a line, each found by its rarest letter."""
+    """Return the bits of the phrases in a line, such as _LOREM; each is found by its rarest letter."""
     found = 0
     for block in range(begin, end, BLOCK_BYTES):
         anchors = _anchors(data, block, tail) & lowest_bits(min(BLOCK_BYTES, end - block))
@@ -307,10 +307,10 @@ def _phrases(data: UInt8s, begin: int, end: int, tail: UInt8s) -> int:
 
 @kernel(allocates=False)
 def _anchors(data: UInt8s, at: int, tail: UInt8s) -> np.uint64:
-    """A bit for each byte of a block by which a phrase may be found: few bytes of a text are such.
+    """Return a bit for each byte of a block at which `_phrase` may find a phrase; few bytes qualify.
 
-    {, a Kelvin sign (in lower case it is k), v and p after a or i, f and k after o; of a block's first byte
-    the one before is not looked at.
+    They are {, the Kelvin sign (whose lower case is k), v after a or i, p after i, and f and k after o. For
+    the first byte of a block, the byte before it is not checked.
     """
     block, place = block_at(data, at, tail)
     after_i = _letter(block, place, 105) << np.uint64(1) | np.uint64(1)
@@ -328,22 +328,22 @@ def _letter(block: UInt8s, place: int, lower: int) -> np.uint64:
 
 @kernel(allocates=False)
 def _phrase(data: UInt8s, begin: int, at: int, end: int) -> int:
-    """The bit of the phrase whose rarest letter is at `at` in the line data[begin:end], or 0."""
+    """Return the bit of the phrase whose rarest letter is at `at` in the line data[begin:end], or 0."""
     byte, after = data[at] | 32, at + 1
     if data[at] == 123:
         return _CURLY
-    if byte == 118:  # v
+    if byte == 118:  # the letter v
         if _before(data, begin, at, _JA) and _after(data, after, end, _ASCRIPT):
             return _JAVASCRIPT
         if _before(data, begin, at, _PRIVACY) and _after(data, after, end, _ACY_POLICY):
             return _POLICY
-    elif byte == 112:  # p
+    elif byte == 112:  # the letter p
         if _before(data, begin, at, _LOREM_IPSUM) and _after(data, after, end, _SUM):
             return _LOREM
-    elif byte == 102:  # f
+    elif byte == 102:  # the letter f
         if _before(data, begin, at, _TERMS) and _after(data, after, end, _SPACE_USE):
             return _POLICY
-    elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin
+    elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin sign
         after = at + 1 if byte == 107 else at + 3
         if _before(data, begin, at, _COO):
             whose = _before(data, begin, at, _USE) or _before(data, begin, at, _USES)
@@ -355,7 +355,7 @@ def _phrase(data: UInt8s, begin: int, at: int, end: int) -> int:
 
 @kernel(allocates=False)
 def _strip(edited: UInt8s, start: int, end: int, flags: UInt8s) -> int:
-    """Take white space off both ends of edited[start:end]; where it ends then."""
+    """Remove white space at both ends of edited[start:end], in place; return where the rest ends."""
     first, last = strip_space(edited, start, end, flags)
     if first > start:
         for at in range(first, last):

@@ -1,7 +1,7 @@
 """Counts for dolma's quality rules, in one pass over the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`; lines end at LF only, and blank ones count. A median above LONGEST is
-reported as LONGEST. Memory: 16 KB.
+Words are split as by `str.split()`; lines end at LF only, and blank lines count. A median above LONGEST is
+reported as LONGEST. Memory: 32 KB.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import numpy as np
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, find_run, join_runs, next_character
 
-LONGEST = 4096  # characters; longer words are counted as this long
+LONGEST = 4096  # maximum word length in characters; longer words are counted as this long
 _ELLIPSIS = 0x2026
 
 
 class DolmaStatistics(NamedTuple):
-    """int64[n] each: one number per document."""
+    """Counts, int64[n] each: one number per document."""
 
     words: Int64s
-    median_twice: Int64s  # twice the median length of words: an integer
-    symbol_words: Int64s  # words with # or …
+    median_twice: Int64s  # twice the median word length, which is an integer
+    symbol_words: Int64s  # words with # or the ellipsis U+2026
     letter_words: Int64s
     required: Int64s  # occurrences of required words
     lines: Int64s
-    bullet_lines: Int64s  # the first character is * or -
-    ellipsis_lines: Int64s  # the last character is …
+    bullet_lines: Int64s  # lines whose first character is * or -
+    ellipsis_lines: Int64s  # lines whose last character is the ellipsis U+2026
 
 
 def dolma_statistics(
     data: UInt8s, offsets: Int64s, wanted: Bools, required: Sequence[str]
 ) -> DolmaStatistics:
-    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    """Count the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(DolmaStatistics._fields), len(wanted)), np.int64)
     listed = join_runs([word.encode() for word in dict.fromkeys(required) if word])
     _count(data, offsets, wanted, (character_flags(), *listed), counts)
@@ -87,7 +87,7 @@ def _count_words(data: UInt8s, begin: int, end: int, tables: _Tables, lengths: I
 
 @kernel
 def _median_twice(lengths: Int64s, words: int) -> int:
-    """The sum of the two lengths in the middle, which may be one."""
+    """Return twice the median: the sum of the two middle lengths; for an odd number they are the same one."""
     if not words:
         return 0
     total = below = length = 0

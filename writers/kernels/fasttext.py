@@ -4,9 +4,9 @@ As in fastText, tokens are separated by ASCII white space and NUL, and newlines 
 text is the mean of the rows of its tokens, of their character n-grams and of n-grams of tokens, with one
 `</s>` at the end. `descend` and `activate` turn it into probabilities for each of fastText's losses.
 
-Two things differ: `</s>` inside a text does not end it, and sums are made in another order. The vector of a
-token is summed in float32 and kept in a table for its next occurrence, the vector of a text in float64, so
-scores equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
+Two things differ from fastText: `</s>` inside a text does not end it, and sums are made in another order. The
+vector of a token is summed in float32 and cached for its next occurrence; the vector of a text is summed in
+float64. Scores equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shardkit.writers.kernels.utf8 import next_character, pack_bytes, same_runs
 
 
 class _Tables(NamedTuple):
-    """What vectors of tokens are made from, as in FastTextModel but for the slots and the reciprocal."""
+    """The parts of a FastTextModel that kernels read, with `reciprocal` and the hash table `slots`."""
 
     buckets: int
-    reciprocal: np.uint64  # of buckets
+    reciprocal: np.uint64  # reciprocal_of(buckets)
     min_ngram: int
     max_ngram: int
     word_ngrams: int
-    slots: Int32s  # a hash table of the words: word number or -1, at its hash or at the next free slot
+    slots: Int32s  # hash table of the words with linear probing: the number of a word, or -1
     words: UInt8s
     word_offsets: Int64s
     pruned: UInt64s
@@ -60,29 +60,29 @@ class _Tables(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Vectors of tokens that were met, and room to work in."""
+    """The cache of token vectors, and scratch arrays."""
 
-    facts: UInt64s  # of each vector: the token's bytes in three, rows + 1 and hash
-    vectors: Float32s  # the last one is to work in
-    numbers: Int32s  # of rows to add
-    tokens: UInt64s  # of a segment: begin, end, place, and its bytes in three
-    tail: UInt8s  # as of block_at
+    facts: UInt64s  # per cached vector: the token's bytes as three numbers; rows + 1 and hash as one
+    vectors: Float32s  # cached vectors; the last one is scratch
+    numbers: Int32s  # numbers of the rows to add
+    tokens: UInt64s  # per token of a segment: begin, end, place of its vector, its bytes as three numbers
+    tail: UInt8s  # scratch of block_at
 
 
-# FNV-1a of 32 bits, and the multiplier that chains the hashes of tokens.
+# Constants of 32-bit FNV-1a, and the multiplier that chains hashes of tokens to hashes of token n-grams.
 _BASIS_64, _PRIME_64, _MASK_64, _NEXT_64 = map(np.uint64, (2166136261, 16777619, 0xFFFFFFFF, 116049371))
 _OPEN, _CLOSE = 60, 62  # < and > around a token
 _END = np.frombuffer(b"</s>", np.uint8)
 _PREFIX = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
-_KEY_BYTES = 24  # longer tokens are summed again each time
+_KEY_BYTES = 24  # maximum size of a token whose vector is cached
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_KEPT, _KEPT_BYTES = 1 << 15, 64 << 20  # vectors of tokens that are kept
-_ROWS = 1024  # whose numbers are listed before they are added: they are fetched from memory all at once
+_KEPT, _KEPT_BYTES = 1 << 15, 64 << 20  # maximum number, and total size, of cached token vectors
+_ROWS = 1024  # rows whose numbers are listed before any row is added, so that memory accesses overlap
 _SEGMENT_BYTES = 512
 
 
 class FastTextScorer:
-    """A model and the tables of its kernel. Thread-safe: one call runs at a time."""
+    """Scores texts with a model. Thread-safe: one call runs at a time."""
 
     def __init__(self, model: FastTextModel) -> None:
         self.model = model
@@ -101,14 +101,14 @@ class FastTextScorer:
             np.zeros((_SEGMENT_BYTES // 2 + 1, 6), np.uint64),
             np.zeros(TAIL_BYTES, np.uint8),
         )
-        self._columns = np.array(model.outputs.T, order="C")  # a copy: kernels are compiled once
+        self._columns = np.array(model.outputs.T, order="C")  # a copy: one array type, compiled once
         self._lock = threading.Lock()
 
     def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools, characters: int | None = None) -> Float32s:
-        """float32[n, labels]: probabilities of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8.
+        """Return float32[n, labels], probabilities of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8.
 
-        Zeros where not `wanted`; of the first `characters` code points only, if given. As from fastText they
-        may exceed 1 by 1e-5.
+        Rows are 0 where not `wanted`. If `characters` is given, only this many first code points are read. As
+        in fastText, probabilities may exceed 1 by 1e-5.
         """
         scores = np.zeros((len(wanted), len(self.model.labels)), np.float32)
         loss = ("hs", "softmax", "ns", "ova").index(self.model.loss)
@@ -133,7 +133,7 @@ def _fill_slots(words: UInt8s, offsets: Int64s, slots: Int32s) -> None:
 
 @kernel(inline=True)
 def _add_byte(value: np.uint64, byte: int) -> np.uint64:
-    """The next hash, of which the lower 32 bits count; to fastText bytes of 128 and above are negative."""
+    """Extend an FNV-1a hash by a byte, which is signed as in fastText; only the lower 32 bits are valid."""
     return (value ^ np.uint64(np.int8(byte))) * _PRIME_64
 
 
@@ -149,7 +149,7 @@ def _hash(data: UInt8s, begin: int, end: int) -> np.uint64:
 def _find_word(
     data: UInt8s, begin: int, end: int, value: np.uint64, slots: Int32s, words: UInt8s, offsets: Int64s
 ) -> int:
-    """Number of the word data[begin:end] whose hash is `value`, or -1."""
+    """Return the number of the word data[begin:end], whose hash is `value`, or -1."""
     mask = np.uint64(len(slots) - 1)
     at = value & mask
     while slots[at] >= 0:
@@ -168,15 +168,15 @@ def reciprocal_of(divisor: int) -> np.uint64:
 
 @kernel(inline=True)
 def remainder(value: np.uint64, divisor: np.uint64, reciprocal: np.uint64) -> np.uint64:
-    """`value` modulo `divisor`, of 32 bits each, without a division (Lemire et al. 2019)."""
+    """Return `value` modulo `divisor`, both of 32 bits, without a division (Lemire et al. 2019)."""
     return multiply_high(value * reciprocal, divisor)
 
 
 @kernel(inline=True)
 def _append_row(bucket: np.uint64, tables: _Tables, numbers: Int32s, filled: int) -> int:
-    """Append the number of a bucket's row, if there is one; how many numbers there are then.
+    """Append the number of a bucket's row, unless the bucket was pruned; return the new count of numbers.
 
-    It does not branch: whether a bucket was pruned cannot be predicted.
+    There is no branch, because processors cannot predict which buckets were pruned.
     """
     first = len(tables.word_offsets) - 1
     if not len(tables.pruned):
@@ -191,14 +191,14 @@ def _append_row(bucket: np.uint64, tables: _Tables, numbers: Int32s, filled: int
 
 @kernel(inline=True)
 def _append_ngram(value: np.uint64, tables: _Tables, numbers: Int32s, filled: int) -> int:
-    """The same of the n-gram of characters with a hash."""
+    """Append the row of the character n-gram with this hash, as `_append_row` does."""
     bucket = remainder(value & _MASK_64, np.uint64(tables.buckets), tables.reciprocal)
     return _append_row(bucket, tables, numbers, filled)
 
 
 @kernel(allocates=False)
 def _sum_rows(rows: Float32s, numbers: Int32s, count: int, out: Float32s, place: int) -> None:
-    """Add the rows with the first `count` numbers to out[place], one after the other."""
+    """Add the rows with the numbers numbers[:count] to out[place], one after the other."""
     whole = out.shape[1] // LANES * LANES
     for column in range(0, whole, LANES):
         add_rows(rows, numbers, count, column, out, place)
@@ -212,7 +212,7 @@ def _sum_rows(rows: Float32s, numbers: Int32s, count: int, out: Float32s, place:
 def _token_vector(
     data: UInt8s, begin: int, end: int, tables: _Tables, work: _Work, place: int
 ) -> tuple[int, np.uint64]:
-    """Sum of the rows of the token data[begin:end] into vectors[place]: (rows, hash); rows -1 for a label."""
+    """Sum the rows of the token data[begin:end] in vectors[place]; return (row count, hash); -1: a label."""
     out, numbers = work.vectors, work.numbers
     out[place] = 0
     value = _hash(data, begin, end)
@@ -239,9 +239,9 @@ def _token_vector(
 def _list_ngrams(
     data: UInt8s, begin: int, first: int, end: int, tables: _Tables, numbers: Int32s, filled: int
 ) -> tuple[int, int]:
-    """Append rows of the n-grams of <token> that start at `first` or later: (numbers, where to go on).
+    """Append rows of the n-grams of <token> that start at `first` or later; return (count, where to go on).
 
-    `<` is before `begin`, `>` at `end`; neither is an n-gram of its own.
+    `<` is before `begin`, and `>` is at `end`; neither alone is an n-gram.
     """
     least, most = tables.min_ngram, tables.max_ngram
     start = first
@@ -274,9 +274,9 @@ def _list_ngrams(
 
 @kernel(inline=True)
 def _list_token(data: UInt8s, begin: int, end: int, work: _Work, token: UInt64s) -> None:
-    """Describe a token: begin, end, place of its vector, and its bytes in three if it is short enough.
+    """Fill `token`: begin, end, place of its vector, and its bytes as three numbers if it is short enough.
 
-    What is kept at that place is fetched from memory meanwhile.
+    The cache entry at that place is prefetched.
     """
     size, place = end - begin, len(work.vectors) - 1
     token[0], token[1] = np.uint64(begin), np.uint64(end)
@@ -299,7 +299,7 @@ def _list_token(data: UInt8s, begin: int, end: int, work: _Work, token: UInt64s)
 
 @kernel(inline=True)
 def _find_vector(data: UInt8s, token: UInt64s, tables: _Tables, work: _Work) -> tuple[int, int, np.uint64]:
-    """(place of a token's vector, its rows, the token's hash); the vector is summed if it is not there."""
+    """Return (place of a token's vector, its row count, the token's hash); sum the vector if not cached."""
     facts, place = work.facts, int64(token[2])
     begin, end = int64(token[0]), int64(token[1])
     if place == len(work.vectors) - 1:
@@ -315,7 +315,7 @@ def _find_vector(data: UInt8s, token: UInt64s, tables: _Tables, work: _Work) -> 
 
 @kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, characters: int) -> int:
-    """Return where the first `characters` code points of data[begin:end] end; negative: all."""
+    """Return where the first `characters` code points of data[begin:end] end; if negative, return `end`."""
     if characters < 0 or end - begin <= characters:
         return end
     at = begin
@@ -373,7 +373,7 @@ def _add_to_total(vectors: Float32s, place: int, total: Float64s) -> None:
 
 @kernel(allocates=False)
 def _separators(data: UInt8s, at: int, end: int, tail: UInt8s) -> np.uint64:
-    """A bit for each of data[at:at + 64] that stands between tokens: ASCII white space, NUL, or the end."""
+    """Return a bit for each of data[at:at + 64] that separates tokens: ASCII white space, NUL, or the end."""
     block, place = block_at(data, at, tail)
     found = range_mask(block, place, 32, 1) | range_mask(block, place, 9, 5) | range_mask(block, place, 0, 1)
     return found | ~lowest_bits(min(BLOCK_BYTES, end - at))
@@ -383,9 +383,9 @@ def _separators(data: UInt8s, at: int, end: int, tail: UInt8s) -> np.uint64:
 def _add_text(
     data: UInt8s, begin: int, end: int, tables: _Tables, work: _Work, total: Float64s, runs: UInt64s
 ) -> tuple[int, int]:
-    """Add the vectors of the tokens of data[begin:end] to `total`: (rows, tokens)."""
+    """Add the vectors of the tokens of data[begin:end] to `total`; return (row count, token count)."""
     count, seen, start = int64(0), int64(0), begin
-    before = ~np.uint64(0)  # what stood at the end of the last block, in its lowest bit
+    before = ~np.uint64(0)  # the lowest bit tells whether the byte before the block is a separator
     for segment in range(begin, end + 1, _SEGMENT_BYTES):
         listed = 0
         for block in range(segment, min(segment + _SEGMENT_BYTES, end + 1), BLOCK_BYTES):
@@ -415,15 +415,15 @@ def _add_text(
 def _add_runs(
     value: np.uint64, seen: int, runs: UInt64s, tables: _Tables, work: _Work, total: Float64s
 ) -> int:
-    """Add the n-grams of tokens that end in the one with hash `value`, after `seen` others: how many rows.
+    """Add the n-grams of tokens that end with the token of hash `value`; return the row count.
 
-    runs[n - 1] is the chained hash of the last n tokens.
+    `seen` tokens come before it; runs[n - 1] is the chained hash of the last n tokens.
     """
     most, spare = tables.word_ngrams, len(work.vectors) - 1
     if most <= 1:
         return 0
     if value >= np.uint64(1) << np.uint64(31):
-        value |= ~_MASK_64  # hashes of tokens are signed, 32 bits
+        value |= ~_MASK_64  # extend the sign: hashes of tokens are signed 32-bit numbers
     filled = int64(0)
     for length in range(min(most, seen + 1), 1, -1):
         runs[length - 1] = runs[length - 2] * _NEXT_64 + value

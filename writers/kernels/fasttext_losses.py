@@ -1,4 +1,4 @@
-"""What the vector of a text says about the labels of a fastText model: products with outputs, then a loss.
+"""Probabilities of a fastText model's labels for the vector of a text: products with outputs, then a loss.
 
 The sums and their order are the same for every text, so scores have the same bits wherever they are computed.
 """
@@ -14,10 +14,10 @@ _EPSILON = 1e-5  # fastText adds it to every probability before its logarithm
 
 @kernel(allocates=False)
 def products(total: Float64s, columns: Float32s, values: Float64s) -> None:
-    """The products of a vector with all outputs, into `values`.
+    """Write the products of a vector with all outputs to `values`.
 
-    `columns` [dimensions, labels] are the outputs transposed: the products of all labels are summed at once,
-    each in the order of dimensions, which vectorizes where one sum after the other would wait for itself.
+    `columns` [dimensions, labels] are the transposed outputs. The sums of all labels advance together, each
+    in the order of dimensions: this vectorizes, while in one sum every addition waits for the one before.
     """
     labels = columns.shape[1]
     values[:labels] = 0
@@ -28,7 +28,7 @@ def products(total: Float64s, columns: Float32s, values: Float64s) -> None:
 
 @kernel(allocates=False)
 def descend(values: Float64s, tree: Int32s, nodes: Float64s, scores: Float32s, text: int) -> None:
-    """Hierarchical softmax: the probability of a label is the product along its path."""
+    """Compute a hierarchical softmax: multiply the probabilities along the path to each label."""
     labels = scores.shape[1]
     nodes[2 * labels - 2] = 1.0
     for inner in range(labels - 2, -1, -1):
@@ -42,7 +42,7 @@ def descend(values: Float64s, tree: Int32s, nodes: Float64s, scores: Float32s, t
 
 @kernel
 def activate(values: Float64s, loss: int, scores: Float32s, text: int) -> None:
-    """Softmax (1), or one sigmoid for each label from fastText's table of 512 between -8 and 8."""
+    """Compute a softmax (loss 1), or one sigmoid per label from fastText's table of 512 between -8 and 8."""
     labels = scores.shape[1]
     if loss == 1:
         greatest = values[:labels].max()

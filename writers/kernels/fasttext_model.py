@@ -31,27 +31,27 @@ _ARGUMENTS = (
 
 _LOSSES = {1: "hs", 2: "ns", 3: "softmax", 4: "ova"}
 _SUPERVISED = 3
-_CENTROIDS = 256  # of a product quantiser; a code is a byte
-_MAX_DIMENSIONS, _MAX_LABELS, _MAX_NGRAM = 4096, 1 << 20, 256  # far beyond any model in use
+_CENTROIDS = 256  # centroids of a product quantizer; a code is one byte
+_MAX_DIMENSIONS, _MAX_LABELS, _MAX_NGRAM = 4096, 1 << 20, 256  # limits far above any model in use
 _MAX_ROWS = 1 << 31
-_LINE_BYTES = 64
-_COPIED_BYTES = 16 << 20  # a larger matrix is not worth a copy in each process
+_LINE_BYTES = 64  # size of a cache line
+_COPIED_BYTES = 16 << 20  # larger matrices stay mapped, so that processes share them, and may be unaligned
 
 
 @dataclass(frozen=True)
 class FastTextModel:
     """A supervised model with d dimensions, w words and L labels.
 
-    Row i < w of `inputs` float32[rows, d] is a word's; the rows after them are those of the buckets into
-    which n-grams are hashed, in order. If `pruned` uint64[m, 2] is not empty, bucket b is there if bit
-    b % 64 of pruned[b // 64, 0] is set, and pruned[b // 64, 1] buckets are there before b // 64 * 64: a small
-    table, for it is asked at random. The UTF-8 of word i is words[word_offsets[i]:word_offsets[i + 1]].
-    `tree` int32[L - 1, 2] has the children of inner node L + i of a hierarchical softmax, each less than it;
-    empty for other losses.
+    Row i < w of `inputs` float32[rows, d] belongs to word i; the rows after these belong to the buckets into
+    which n-grams are hashed, in order. If `pruned` uint64[m, 2] is not empty, only some buckets exist: bucket
+    b exists if bit b % 64 of pruned[b // 64, 0] is set, and pruned[b // 64, 1] is the number of existing
+    buckets below b // 64 * 64. This table is small because it is read at random positions. The UTF-8 of word
+    i is words[word_offsets[i]:word_offsets[i + 1]]. For a hierarchical softmax, row i of `tree`
+    int32[L - 1, 2] has the children of inner node L + i, each less than it; for other losses it is empty.
     """
 
     labels: tuple[str, ...]
-    loss: str  # hs, ns, softmax or ova
+    loss: str  # name of the loss function: hs, ns, softmax or ova
     word_ngrams: int
     buckets: int
     min_ngram: int
@@ -65,12 +65,12 @@ class FastTextModel:
 
     @property
     def dimensions(self) -> int:
-        """Length of a vector."""
+        """The length of a vector."""
         return int(self.inputs.shape[1])
 
 
 def aligned(shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
-    """Zeros that begin on a line of the cache, so that a row of 64 bytes lies in one."""
+    """Return zeros that begin at a cache line, so that a row of 64 bytes is in one cache line."""
     count = math.prod(shape) * np.dtype(kind).itemsize
     room = np.zeros(count + _LINE_BYTES, np.uint8)
     first = -room.ctypes.data % _LINE_BYTES
@@ -79,7 +79,7 @@ def aligned(shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
 
 
 def load_fasttext(path: Path) -> FastTextModel:
-    """Read a model file; RecipeError if it cannot be read or is not a supervised fastText model."""
+    """Read a model file. Raises RecipeError if it cannot be read or is not a supervised fastText model."""
     try:
         file = _File(path)
         return _parse(file)
@@ -90,7 +90,7 @@ def load_fasttext(path: Path) -> FastTextModel:
 
 
 class _File:
-    """A file's bytes and how far they have been read; reading past the end is a ValueError."""
+    """A file's bytes and the position of the next read; reading past the end raises ValueError."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -112,24 +112,24 @@ class _File:
         size = count * np.dtype(kind).itemsize
         if count < 0 or size > len(self._data) - self._at:
             raise ValueError(
-                f"it ends at byte {len(self._data):,}, but {size:,} from {self._at:,} are needed"
+                f"it ends at byte {len(self._data):,}, but {size:,} bytes from {self._at:,} on are needed"
             )
         self._at += size
         return self._data[self._at - size : self._at].view(kind)
 
     def entries(self, count: int) -> list[tuple[bytes, int, int]]:
-        """(word, occurrences, kind) of `count` dictionary entries."""
+        """Read `count` entries of the dictionary: (word, occurrences, kind)."""
         found, tail = [], struct.Struct("<qb")
         for _ in range(count):
             end = self._map.find(b"\0", self._at)
             if end < 0:
-                _refuse("its dictionary has no end")
+                _refuse("its dictionary does not end")
             found.append((self._map[self._at : end], *tail.unpack_from(self._map, end + 1)))
             self._at = end + 1 + tail.size
         return found
 
     def matrix(self, rows: int, columns: int) -> npt.NDArray[np.float32]:
-        """A plain matrix: a copy of a small one, else the file's own bytes, wherever they begin."""
+        """Read a plain matrix: a copy if it is small, else a view of the file, which may be unaligned."""
         found = self.array(np.float32, rows * columns).reshape(rows, columns)
         if found.nbytes > _COPIED_BYTES:
             return found
@@ -138,14 +138,14 @@ class _File:
         return copied
 
     def quantised(self) -> npt.NDArray[np.float32]:
-        """A quantised matrix, unfolded."""
+        """Read a quantized matrix and expand it to float32."""
         with_norms, rows, columns, size = self.values("?qqi")
         _limit("columns", columns, 1, _MAX_DIMENSIONS)
         _limit("rows", rows, 1, _MAX_ROWS)
         codes = self.array(np.uint8, size)
         parts, centroids = self._quantiser(columns)
         if size != rows * parts:
-            _refuse(f"{size:,} codes for {rows:,} rows of {parts}")
+            _refuse(f"it has {size:,} codes for {rows:,} rows of {parts} codes each")
         width = -(-columns // parts)
         values = np.empty((rows, columns), np.float32)
         for part in range(parts):
@@ -159,12 +159,12 @@ class _File:
         return values
 
     def _quantiser(self, columns: int) -> tuple[int, npt.NDArray[np.float32]]:
-        """(parts of a row, centroids one part after the other)."""
+        """Read a quantizer: (number of parts of a row, centroids of one part after the other)."""
         dimensions, parts, width, last = self.values("4i")
         if dimensions != columns or not 1 <= parts <= columns or width < 1:
-            _refuse(f"a quantiser of {dimensions} dimensions in {parts} parts of {width}")
+            _refuse(f"a quantizer has {dimensions} dimensions in {parts} parts of {width}, not {columns}")
         if (parts - 1) * width + last != columns or not 1 <= last <= width:
-            _refuse(f"{parts} parts of {width}, the last of {last}, for {columns} columns")
+            _refuse(f"a quantizer has {parts} parts of {width}, the last of {last}, for {columns} columns")
         return parts, self.array(np.float32, columns * _CENTROIDS)
 
 
@@ -174,27 +174,27 @@ def _refuse(problem: str) -> NoReturn:
 
 def _limit(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        _refuse(f"{name} is {value:,}, not from {least:,} to {most:,}")
+        _refuse(f"{name} is {value:,}; it must be from {least:,} to {most:,}")
 
 
 def _parse(file: _File) -> FastTextModel:
     magic, version = file.values("ii")
     if magic != _MAGIC or version not in _VERSIONS:
-        _refuse(f"it begins with {magic}, {version} in the place of {_MAGIC}, 12")
+        _refuse(f"it begins with {magic}, {version} instead of {_MAGIC}, 12")
     arguments = dict(zip(_ARGUMENTS, file.values("12id"), strict=False))
     if arguments["model"] != _SUPERVISED:
         _refuse("it has word vectors only; train a classifier with shardkit.writers.train_classifier")
     if version == 11:
-        arguments["maxn"] = 0  # such supervised models do not use character n-grams
+        arguments["maxn"] = 0  # supervised models of version 11 do not use character n-grams
     _check(arguments)
     size, word_count, label_count, _, pruned_count = file.values("iiiqq")
     _limit("labels", label_count, 1, _MAX_LABELS)
     if word_count < 0 or size != word_count + label_count:
-        _refuse(f"{size:,} entries of which {word_count:,} are words and {label_count:,} labels")
+        _refuse(f"its dictionary has {size:,} entries, but {word_count:,} words and {label_count:,} labels")
     entries = file.entries(size)
     words, labels = entries[:word_count], entries[word_count:]
     if any(kind for _, _, kind in words) or not all(kind for _, _, kind in labels):
-        _refuse("its dictionary is not words first, then labels")
+        _refuse("its dictionary does not have all words first, then all labels")
     pairs = _pruned(file, arguments["bucket"], pruned_count) if pruned_count >= 0 else None
     dim, [is_quantised] = arguments["dim"], file.values("?")
     inputs = file.quantised() if is_quantised else _dense(file, dim)
@@ -203,8 +203,8 @@ def _parse(file: _File) -> FastTextModel:
     inputs = _in_order(inputs, word_count, pairs, arguments)
     loss = _LOSSES[arguments["loss"]]
     if outputs.shape != (label_count, dim):
-        _refuse(f"an output matrix of {outputs.shape} for {label_count:,} labels of {dim}")
-    inputs.flags.writeable = outputs.flags.writeable = False  # as mapped ones are: kernels are compiled once
+        _refuse(f"its output matrix is {outputs.shape} for {label_count:,} labels of {dim} dimensions")
+    inputs.flags.writeable = outputs.flags.writeable = False  # like mapped arrays: kernels compile only once
     joined, offsets = join_runs([word for word, _, _ in words])
     return FastTextModel(
         labels=tuple(label.decode().removeprefix(LABEL_PREFIX) for label, _, _ in labels),
@@ -228,21 +228,21 @@ def _check(arguments: Mapping[str, int]) -> None:
     _limit("wordNgrams", arguments["word_ngrams"], 0, _MAX_NGRAM)
     _limit("maxn", arguments["maxn"], 0, _MAX_NGRAM)
     if arguments["loss"] not in _LOSSES:
-        _refuse(f"loss {arguments['loss']} is none of {_LOSSES}")
+        _refuse(f"its loss {arguments['loss']} is not one of {_LOSSES}")
     if not arguments["bucket"] and (arguments["maxn"] or arguments["word_ngrams"] > 1):
-        _refuse("n-grams without buckets")
+        _refuse("it has n-grams, but no bucket for them")
 
 
 def _dense(file: _File, columns: int) -> npt.NDArray[np.float32]:
     rows, found = file.values("qq")
     if found != columns:
-        _refuse(f"a matrix of {found:,} columns in a model of {columns:,} dimensions")
+        _refuse(f"a matrix has {found:,} columns, but the model has {columns:,} dimensions")
     _limit("rows", rows, 1, _MAX_ROWS)
     return file.matrix(rows, columns)
 
 
 def _pruned(file: _File, buckets: int, count: int) -> npt.NDArray[np.int32]:
-    """int32[m, 2]: (bucket, its row after those of words) of the buckets that are there."""
+    """Read int32[m, 2]: (bucket, its row, counted after the rows of words) of existing buckets, sorted."""
     pairs = file.array(np.int32, 2 * count).reshape(count, 2)
     if count and not (pairs.min() >= 0 and pairs[:, 0].max() < buckets):
         _refuse("a pruned bucket is out of range")
@@ -258,12 +258,12 @@ def _in_order(
     pairs: npt.NDArray[np.int32] | None,
     arguments: Mapping[str, int],
 ) -> npt.NDArray[np.float32]:
-    """The input matrix with the rows of buckets in the order of buckets."""
+    """Return the input matrix with the rows of buckets in the order of buckets."""
     used = arguments["bucket"] * (arguments["maxn"] > 0 or arguments["word_ngrams"] > 1)
     if pairs is not None:
         used = int(pairs[:, 1].max()) + 1 if len(pairs) else 0
     if inputs.shape[1] != arguments["dim"] or len(inputs) < words + used:
-        _refuse(f"an input matrix of {inputs.shape} for {words:,} words and {used:,} buckets")
+        _refuse(f"its input matrix is {inputs.shape} for {words:,} words and {used:,} buckets")
     if pairs is None:
         return inputs
     ordered: npt.NDArray[np.float32] = aligned((words + len(pairs), inputs.shape[1]), np.float32)
@@ -272,7 +272,7 @@ def _in_order(
 
 
 def _ranks(buckets: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint64]:
-    """FastTextModel.pruned of the distinct `buckets` in order, out of `count`."""
+    """Return FastTextModel.pruned for the distinct `buckets`, ascending, out of `count`."""
     ranks = np.zeros((count // 64 + 1, 2), np.uint64)
     np.bitwise_or.at(ranks[:, 0], buckets >> 6, np.uint64(1) << (buckets & 63).astype(np.uint64))
     ranks[:, 1] = np.searchsorted(buckets, np.arange(len(ranks)) << 6)
@@ -280,7 +280,7 @@ def _ranks(buckets: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint64]
 
 
 def _tree(counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The children of each inner node of fastText's Huffman tree over labels in order of their counts."""
+    """Return the children of each inner node of fastText's Huffman tree over labels with these `counts`."""
     total = len(counts)
     weights = [*counts, *([10**15] * (total - 1))]
     children = np.zeros((total - 1, 2), np.int32)

@@ -1,9 +1,9 @@
 """Open-addressing tables of 64-bit hashes, with linear probing from a hash's low bits.
 
 A table with values maps a hash to a float64 of at most 0; `values` is 1 where a slot is empty. A table with
-places maps a hash to the index it was inserted with; `places` is -1 where a slot is empty, and a filter of
-`bits` rejects most hashes that are not in the table. All tables have a power of two as their size and empty
-slots.
+places maps a hash to the index with which it was inserted; `places` is -1 where a slot is empty, and the
+filter `bits` rejects most hashes that are not in the table. The size of a table is a power of two, and every
+table has empty slots.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from shardkit.writers.kernels.numba_support import Float64s, Int64s, UInt64s, int64, kernel
 
-_BLOCK, _FIRST_ROOM = 1024, 256  # hashes tested at once; rows of the first result
+_BLOCK, _FIRST_ROOM = 1024, 256  # hashes that are tested at once; initial size of the result
 
 
 @kernel
 def table_slots(least: int) -> int:
-    """The size of a table with at least so many slots: a power of two, from 16 on."""
+    """Return the size of a table with at least `least` slots: a power of two, and at least 16."""
     slots = 16
     while slots < least:
         slots *= 2
@@ -38,7 +38,10 @@ def fill_values(hashes: UInt64s, logs: Float64s, keys: UInt64s, values: Float64s
 def mean_values(
     hashes: UInt64s, offsets: Int64s, keys: UInt64s, values: Float64s, missing: float
 ) -> Float64s:
-    """float64[n]: means of values of hashes[offsets[i]:offsets[i + 1]], `missing` if unknown; 0 of none."""
+    """Return float64[n], the mean value of hashes[offsets[i]:offsets[i + 1]], or 0 if there are no hashes.
+
+    A hash that is not in the table has the value `missing`.
+    """
     means = np.zeros(len(offsets) - 1, np.float64)
     _mean(hashes, offsets, keys, values, missing, means)
     return means
@@ -77,7 +80,7 @@ def fill_places(hashes: UInt64s, bits: UInt64s, keys: UInt64s, places: Int64s) -
 
 @kernel
 def _place(value: np.uint64, keys: UInt64s, places: Int64s) -> int:
-    """Number of the n-gram with a hash, or -1."""
+    """Return the index with which a hash was inserted, or -1."""
     mask = np.uint64(len(keys) - 1)
     slot = value & mask
     while places[slot] >= 0:
@@ -89,14 +92,14 @@ def _place(value: np.uint64, keys: UInt64s, places: Int64s) -> int:
 
 @kernel
 def find_matches(hashes: UInt64s, bits: UInt64s, keys: UInt64s, places: Int64s) -> Int64s:
-    """int64[m, 2]: (index, n-gram's number) of the hashes that are in the table."""
+    """Return int64[m, 2]: the index in `hashes`, and the index in the table, of each hash that is in both."""
     found = np.empty((_FIRST_ROOM, 2), np.int64)
     candidates = np.empty(_BLOCK, np.int64)
     mask, low, one = np.uint64(64 * len(bits) - 1), np.uint64(63), np.uint64(1)
     count = 0
     for begin in range(0, len(hashes), _BLOCK):
         passed = int64(0)
-        for at in range(begin, min(begin + _BLOCK, len(hashes))):  # without a branch: misses overlap
+        for at in range(begin, min(begin + _BLOCK, len(hashes))):  # no branch, so cache misses overlap
             bit = (hashes[at] >> np.uint64(20)) & mask
             candidates[passed] = at
             passed = passed + int64(bits[bit >> np.uint64(6)] >> (bit & low) & one)

@@ -1,12 +1,12 @@
-"""How likely texts are to a KenLM model, for a whole UTF-8 batch at once.
+"""Probabilities of texts in a KenLM model, for a whole UTF-8 batch at once.
 
 Every line with a word is a sentence: it begins after `<s>` and ends with `</s>`. A word's log10 probability
-is that of the longest n-gram of the model that ends with it, plus the backoffs of the longer contexts. Sums
-are made in KenLM's order and in float32, the sums of sentences in float64, so that values have the same bits
-as KenLM's. A word is found by the hash of its bytes.
+is the probability of the model's longest n-gram that ends with it, plus the backoffs of the longer contexts.
+Sums are made in KenLM's order and in float32, sums of sentences in float64, so that values have the same bits
+as in KenLM. A word is found by the hash of its bytes.
 
-A probing model takes a cache miss for each word and order. The tables' places follow from hashes alone, so
-those of a few dozen words are fetched from memory at once, before any of them is looked at.
+A probing model has a cache miss for each word and order. The positions in its tables depend on hashes only,
+so the entries for a few dozen words are prefetched together before any of them is read.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from shardkit.writers.kernels.utf8 import (
 )
 from shardkit.writers.kernels.words import WORD, character_tables
 
-_SEGMENT = 32  # words that are looked up together
+_SEGMENT = 32  # maximum number of entries that are looked up together
 _WORD, _LINE_END = 1, 2  # flags of characters
-_IS_WORD, _BEGINS, _ENDS = 0, 1, 2  # what stands in a segment: a word, the beginning of a sentence, its end
+_IS_WORD, _BEGINS, _ENDS = 0, 1, 2  # kinds of entries: a word, the beginning of a sentence, or its end
 
 
 class _Characters(NamedTuple):
-    """For every code point: flags, uint8[1,114,112], and what is written for it, uint32[1,114,112]."""
+    """For every code point: flags, uint8[1,114,112], and its form in words, uint32[1,114,112]."""
 
     flags: UInt8s
     lower: UInt32s
 
 
 class KenlmScorer:
-    """A model and the tables of its kernel.
+    """Scores texts with a model.
 
-    `where` names it in errors. Words are in lower case without punctuation if they are `normalized`, else
-    what stands between white space.
+    `where` names the model in errors. If `normalized`, words are in lower case without punctuation; else they
+    are split at white space.
     """
 
     def __init__(self, model: KenlmModel, where: str, *, normalized: bool) -> None:
@@ -93,13 +93,14 @@ class KenlmScorer:
         self._check(int(self._marks.min()))
 
     def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools) -> tuple[Float64s, Int64s]:
-        """Return (log10 probability, words and sentences) of each text data[offsets[i]:offsets[i + 1]].
+        """Return the log10 probability, and the number of words plus sentences, of each text.
 
-        The texts are valid UTF-8. Zeros where not `wanted`. RecipeError for a damaged model.
+        The texts are data[offsets[i]:offsets[i + 1]], valid UTF-8; the results are 0 where not `wanted`.
+        Raises RecipeError for a damaged model.
         """
         totals, lengths = np.zeros(len(wanted)), np.zeros(len(wanted), np.int64)
         longest = int(np.diff(offsets).max(initial=0))
-        room = np.empty(2 * longest + 16, np.uint8)  # lower case takes 1.5 times the bytes at most
+        room = np.empty(2 * longest + 16, np.uint8)  # lower case needs at most 1.5 times the bytes
         damage = _score_texts(
             data, offsets, wanted, self._characters, self._model, self._marks, room, totals, lengths
         )
@@ -115,7 +116,7 @@ class KenlmScorer:
 
     def _refuse(self, problem: str) -> NoReturn:
         raise RecipeError(
-            f"{self._where}: {problem}: it is damaged; copy it anew, or build it again with build_binary"
+            f"{self._where}: {problem}: it is damaged; copy it again, or build it again with build_binary"
         )
 
 
@@ -123,10 +124,10 @@ class KenlmScorer:
 def _score_word(
     model: KenlmModel, words: Int64s, at: int, length: int, backoffs: Float32s, fresh: Float32s
 ) -> tuple[np.float32, int]:
-    """Score words[at] after the `length` words before it: (log10 probability, length of the next context).
+    """Score words[at] after the `length` words before it; return (log10 probability, next context's length).
 
-    `backoffs` are those of that context, by length, and become those of the next one. A negative length means
-    damage.
+    `backoffs` has the backoffs of this context by length, and then receives the backoffs of the next context.
+    A negative length means damage.
     """
     data, order = model.data, len(model.tables)
     word = words[at]
@@ -187,9 +188,9 @@ def _next_words(
     hashes: UInt64s,
     kinds: UInt8s,
 ) -> tuple[int, int, bool]:
-    """Describe the next words of data[at:stop], and beginnings and ends of sentences.
+    """Fill `hashes` and `kinds` with the next words of data[at:stop], and beginnings and ends of sentences.
 
-    Return (how many they are, where to go on, whether a sentence has begun and not ended).
+    Return (number of entries, where to go on, whether a sentence has begun and not ended).
     """
     flags, lower = characters
     count = int64(0)
@@ -240,7 +241,7 @@ def _write_character(code: int, room: UInt8s, size: int) -> int:
 
 @kernel(allocates=False)
 def _fetch(model: KenlmModel, words: Int64s, at: int, depth: int) -> None:
-    """Fetch the entries of the n-grams that end with words[at], up to `depth` words before it."""
+    """Prefetch the entries of the n-grams that end with words[at] and begin up to `depth` words before it."""
     key = np.uint64(words[at])
     for row in range(1, min(depth + 1, len(model.tables))):
         key = longer_key(key, words[at - row])
@@ -261,9 +262,9 @@ def _score_texts(
     totals: Float64s,
     lengths: Int64s,
 ) -> int:
-    """Add up the probabilities and lengths of each text.
+    """Sum the log10 probabilities of each text in `totals`, and count its words and sentences in `lengths`.
 
-    Return 0, or a negative number for damage: -1 of the vocabulary, -1 - n of the table of n-grams.
+    Return 0, or a negative number for damage: -1 in the vocabulary, -1 - n in the table of n-grams.
     """
     carried = len(model.tables) - 1
     hashes, kinds = np.zeros(_SEGMENT, np.uint64), np.zeros(_SEGMENT, np.uint8)

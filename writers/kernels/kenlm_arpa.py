@@ -1,13 +1,14 @@
-"""ARPA files, the text form of n-gram models, as hash tables that `kenlm.py` scores with.
+"""Reads ARPA files, the text form of n-gram models, into hash tables for `kenlm.py`.
 
-The file is read in pieces, each line once. The tables are KenLM's: a word is known by the hash of its bytes,
-an n-gram by that of its words, last word first. A file that was pruned may lack n-grams with which longer
-ones end. KenLM adds these with the probability that backing off gives them, and so does this module, because
-a search ends at the first n-gram that is missing.
+The file is read in pieces, each line once. The tables are those of KenLM: a word is identified by the hash of
+its bytes, and an n-gram by a hash of its words, last word first. A file that was pruned may lack n-grams that
+are the end of longer ones. Because a search stops at the first missing n-gram, this module adds them with
+their backoff probability, as KenLM does.
 
-As KenLM does, it refuses counts that are wrong, n-grams of words that are no unigrams or whose contexts are
-missing, positive probabilities, and files without `<s>` or `</s>`. A model without `<unk>` gives unknown
-words 10**-100. A model takes 12 to 24 bytes an n-gram, and three times as much while it is read.
+As in KenLM, these are errors: wrong counts, n-grams whose words are not unigrams or whose contexts are
+missing, positive log10 probabilities, and files without `<s>` or `</s>`. Without `<unk>` in the file, unknown
+words have the probability 10**-100. A model takes 12 to 24 bytes per n-gram, and three times as much while it
+is read.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from shardkit.writers.kernels.kenlm_tables import (
 from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, store_8_bytes
 
-_WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # bytes
-_UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # where the file says nothing
+_WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # sizes of table entries in bytes
+_UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # used if the file does not have <unk>
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 class _Section(NamedTuple):
-    """n-grams of one order: uint32[m, n] words, uint64[m] bits of weights; the number of the first line."""
+    """The n-grams of one order: words uint32[m, n], bits of weights uint64[m], number of the first line."""
 
     words: UInt32s
     weights: UInt64s
@@ -50,14 +51,14 @@ class _Section(NamedTuple):
 
 
 def read_arpa(pieces: Iterator[bytes]) -> KenlmModel:
-    """Read a file's content, given in pieces; ValueError says what is wrong, and in which line."""
+    """Read a model from pieces of a file's content. Raises ValueError, naming the line, if it is invalid."""
     lines = ArpaLines(pieces)
     counts = lines.counts()
     lines.expect("\\1-grams:", "the list of words")
     known, unigrams = _vocabulary(*lines.unigrams(counts[0]))
     for mark in ("<s>", "</s>"):
         if not find_word(known, hash_of(mark.encode())):
-            raise ValueError(f"it lacks {mark}, with which sentences are marked")
+            raise ValueError(f"it lacks {mark}, the mark of a sentence's beginning or end")
     sections = []
     for order, count in enumerate(counts[1:], start=2):
         lines.expect(f"\\{order}-grams:", f"what follows the {order - 1}-grams")
@@ -68,7 +69,7 @@ def read_arpa(pieces: Iterator[bytes]) -> KenlmModel:
 
 
 def _vocabulary(hashes: UInt64s, weights: UInt64s) -> tuple[KenlmModel, UInt64s]:
-    """Make (a model of nothing but words, the weights of its words 0, 1, 2, …)."""
+    """Return a model that has only a vocabulary, and the weights of its words 0, 1, 2 and so on."""
     unknown = (hashes == UNKNOWN) | (hashes == UNKNOWN_TOO)
     first = weights[unknown][:1] if unknown.any() else _UNKNOWN_WEIGHTS
     words = hashes[~unknown]
@@ -88,14 +89,14 @@ def _reciprocal(count: int) -> np.uint64:
 
 
 def _table(keys: UInt64s, weights: UInt64s, stride: int) -> UInt8s:
-    """Make a hash table of entries; of equal keys the first one counts."""
+    """Make a hash table of entries; of equal keys, only the first is stored."""
     table = np.zeros(_buckets(len(keys)) * stride, np.uint8)
     _fill(keys, weights, table, _buckets(len(keys)), stride, _reciprocal(len(keys)))
     return table
 
 
 def _joined(known: KenlmModel, unigrams: UInt64s, sections: list[_Section]) -> KenlmModel:
-    """Make the model of all orders, with the n-grams that the file lacks."""
+    """Make the model of all orders, adding the n-grams that the file lacks."""
     real = [len(section.words) for section in sections]
     parts: list[UInt8s] = []
     for place in range(len(sections) - 1, -1, -1):
@@ -121,7 +122,7 @@ def _joined(known: KenlmModel, unigrams: UInt64s, sections: list[_Section]) -> K
         lacking = _link(model, row, section.words, count)
         if lacking >= 0:
             line = f"line {section.line + lacking:,}"
-            raise ValueError(f"{line}: the first {row} words of this {row + 1}-gram are no {row}-gram")
+            raise ValueError(f"{line}: the first {row} words of this {row + 1}-gram are not a {row}-gram")
     data.flags.writeable = False
     return model
 
@@ -133,7 +134,7 @@ def _keys_of(words: UInt32s) -> UInt64s:
 
 
 def _blanks(longer: UInt32s, table: UInt8s, count: int) -> UInt32s | None:
-    """Return the n-grams that longer ones end with and the table lacks; None if there are none."""
+    """Return the n-grams that longer ones end with but the table lacks; None if it lacks none."""
     lacking = np.zeros(len(longer), np.bool_)
     suffixes = np.ascontiguousarray(longer[:, 1:])
     keys = _keys_of(suffixes)
@@ -181,7 +182,7 @@ def _find_lacking(keys: UInt64s, table: UInt8s, buckets: int, reciprocal: np.uin
 
 @kernel(allocates=False)
 def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: int) -> int:
-    """Find where the weights of the n-gram words[row, first:first + count] are; negative: nowhere."""
+    """Return where the weights of the n-gram words[row, first:first + count] are; negative if missing."""
     key = np.uint64(words[row, first + count - 1])
     table = model.tables[count - 1]
     if count == 1:
@@ -194,17 +195,18 @@ def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: 
 
 @kernel(allocates=False)
 def _link(model: KenlmModel, row: int, words: UInt32s, real: int) -> int:
-    """Mark the n-grams that those of a table begin and end with; return the first without a beginning, or -1.
+    """Mark the shorter n-grams that the n-grams of a table begin or end with.
 
-    Those behind the first `real` ones get the probability that backing off gives them.
+    Return the first n-gram whose beginning is missing, or -1. N-grams after the first `real` ones, which the
+    file lacks, get their backoff probability.
     """
     data, size = model.data, row + 1
     for ngram in range(len(words)):
         suffix, context = _weights_at(model, words, ngram, 1, row), _weights_at(model, words, ngram, 0, row)
-        store_8_bytes(data, suffix, load_8_bytes(data, suffix) & ~SIGN)  # a longer one ends with it
+        store_8_bytes(data, suffix, load_8_bytes(data, suffix) & ~SIGN)  # a longer n-gram ends with it
         if context >= 0:
             weights = load_8_bytes(data, context)
-            if weights >> np.uint64(32) == NO_EXTENSION:  # becomes 0.0: a longer one begins with it
+            if weights >> np.uint64(32) == NO_EXTENSION:  # set 0.0: a longer n-gram begins with it
                 store_8_bytes(data, context, weights & _LOW)
         elif ngram < real:
             return ngram

@@ -1,6 +1,6 @@
-"""The binary files of KenLM that `build_binary` writes, memory-mapped: processes of one machine share them.
+"""Maps the binary files that KenLM's `build_binary` writes; all processes of one machine share the memory.
 
-A file (format 5, little-endian) is a header, a vocabulary, one table for each order of n-grams and, at will,
+A file (format 5, little-endian) is a header, a vocabulary, one table per order of n-grams and, optionally,
 the words themselves, which are not needed. All six types are read: probing, with and without rest costs, and
 trie, plain or quantized (`-q`), with or without compressed pointers (`-a`).
 
@@ -38,7 +38,7 @@ from shardkit.writers.kernels.numba_support import Int64s, UInt8s
 BINARY_MAGIC = b"mmap lm http://kheafield.com/code"
 _MAGIC = BINARY_MAGIC + b" format version 5\n\0\0"
 _INCOMPLETE = BINARY_MAGIC + b" incomplete"
-_SANITY = struct.Struct("<3f3IQ")  # behind the magic, which is padded to a multiple of eight
+_SANITY = struct.Struct("<3f3IQ")  # after the magic bytes, which are padded to a multiple of eight
 _SANE = (0.0, 1.0, -0.5, 1, 0xFFFFFFFF, 0, 1)
 _FIXED = struct.Struct("<B3xfIB3xI")  # order, multiplier, type, whether words are at the end, version
 _KINDS = (
@@ -51,30 +51,30 @@ _KINDS = (
 )
 _FIRST_TRIE = 2
 _VERSIONS = (0, 0, 1, 1, 1, 1)
-_WORD_ENTRY, _LONGEST_ENTRY = 12, 12  # bytes in a hash table: key and word, key and probability
-_UNIGRAM, _MIDDLE = (8, 12), (16, 20)  # without and with rest costs
+_WORD_ENTRY, _LONGEST_ENTRY = 12, 12  # bytes of a hash-table entry: key and word, or key and probability
+_UNIGRAM, _MIDDLE = (8, 12), (16, 20)  # bytes of an entry without and with rest costs
 _TRIE_UNIGRAM = 16
-_PLAIN_BITS = (31, 32)  # of a probability, whose sign is known, and of a backoff
-_MAX_BITS = 57  # that one load of eight bytes yields, wherever they begin
+_PLAIN_BITS = (31, 32)  # bits of a plain probability, whose sign is known, and of a plain backoff
+_MAX_BITS = 57  # bits that a load of eight bytes always contains, at any bit offset
 _QUANTIZED, _ARRAYS = (3, 5), (4, 5)
 _QUANTIZER_VERSION, _ARRAY_VERSION, _MAX_QUANTIZED = 2, 0, 25
-_SLACK = 8  # bytes behind the bits of a table, so that its last record can be loaded
+_SLACK = 8  # bytes after the bits of a table, so that its last record can be loaded
 
 
 def is_binary(head: bytes) -> bool:
-    """Tell whether a file that begins with `head` is a KenLM binary file, of any version."""
+    """Return whether a file that begins with `head` is a KenLM binary file, of any version."""
     return head.startswith(BINARY_MAGIC)
 
 
 def map_binary(path: Path) -> KenlmModel:
-    """Map a binary file; ValueError for damage, and for what cannot be read; OSError."""
+    """Map a binary file. Raises ValueError if it is damaged or not supported, and OSError."""
     data = map_path(path)
     header = _header(data)
     model, end = _trie(data, header) if header.kind >= _FIRST_TRIE else _probing(data, header)
     if header.has_words and bytes(data[end : end + 6]) != b"<unk>\0":
         _refuse(
-            f"its list of words should begin at byte {end:,} with <unk>: it is damaged, or of another "
-            "processor; build it again with build_binary"
+            f"its list of words should begin at byte {end:,} with <unk>: it is damaged, or was built on "
+            "another type of processor; build it again with build_binary"
         )
     return model
 
@@ -101,18 +101,18 @@ def _header(data: UInt8s) -> _Header:
         _refuse("build_binary did not finish writing it; build it again")
     if not head.startswith(_MAGIC):
         found = head[len(BINARY_MAGIC) :].partition(b"\n")[0][:40].decode("ascii", "replace")
-        _refuse(f"{found.strip()!r} in the place of 'format version 5'; build it again from its ARPA file")
-    _check_end(data, head_bytes)  # which any model has
+        _refuse(f"it has {found.strip()!r} instead of 'format version 5'; build it again from its ARPA file")
+    _check_end(data, head_bytes)  # the minimum size of any model
     if _SANITY.unpack_from(head, magic_bytes) != _SANE:
-        _refuse("it is of a processor with other numbers; build it again on this one")
+        _refuse("it was built on a processor with another number format; build it again on this one")
     at = magic_bytes + _SANITY.size
     order, multiplier, kind, has_words, version = _FIXED.unpack_from(head, at)
     if kind >= len(_KINDS):
-        _refuse(f"its type is {kind}, none of {', '.join(_KINDS)}; build it again with build_binary")
+        _refuse(f"its type is {kind}, not one of {', '.join(_KINDS)}; build it again with build_binary")
     if version != _VERSIONS[kind]:
-        _refuse(f"a {_KINDS[kind]} of version {version}, not {_VERSIONS[kind]}; build it again")
+        _refuse(f"it is a {_KINDS[kind]} model of version {version}, not {_VERSIONS[kind]}; build it again")
     if not 2 <= order <= MAX_ORDER:
-        _refuse(f"its order is {order}; models of n-grams have 2 to {MAX_ORDER}")
+        _refuse(f"its order is {order}; the order of a model is 2 to {MAX_ORDER}")
     if not (1 <= multiplier < math.inf):
         _refuse(f"its tables have {multiplier} buckets for each n-gram; it is damaged")
     counts = struct.unpack_from(f"<{order}Q", head, at + _FIXED.size)
@@ -131,7 +131,7 @@ def _check_end(data: UInt8s, end: int) -> None:
 
 
 def _probing(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
-    """Find the tables: (model, where they end)."""
+    """Locate the tables of a probing model; return (model, where the tables end)."""
     counts, rest = header.counts, header.kind == 1
     buckets = [_buckets(count, header.multiplier) for count in counts]
     words = header.end + 8
@@ -145,26 +145,26 @@ def _probing(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
         end += size * stride
     version, bound = struct.unpack("<II", bytes(data[header.end : header.end + 8]))
     if version != 0 or not 0 < bound <= counts[0] + 1:
-        _refuse(f"a vocabulary of version {version} with {bound:,} of {counts[0]:,} words; it is damaged")
+        _refuse(f"its vocabulary has version {version}, {bound:,} of {counts[0]:,} words; it is damaged")
     reciprocals = np.array([*map(reciprocal_64, [buckets[0], 1, *buckets[1:]])], np.uint64)
     return KenlmModel(data, tables, reciprocals, False, words, buckets[0], counts[0]), end
 
 
 def _buckets(count: int, multiplier: float) -> int:
-    """Count the buckets of a table as KenLM does, in 32-bit arithmetic."""
+    """Return the number of buckets of a table, computed in 32-bit arithmetic as in KenLM."""
     wanted = float(np.float32(multiplier) * np.float32(count))
     return max(count + 1, int(wanted) if wanted < 1 << 63 else 1 << 63)
 
 
 def _trie(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
-    """Find the tables: (model, where they end)."""
+    """Locate the tables of a trie model; return (model, where the tables end)."""
     counts, order = header.counts, header.order
     words = header.end + 8
     end = words + 8 * counts[0]
     _check_end(data, end + 16)
     word_slots = int.from_bytes(data[header.end : header.end + 8].tobytes(), "little")
     if word_slots > counts[0]:
-        _refuse(f"a vocabulary of {word_slots:,} words, but {counts[0]:,} unigrams; it is damaged")
+        _refuse(f"its vocabulary has {word_slots:,} words for {counts[0]:,} unigrams; it is damaged")
     tables = np.zeros((order, FIELDS), np.int64)
     tables[:, PROB_TABLE] = tables[:, BACKOFF_TABLE] = -1
     tables[:, PROB_BITS], tables[:, BACKOFF_BITS] = _PLAIN_BITS
@@ -186,7 +186,7 @@ def _trie(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
             next_bits = extended.bit_length()
         total = int(word_bits + table[PROB_BITS] + table[BACKOFF_BITS] + next_bits)
         if max(word_bits, next_bits) > _MAX_BITS:
-            _refuse(f"numbers of {max(word_bits, next_bits)} bits; it is damaged")
+            _refuse(f"its tables have numbers of {max(word_bits, next_bits)} bits; it is damaged")
         table[: NEXT_BITS + 1] = end, counts[row], total, word_bits, next_bits
         end += ((counts[row] + 1) * total + 7) // 8 + _SLACK
         _check_end(data, end)
@@ -195,18 +195,18 @@ def _trie(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
 
 
 def _quantizer(data: UInt8s, start: int, tables: Int64s) -> int:
-    """Enter where the tables of values are, and return where they end."""
+    """Write the positions of the tables of quantized values to `tables`; return where these tables end."""
     version, prob_bits, backoff_bits = map(int, data[start : start + 3])
     if version != _QUANTIZER_VERSION or not all(
         0 < bits <= _MAX_QUANTIZED for bits in (prob_bits, backoff_bits)
     ):
-        _refuse(f"a quantizer of version {version} with {prob_bits} and {backoff_bits} bits; it is damaged")
+        _refuse(f"its quantizer has version {version}, {prob_bits} and {backoff_bits} bits; it is damaged")
     end = start + 8
     for table in tables[1:]:
         table[PROB_TABLE], table[PROB_BITS] = end, prob_bits
         table[BACKOFF_TABLE], table[BACKOFF_BITS] = end + (4 << prob_bits), backoff_bits
         end += (4 << prob_bits) + (4 << backoff_bits)
-    end -= 4 << backoff_bits  # the longest n-grams have none
+    end -= 4 << backoff_bits  # the longest n-grams have no backoffs
     _check_end(data, end)
     return end
 
@@ -215,12 +215,12 @@ def _array_bits(data: UInt8s, start: int) -> int:
     _check_end(data, start + 2)
     version, bits = map(int, data[start : start + 2])
     if version != _ARRAY_VERSION:
-        _refuse(f"arrays of pointers of version {version}; build it again with build_binary")
+        _refuse(f"its pointer arrays have version {version}; build it again with build_binary")
     return bits
 
 
 def _array_shape(records: int, pointed: int, most: int) -> tuple[int, int]:
-    """Return (length of the array, bits that records keep): what KenLM chops off saves most memory."""
+    """Return (length of the array, bits of a pointer in a record): KenLM's choice with the least memory."""
     needed = pointed.bit_length()
     best = min(
         range(min(needed, most) + 1),

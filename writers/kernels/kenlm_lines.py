@@ -1,7 +1,7 @@
 """Lines of ARPA files, the text form of n-gram models: n-grams with their probabilities and backoffs.
 
-A line is a number, words and, at will, another number, with spaces or tabs between them. Kernels read as many
-lines as a piece of the file has. What is wrong with a line is said with its number and text.
+A line is a number, words and, optionally, another number, separated by spaces or tabs. A kernel reads all
+lines in a piece of the file at once. An error message has the number and the text of the line.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from shardkit.writers.kernels.numba_support import Float64s, UInt8s, UInt32s, UI
 
 # Hashes of <unk> and <UNK>, the names of the unknown word.
 UNKNOWN, UNKNOWN_TOO = np.uint64(0xEA91E7561F5B392B), np.uint64(0x7E163219007D2F54)
-_PIECE_ROWS = 1 << 16
-_MAX_LINE_BYTES = 1 << 20  # an n-gram of twenty words takes a few hundred
-_MANTISSA = np.uint64(10**18)  # digits beyond it change no float32
+_PIECE_ROWS = 1 << 16  # maximum number of lines that a kernel reads in one call
+_MAX_LINE_BYTES = 1 << 20  # maximum size of a line; an n-gram of twenty words takes a few hundred bytes
+_MANTISSA = np.uint64(10**18)  # limit of a mantissa; more digits do not change a float32
 _COUNT = re.compile(rb"ngram (\d+)=\s*(\d{1,18})")
 _TENS = np.array([float(f"1e{power}") for power in range(309)])
 _TAB, _LINE_END, _RETURN, _SPACE = 9, 10, 13, 32
 _PROBLEMS = (
     "",
-    "its number is not one, such as -1.25",
+    "its probability is not a number such as -1.25",
     "its probability is greater than 1 (its log10 is positive)",
     "it has too few words",
-    "a word of it is no unigram",
-    "its backoff is not a number, such as -0.5",
-    "something follows its backoff",
+    "one of its words is not a unigram",
+    "its backoff is not a number such as -0.5",
+    "there is text after its backoff",
 )
 
 
 class ArpaLines:
-    """The parts of a file whose content comes in pieces, to be read in order.
+    """Reads the parts of an ARPA file in order; the file's content comes in pieces.
 
-    Each method raises ValueError for a line that is not what it should be.
+    Each method raises ValueError for an invalid line.
     """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._rest = self._lines = b""
-        self._data = np.zeros(8, np.uint8)  # whole lines, behind which are eight zeros
-        self._at = 0  # where the next line begins
-        self.number = 0  # of lines that were read
+        self._data = np.zeros(8, np.uint8)  # whole lines, followed by eight zeros
+        self._at = 0  # position of the next line in the loaded lines
+        self.number = 0  # number of lines read so far
 
     def _fill(self) -> bool:
-        """Have a line; False at the end of the file."""
+        """Load the next piece if no line is left; return False at the end of the file."""
         while self._at >= len(self._lines):
             piece = next(self._pieces, b"")
             if not piece and not self._rest:
@@ -70,7 +70,7 @@ class ArpaLines:
         return True
 
     def _line(self) -> bytes:
-        """Read a line, without white space at its ends; nothing at the end of the file."""
+        """Read a line, without white space at its ends; return b"" at the end of the file."""
         if not self._fill():
             return b""
         begin, self._at = self._at, self._lines.index(b"\n", self._at) + 1
@@ -78,41 +78,41 @@ class ArpaLines:
         return self._lines[begin : self._at].strip()
 
     def _text_line(self) -> bytes:
-        """Read up to a line with text in it; nothing at the end of the file."""
+        """Read the next line that is not blank; return b"" at the end of the file."""
         found = self._line()
         while not found and self._fill():
             found = self._line()
         return found
 
     def expect(self, wanted: str, what: str) -> None:
-        """Pass over the line that must come next."""
+        """Read the next line, which must be `wanted`; `what` describes it in the error message."""
         found = self._text_line()
         if found != wanted.encode():
             shown = f"line {self.number:,} is {_shown(found)}" if found else "it ends"
             raise ValueError(f"{shown} where {wanted}, {what}, should be")
 
     def counts(self) -> list[int]:
-        """Read how many n-grams of each order there are."""
+        """Read the header: the number of n-grams of each order."""
         found = self._text_line()
         while found.startswith(b"#"):
             found = self._text_line()
         if found != b"\\data\\":
             if is_binary(found):
                 raise ValueError("it is a compressed binary model: decompress it, so that it can be mapped")
-            raise ValueError(f"it begins with {_shown(found)} in the place of \\data\\")
+            raise ValueError(f"it begins with {_shown(found)} instead of \\data\\")
         counts: list[int] = []
         while line := self._line():
             match = _COUNT.fullmatch(line)
             if match is None or int(match[1]) != len(counts) + 1:
-                wanted = f"'ngram {len(counts) + 1}=…'"
+                wanted = f"'ngram {len(counts) + 1}=...'"
                 raise ValueError(f"line {self.number:,} is {_shown(line)} where {wanted} should be")
             counts.append(int(match[2]))
         if not 2 <= len(counts) <= MAX_ORDER:
-            raise ValueError(f"its order is {len(counts)}; models of n-grams have 2 to {MAX_ORDER}")
+            raise ValueError(f"its order is {len(counts)}; the order of a model is 2 to {MAX_ORDER}")
         return counts
 
     def unigrams(self, count: int) -> tuple[UInt64s, UInt64s]:
-        """Read words: (hash of each, bits of its weights)."""
+        """Read the unigrams; return the hash of each word, and the bits of its weights."""
         hashes, weights = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
         for rows in self._next_rows(1, count):
             found, values = np.zeros(rows, np.uint64), np.zeros(rows, np.uint64)
@@ -123,7 +123,7 @@ class ArpaLines:
         return np.concatenate(hashes), np.concatenate(weights)
 
     def ngrams(self, order: int, count: int, known: KenlmModel) -> tuple[UInt32s, UInt64s]:
-        """Read n-grams of known words: (uint32[count, order] words, bits of the weights of each)."""
+        """Read n-grams of known words; return words, uint32[count, order], and the bits of weights."""
         words, weights = [np.zeros((0, order), np.uint32)], [np.zeros(0, np.uint64)]
         for rows in self._next_rows(order, count):
             found, values = np.zeros((rows, order), np.uint32), np.zeros(rows, np.uint64)
@@ -134,33 +134,36 @@ class ArpaLines:
         return np.concatenate(words), np.concatenate(weights)
 
     def _next_rows(self, order: int, count: int) -> Iterator[int]:
-        """Yield how many lines to read next at most, until `_passed` has counted all of them."""
+        """Yield the maximum number of lines to read next, until `_passed` has counted `count` lines."""
         first = self.number
         while missing := count - (self.number - first):
             if not self._fill():
-                raise ValueError(f"it ends where {missing:,} of {count:,} {order}-grams are missing")
+                raise ValueError(f"it ends, but {missing:,} of {count:,} {order}-grams are missing")
             yield min(missing, _PIECE_ROWS)
 
     def _passed(self, outcome: tuple[int, int, int]) -> int:
-        """Go on behind the lines that a kernel read: (how many, where it stopped, number of a problem)."""
+        """Move past the lines that a kernel has read; return how many.
+
+        `outcome` is (number of lines, where the kernel stopped, index in _PROBLEMS).
+        """
         count, self._at, problem = outcome
         self.number += count
         if problem:
             line, what = self._line(), _PROBLEMS[problem]
             if not line or line.startswith(b"\\"):
-                what = "there are fewer n-grams than the file says at its beginning"
+                what = "there are fewer n-grams than the file declares at its beginning"
             raise ValueError(f"line {self.number:,} is {_shown(line)}: {what}")
         return count
 
 
 def _shown(line: bytes) -> str:
     text = line.decode("utf-8", "replace")
-    return repr(text if len(text) <= 60 else text[:60] + "…")
+    return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
 @kernel(allocates=False)
 def _parse_number(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int]:
-    """Parse a decimal number: (value, where it ends); it ends at -1 if there is none."""
+    """Parse a decimal number; return (value, where it ends), where it ends being -1 if it is invalid."""
     negative = data[at] == 45
     at += int64(negative or data[at] == 43)
     if (data[at] | 32) == 105 and (data[at + 1] | 32) == 110 and (data[at + 2] | 32) == 102:
@@ -204,7 +207,7 @@ def _parse_number(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int]:
 
 @kernel(allocates=False)
 def _next_word(data: UInt8s, at: int) -> tuple[int, int]:
-    """Find the next word of a line: (where it begins, where it ends); equal if there is none."""
+    """Return where the next word of a line begins and ends; both are equal if there is none."""
     while data[at] == _SPACE or data[at] == _TAB:
         at += 1
     begin = at
@@ -215,7 +218,7 @@ def _next_word(data: UInt8s, at: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def _parse_backoff(data: UInt8s, at: int, prob: float, tens: Float64s) -> tuple[np.uint64, int, int]:
-    """Parse the end of a line: (bits of the weights, where the next line begins, number of a problem)."""
+    """Parse the end of a line; return (bits of weights, where the next line begins, index in _PROBLEMS)."""
     backoff, found = 0.0, at
     begin, end = _next_word(data, at)
     if end > begin:
@@ -235,7 +238,7 @@ def _parse_backoff(data: UInt8s, at: int, prob: float, tens: Float64s) -> tuple[
 
 @kernel(allocates=False)
 def _parse_probability(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int, int]:
-    """Parse the beginning of a line: (probability, where it ends, number of a problem or 0)."""
+    """Parse the beginning of a line; return (log10 probability, where it ends, index in _PROBLEMS)."""
     begin, stop = _next_word(data, at)
     prob, end = _parse_number(data, begin, tens)
     if end != stop or begin == stop:
@@ -247,7 +250,7 @@ def _parse_probability(data: UInt8s, at: int, tens: Float64s) -> tuple[float, in
 def _parse_unigrams(
     data: UInt8s, at: int, end: int, tens: Float64s, hashes: UInt64s, weights: UInt64s
 ) -> tuple[int, int, int]:
-    """Read lines: (how many were read, where the next one begins, number of its problem or 0)."""
+    """Read lines of unigrams; return (how many, where the next line begins, its index in _PROBLEMS or 0)."""
     for row in range(len(hashes)):
         if at >= end:
             return row, at, 0
@@ -269,7 +272,7 @@ def _parse_unigrams(
 def _parse_ngrams(
     data: UInt8s, at: int, end: int, tens: Float64s, known: KenlmModel, words: UInt32s, weights: UInt64s
 ) -> tuple[int, int, int]:
-    """Read lines as `_parse_unigrams` does; words are those of a vocabulary."""
+    """Read lines of longer n-grams as `_parse_unigrams` does; words are numbers in a vocabulary."""
     for row in range(len(words)):
         if at >= end:
             return row, at, 0

@@ -1,11 +1,12 @@
 """The tables of a KenLM model, and how words and n-grams are found in them.
 
 There are two kinds of models. *Probing* models are hash tables with linear probing: words and n-grams are
-found by 64-bit hashes. *Trie* models have sorted records: those of the n-grams that extend an n-gram to the
-left are neighbors in the next table, packed to the bit; probabilities may be numbers of a table, and the high
-bits of pointers an array. The layout of both is that of KenLM's binary files, which are mapped as they are.
+found by 64-bit hashes. *Trie* models have sorted records, packed to the bit: the n-grams that extend an
+n-gram to the left are neighbors in the next table. Probabilities may be indexes into a table, and the high
+bits of pointers may be in an array. Both layouts are those of KenLM's binary files, which are mapped as is.
 
-Nothing that a damaged file says is followed before it is checked: each lookup has a result that means damage.
+A file may be damaged. Every position read from it is checked before use, and each lookup has a result that
+means damage.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ from shardkit.writers.kernels.blocks import lowest_bits
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, multiply_high
 
-# Of a table: where it starts, its buckets or records, and the bytes of one (bits in a trie beyond unigrams).
-# A trie's record is a word, a probability, a backoff and a pointer to the first record that extends it.
+# Fields of a table: its start, its number of buckets or records, and their size in bytes (in bits for a
+# trie's n-grams of two or more words). A trie's record is a word, a probability, a backoff and a pointer to
+# the first record that extends it.
 START, COUNT, STRIDE, WORD_BITS, NEXT_BITS = range(5)
-# Where tables of quantized values start (-1: values are floats), and the bits of a value's number.
+# Starts of the tables of quantized values (-1: values are floats), and the bits of an index into them.
 PROB_TABLE, PROB_BITS, BACKOFF_TABLE, BACKOFF_BITS = range(5, 9)
-# Where the array of a pointer's high bits starts, and its length; 0: pointers are whole.
+# Start of the array of the high bits of pointers, and its length (0: pointers are not split).
 ARRAY, ARRAY_COUNT = range(9, 11)
 FIELDS = 11
 
-MAX_ORDER = 20  # KenLM's own programs are compiled for 6
+MAX_ORDER = 20  # maximum order of a model; KenLM's own programs are compiled for 6
 
-# Weights are the bits of a probability's logarithm and, above them, those of a backoff's. The sign of a
-# probability in a hash table is not its own: it is set where no n-gram of the model ends with this one.
+# Weights are the float32 bits of a log10 probability and, above them, those of a log10 backoff. In a hash
+# table, the sign bit of a probability is a flag: it is set if no longer n-gram ends with this one.
 SIGN = np.uint64(1 << 31)
-NO_EXTENSION = np.uint64(1 << 31)  # a backoff of -0.0: no n-gram begins with these words
-# MurmurHash64A, and KenLM's chain of the words of an n-gram, the last one first.
+NO_EXTENSION = np.uint64(1 << 31)  # a backoff of -0.0: no longer n-gram begins with this one
+# Constants of MurmurHash64A, and of KenLM's hash of an n-gram, which chains its words, last word first.
 _MURMUR, _MURMUR_SHIFT = np.uint64(0xC6A4A7935BD1E995), np.uint64(47)
 _CHAIN, _CHAINED = np.uint64(8978948897894561157), np.uint64(17894857484156487943)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 class KenlmModel(NamedTuple):
-    """A model of n-grams as kernels take it: a buffer and, by order, where its tables are.
+    """An n-gram model for kernels: a buffer, and the positions of its tables by order.
 
-    `tables` int64[order, FIELDS] has the fields above. `reciprocals` uint64[order + 1] are those of the
-    numbers of buckets, the vocabulary's first. `words` is where the vocabulary's entries start, `word_slots`
-    how many there are, `last_word` the greatest number that a word may have; 0 is the unknown word.
+    `tables` int64[order, FIELDS] has the fields above. `reciprocals` uint64[order + 1] has the reciprocal_64
+    of the number of buckets of the vocabulary and of each table. `words` is where the vocabulary's entries
+    start, `word_slots` is their number, and `last_word` is the highest word number; 0 is the unknown word.
     """
 
     data: UInt8s
@@ -57,13 +59,13 @@ class KenlmModel(NamedTuple):
 
 
 def reciprocal_64(divisor: int) -> int:
-    """Return 2**64 / divisor, rounded down, with which kernels find remainders; of 1 it is 2**64 - 1."""
+    """Return 2**64 / divisor, rounded down, for `remainder_64`; for a divisor of 1, return 2**64 - 1."""
     return min((1 << 64) // max(1, divisor), (1 << 64) - 1)
 
 
 @kernel(allocates=False)
 def murmur_hash(data: UInt8s, begin: int, size: int) -> np.uint64:
-    """Compute MurmurHash64A of data[begin:begin + size], behind which eight bytes can be read."""
+    """Compute MurmurHash64A of data[begin:begin + size]; the eight bytes after it must be readable."""
     value = np.uint64(size) * _MURMUR
     at = begin
     for _ in range(size >> 3):
@@ -77,20 +79,20 @@ def murmur_hash(data: UInt8s, begin: int, size: int) -> np.uint64:
 
 
 def hash_of(word: bytes) -> np.uint64:
-    """Compute the hash by which a model knows a word."""
+    """Compute the hash that identifies a word in a model."""
     return np.uint64(murmur_hash(np.frombuffer(word + bytes(8), np.uint8), 0, len(word)))
 
 
 @kernel(inline=True)
 def remainder_64(value: np.uint64, divisor: int, reciprocal: np.uint64) -> int:
-    """Compute `value` modulo `divisor`, whose reciprocal is 2**64 / divisor, rounded down."""
+    """Compute `value` modulo `divisor`; `reciprocal` is 2**64 / divisor, rounded down."""
     rest = value - multiply_high(value, reciprocal) * np.uint64(divisor)
     return int64(rest - np.uint64(divisor) if rest >= np.uint64(divisor) else rest)
 
 
 @kernel(inline=True)
 def longer_key(key: np.uint64, word: int) -> np.uint64:
-    """Extend the key of an n-gram by a word in front."""
+    """Extend the key of an n-gram by a word in front of it."""
     return key * _CHAIN ^ np.uint64(1 + word) * _CHAINED
 
 
@@ -98,7 +100,7 @@ def longer_key(key: np.uint64, word: int) -> np.uint64:
 def find_entry(
     data: UInt8s, start: int, buckets: int, stride: int, reciprocal: np.uint64, key: np.uint64
 ) -> int:
-    """Find where a hash table has the entry of a key, or -1; -2 if the table has no empty bucket."""
+    """Return where a hash table has the entry of a key; -1 if nowhere, -2 if it has no empty bucket."""
     place = remainder_64(key, buckets, reciprocal)
     for _ in range(buckets):
         at = start + place * stride
@@ -115,7 +117,7 @@ def find_entry(
 
 @kernel(allocates=False)
 def find_word(model: KenlmModel, value: np.uint64) -> int:
-    """Find the number of the word with a hash: 0 if the model has none, -1 if the vocabulary is damaged."""
+    """Return the number of the word with a hash: 0 if it is unknown, -1 if the vocabulary is damaged."""
     data = model.data
     if not model.is_trie:
         at = find_entry(data, model.words, model.word_slots, int64(12), model.reciprocals[0], value)
@@ -139,37 +141,38 @@ def find_word(model: KenlmModel, value: np.uint64) -> int:
 
 @kernel(inline=True)
 def _pivot(offset: np.uint64, span: np.uint64, width: int) -> int:
-    """Guess where among `width` sorted values, spread evenly over `span`, one is."""
+    """Guess the index of a value among `width` sorted values that are spread evenly over `span`."""
     return min(int64(np.float64(offset) / np.float64(span) * width), width - 1)
 
 
 @kernel(inline=True)
 def float_of(bits: np.uint64) -> np.float32:
-    """Return the float32 whose bits are the lower half."""
+    """Return the float32 in the lower half of `bits`."""
     return np.uint32(bits & _LOW).view(np.float32)
 
 
 @kernel(inline=True)
 def _bits_at(data: UInt8s, start: int, bit: int, count: int) -> np.uint64:
-    """Load `count` bits, at most 57, from a bit of the records that start there."""
+    """Load `count` bits, at most 57, from the offset `bit` in the records that begin at byte `start`."""
     return load_8_bytes(data, start + (bit >> 3)) >> np.uint64(bit & 7) & lowest_bits(count)
 
 
 @kernel(allocates=False)
 def probing_weights(model: KenlmModel, row: int, key: np.uint64) -> tuple[int, np.uint64]:
-    """Find (1, weights of an n-gram); (0, 0) if the table has none of this key, (-1, 0) for damage."""
+    """Return (1, weights of an n-gram), (0, 0) if the table does not have its key, or (-1, 0) for damage."""
     table = model.tables[row]
     at = find_entry(model.data, table[START], table[COUNT], table[STRIDE], model.reciprocals[row + 1], key)
     if at < 0:
         return at + 1, np.uint64(0)
     if row < len(model.tables) - 1:
         return 1, load_8_bytes(model.data, at + 8)
-    return 1, load_8_bytes(model.data, at + 4) >> np.uint64(32)  # no backoff, and maybe the end of the file
+    # The longest n-grams have no backoff; loading from at + 8 could pass the end of the file.
+    return 1, load_8_bytes(model.data, at + 4) >> np.uint64(32)
 
 
 @kernel(allocates=False)
 def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) -> int:
-    """Find the record of a word among the records begin to end - 1 of a table: its number, or -1."""
+    """Return the number of a word's record among the records begin to end - 1 of a table, or -1."""
     table = model.tables[row]
     low, high = begin - 1, end
     least, most = np.uint64(0), np.uint64(model.last_word)
@@ -188,7 +191,7 @@ def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) ->
 
 @kernel(allocates=False)
 def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
-    """Load the weights of a record."""
+    """Load the weights of the n-gram in a record of a trie table."""
     data, table = model.data, model.tables[row]
     bit = number * table[STRIDE] + table[WORD_BITS]
     prob_bits, backoff_bits = table[PROB_BITS], table[BACKOFF_BITS]
@@ -205,7 +208,7 @@ def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
 
 @kernel(allocates=False)
 def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
-    """Find the records that extend one: (first, behind the last) of the next table; (1, 0) for damage."""
+    """Find the records of the next table that extend one; return (first, last + 1), or (1, 0) for damage."""
     data, table = model.data, model.tables[row]
     if row == 0:
         at = table[START] + 16 * number + 8
@@ -225,7 +228,7 @@ def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def _high_bits(data: UInt8s, start: int, count: int, number: int) -> int:
-    """Find the last place of a sorted array that is not greater than `number`."""
+    """Return the last index of a sorted array whose value is not greater than `number`."""
     low, high = int64(0), int64(count)
     while high - low > 1:
         at = (low + high) >> 1

@@ -1,15 +1,16 @@
 """Lines, paragraphs and spans of documents for line dedup: find and hash them, and cut some of them out.
 
-A line ends at LF only; a paragraph is lines up to a blank one (white space only) or the end, and the blank
-lines after it are cut with it. Two units are the same if their bytes are, without white space at both ends
-(as by Python's `str.strip`); case and inner white space count. Their hash is MurmurHash3 x64 128 with seed 0.
+A line ends at LF only. A paragraph is a run of lines up to a blank one (white space only) or the end; the
+blank lines after it are cut with it. Two units are equal if their bytes without white space at both ends (as
+by Python's `str.strip`) are equal; case and inner white space count. Their hash is MurmurHash3 x64 128 with
+seed 0.
 
-Spans are runs of words, found wherever they begin. A word is what stands between white space; each character
-of a script without spaces is one by itself. Of every `spacing` windows of `size` words that follow each other
-the one of the lowest value (a rolling hash) is sampled: winnowing, as in Schleimer, Wilkerson and Aiken,
+Spans are runs of words that may begin anywhere. Words are separated by white space; each character of a
+script without spaces is a word by itself. Of every `spacing` consecutive windows of `size` words, the window
+with the lowest value (a rolling hash) is sampled: winnowing, as in Schleimer, Wilkerson and Aiken,
 "Winnowing: local algorithms for document fingerprinting" (SIGMOD 2003), with their rule for equal values.
-Where two texts share size + spacing - 1 words, both sample the same windows of these. A window's hash is that
-of its words' hashes, so white space between the words makes no difference.
+If two texts share size + spacing - 1 words, both sample the same windows of these words. A window's hash is
+made from its words' hashes, so white space between words makes no difference.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ from shardkit.writers.kernels.words import UNSPACED, character_tables
 _C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
 _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
-_ROLL = np.uint64(0x9E3779B97F4A7C15)  # any odd number
+_ROLL = np.uint64(0x9E3779B97F4A7C15)  # multiplier of the rolling hash; any odd number works
 _64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
 
 
 class UnitSettings(Protocol):
-    """Which units count; settings of line dedup and of the `repeated_lines` filter are such."""
+    """Settings that select units: for line deduplication and for the `repeated_lines` filter."""
 
     @property
     def unit(self) -> str:
-        """line or paragraph."""
+        """The kind of units: "line" or "paragraph"."""
 
     @property
     def min_characters(self) -> int:
-        """Shorter units are ignored, counted without white space at both ends."""
+        """Minimum number of characters in a unit, without white space at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Lines, paragraphs or windows in the order of documents and, inside, of the text; of one length."""
+    """Lines, paragraphs or windows, sorted by document and position; all arrays have the same length."""
 
-    high: UInt64s  # halves of the hash
-    low: UInt64s
-    document: Int64s  # which text
-    unit: UInt32s  # which unit of it, short ones counted; of a window, the number of its first word
-    found: int  # all units, short ones included; of spans, words
+    high: UInt64s  # first half of the hash
+    low: UInt64s  # second half of the hash
+    document: Int64s  # index of the text
+    unit: UInt32s  # index of the unit in its text, short units included; for a window, of its first word
+    found: int  # number of all units, short ones included; for windows, the number of words
 
 
 def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) -> Units:
-    """The units of the wanted texts that have at least `min_characters` without white space at both ends."""
+    """Find the units in the wanted texts, except units that are shorter than `min_characters`."""
     data, offsets = text_bytes(texts), text_offsets(texts)
     most = int(offsets[-1] - offsets[0]) // (config.min_characters + 1) + len(texts)
     high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
@@ -87,9 +88,9 @@ def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) 
 def cut_units(
     texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, kind: str
 ) -> tuple[pa.LargeStringArray, Bools]:
-    """(The texts without units unit[i] of texts[document[i]]; which of them have white space alone left).
+    """Cut unit[i] out of texts[document[i]]; return the texts, and which have only white space left.
 
-    `document` and `unit` are sorted by (document, unit). A text without cuts is never called blank.
+    `document` and `unit` are sorted by (document, unit). A text without cuts is never marked as blank.
     """
     return _without(texts, (document, unit), _cut, (character_flags(), kind == "paragraph"))
 
@@ -105,20 +106,20 @@ def _without(
     ends = np.zeros(len(texts) + 1, np.int64)
     blank = np.zeros(len(texts), np.bool_)
     done = cut(data, offsets, places, *settings, (out, ends, blank))
-    assert done == len(places[0]), "every unit to cut exists"
+    assert done == len(places[0]), "a unit to cut does not exist"
     left = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(out[: ends[-1]]))
     return left, blank
 
 
 def span_windows(words: int) -> tuple[int, int]:
-    """(words in a window, windows of which one is sampled) that find every shared span of `words` words."""
+    """Return (size, spacing) of windows that find every shared span of `words` words."""
     return words - words // 3, words // 3 + 1
 
 
 def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
-    """The sampled windows of the wanted texts, by which shared spans of `words` words are found."""
+    """Return the sampled windows of the wanted texts; they find every shared span of `words` words."""
     data, offsets = text_bytes(texts), text_offsets(texts)
-    most = int(offsets[-1] - offsets[0]) // 2  # a word takes two bytes; pages never written take no memory
+    most = int(offsets[-1] - offsets[0]) // 2  # a word takes two bytes; unwritten pages take no memory
     high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
     document, unit = np.empty(most, np.int64), np.empty(most, np.uint32)
     out = (high, low, document, unit)
@@ -129,10 +130,10 @@ def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
 def cut_spans(
     texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, words: int
 ) -> tuple[pa.LargeStringArray, Bools]:
-    """Cut the words of all these windows, with the arguments and results of `cut_units`.
+    """Cut the words of all these windows; arguments and results are those of `cut_units`.
 
-    Of the white space before, in and after words that are cut, the run with the most line feeds stays. Where
-    a text begins or ends with such words, the run at its very beginning or end does.
+    Of the runs of white space before, between and after words that are cut, the run with the most line feeds
+    stays. If a text begins or ends with such words, the run at its beginning or end stays instead.
     """
     size, _ = span_windows(words)
     return _without(texts, (document, unit), _cut_spans, (_word_flags(), size))
@@ -140,7 +141,7 @@ def cut_spans(
 
 @cache
 def _word_flags() -> UInt8s:
-    """uint8[1,114,112]: SPACE, or UNSPACED where a character is a word by itself."""
+    """Return uint8[1,114,112]: SPACE for white space, UNSPACED for a character that is a word by itself."""
     return character_flags() & np.uint8(SPACE) | character_tables().flags & np.uint8(UNSPACED)
 
 
@@ -154,7 +155,7 @@ def _find(
     least: int,
     out: tuple[UInt64s, UInt64s, Int64s, UInt32s],
 ) -> tuple[int, int]:
-    """Fill (high, low, document, unit); returns (how many, units of any length)."""
+    """Fill `out`: (high, low, document, unit); return (number of units in it, number of all units)."""
     high, low, documents, units = out
     count = found = 0
     for document in range(len(wanted)):
@@ -183,7 +184,7 @@ def _cut(
     paragraphs: bool,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Fill (bytes, ends, blank); returns how many units were cut."""
+    """Fill `result`: (bytes, ends, blank); return the number of units that were cut."""
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -193,7 +194,7 @@ def _cut(
         if cut == len(documents) or documents[cut] != document:
             size = _copy(data, at, end, out, size)
         else:
-            # As if a line feed followed the text, so that each unit ends with one.
+            # Act as if a line feed followed the text, so that each unit ends with one.
             unit, kept = 0, at
             while at <= end and cut < len(documents) and documents[cut] == document:
                 begin, _, at = _next_unit(data, at, end, flags, paragraphs)
@@ -218,9 +219,9 @@ def _find_spans(
     windows: tuple[int, int],
     out: tuple[UInt64s, UInt64s, Int64s, UInt32s],
 ) -> tuple[int, int]:
-    """Fill (high, low, document, unit); returns (how many, words)."""
+    """Fill `out`: (high, low, document, unit); return (number of windows in it, number of words)."""
     size, spacing = windows
-    ring = size + spacing  # so many words, and the values of windows that begin with them, are remembered
+    ring = size + spacing  # number of last words, and of windows that begin with them, that are stored
     hashes, values = np.empty((ring, 2), np.uint64), np.empty(ring, np.uint64)
     window_hashes = np.empty((size, 2), np.uint64)
     window_bytes = window_hashes.reshape(2 * size).view(np.uint8)
@@ -261,9 +262,9 @@ def _find_spans(
 
 @kernel
 def _lowest(values: UInt64s, newest: int, spacing: int, before: int) -> int:
-    """Which of `spacing` windows up to the newest has the lowest value; `before` had it, among those before.
+    """Return which of the last `spacing` windows, up to the newest, has the lowest value.
 
-    Of equal ones it is `before`, or the last.
+    `before` is the last result. Of windows with equal values, `before` wins, or else the newest.
     """
     ring = len(values)
     if before > newest - spacing:
@@ -284,7 +285,7 @@ def _cut_spans(
     window: int,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Fill (bytes, ends, blank); returns how many windows were cut."""
+    """Fill `result`: (bytes, ends, blank); return the number of windows that were cut."""
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -294,8 +295,8 @@ def _cut_spans(
         if cut == len(documents) or documents[cut] != document:
             size = _copy(data, at, end, out, size)
         else:
-            word = lost = 0  # words that are still to be cut
-            gap_at, gap_end, is_cut = at, at, False  # the white space that will stay
+            word = lost = 0  # index of the word; number of words still to be cut
+            gap_at, gap_end, is_cut = at, at, False  # the run of white space that stays
             begin = at
             while begin < end:
                 before = at
@@ -328,20 +329,20 @@ def _count_lines(data: UInt8s, begin: int, end: int) -> int:
 
 @kernel
 def _next_word(data: UInt8s, at: int, end: int, flags: UInt8s) -> tuple[int, int]:
-    """(Where the next word begins, where it ends); both are `end` if there is none."""
+    """Return where the next word begins and where it ends; both are `end` if there is none."""
     begin = skip_space(data, at, end, flags)
     at = begin
     while at < end:
         code, after = character_at(data, at)
         if flags[code]:
-            return begin, (after if at == begin else at)  # not white space, if it is the first
+            return begin, (after if at == begin else at)  # the first one is a word by itself: not white space
         at = after
     return begin, at
 
 
 @kernel
 def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool) -> tuple[int, int, int]:
-    """(Where a unit begins, where its text ends, where the next one begins); line ends at `end` count."""
+    """Return where a unit begins, where its text ends, and where the next begins; `end` is a line end."""
     if not paragraphs:
         stop = _line_end(data, at, end)
         return at, stop, stop + 1
@@ -358,7 +359,7 @@ def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool)
 
 @kernel
 def _skip_blank(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Find where the first line that is not blank begins, from the one at `at`; end + 1 if there is none."""
+    """Return where the first line from `at` on that is not blank begins; end + 1 if there is none."""
     while at <= end:
         stop = _line_end(data, at, end)
         if skip_space(data, at, stop, flags) < stop:
@@ -383,7 +384,7 @@ def _has_characters(data: UInt8s, begin: int, end: int, least: int) -> bool:
 
 @kernel
 def _copy(data: UInt8s, begin: int, end: int, out: UInt8s, size: int) -> int:
-    source, target = data[begin:end], out[size:]  # two views, indexed from 0: so written it is a memory copy
+    source, target = data[begin:end], out[size:]  # a loop over two views from index 0 becomes a memory copy
     for at in range(end - begin):
         target[at] = source[at]
     return size + end - begin
@@ -391,7 +392,7 @@ def _copy(data: UInt8s, begin: int, end: int, out: UInt8s, size: int) -> int:
 
 @kernel
 def _copy_lines(data: UInt8s, begin: int, after: int, end: int, out: UInt8s, size: int) -> int:
-    """Copy data[begin:after] as `_copy` does, with a line feed at `end`, where `data` has none."""
+    """Copy data[begin:after] as `_copy` does, but write a line feed for the position `end`."""
     if after <= end or after == begin:
         return _copy(data, begin, after, out, size)
     size = _copy(data, begin, end, out, size)

@@ -1,15 +1,15 @@
 """Line statistics and repeated lines and paragraphs, straight from the UTF-8 bytes of a batch.
 
-`line_statistics` is what FineWeb's rules need. Lines are cut at LF, and lines of white space only do not
-count. Memory: at most 16 bytes for each line of the longest document.
+`line_statistics` makes the counts for FineWeb's rules. Lines are split at LF, and lines of white space only
+do not count. Memory: at most 16 bytes for each line of the longest document.
 
-`count_long_lines` is what mC4's rule needs: lines are cut at LF, and blank ones count.
+`count_long_lines` makes the counts for mC4's rule: lines are split at LF, and blank lines count.
 
-`line_repetition` measures how much of a text is repeated, with two definitions of a line. datatrove: lines
-lie between runs of LF, and a text that begins or ends with LF has an empty line there; paragraphs lie between
-runs of two or more LF of the stripped text; copies after the first count. dolma: every LF ends a line, also
-an empty one, and all copies of a repeated line count. Memory: up to 56 bytes for each line of the longest
-document.
+`line_repetition` measures how much of a text is repeated, with two definitions of a line. As in datatrove,
+lines are separated by runs of LF, and a text that begins or ends with LF has an empty line there; paragraphs
+are separated by runs of two or more LF in the stripped text; copies after the first count. As in dolma, every
+LF ends a line, even an empty one, and all copies of a repeated line count. Memory: up to 56 bytes for each
+line of the longest document.
 
 Equal lines are found exactly, by a hash table whose hits are compared byte by byte.
 """
@@ -40,18 +40,18 @@ _NEWLINE = 10
 
 @dataclass(frozen=True, slots=True)
 class LineStatistics:
-    """int64[n] each: one number per document."""
+    """Counts, int64[n] each: one number per document."""
 
     lines: Int64s  # lines that are not blank
-    terminal_lines: Int64s  # whose last character is terminal punctuation
+    terminal_lines: Int64s  # lines whose last character is terminal punctuation
     short_lines: Int64s
-    repeated_characters: Int64s  # in lines that stood before in the document
+    repeated_characters: Int64s  # characters in lines that occurred earlier in the document
 
 
 def line_statistics(
     data: UInt8s, offsets: Int64s, wanted: Bools, *, short_line_length: int
 ) -> LineStatistics:
-    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    """Count the lines of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; 0 where not `wanted`."""
     counts = np.zeros((4, len(wanted)), np.int64)
     _count(data, offsets, wanted, character_flags(), short_line_length, counts)
     return LineStatistics(*counts)
@@ -96,13 +96,13 @@ def _count_one(
 
 @kernel(allocates=False)
 def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32s) -> bool:
-    """Whether the line is in the table, where it is put otherwise (as 1 + its start in the document)."""
+    """Return whether the line is in the table; if not, add it (as 1 + its start in the document)."""
     mask = len(table) - 1
     slot = int64(hash_run(data, line_begin, line_end) >> np.uint64(20)) & mask
     length = line_end - line_begin
     while table[slot]:
         other = begin + table[slot] - 1
-        # Earlier lines end in a newline; this one is as long and within the data.
+        # A newline at this index means equal lengths; the index is valid, since this line begins later.
         if data[other + length] == 10 and same_runs(data, other, data, line_begin, length):
             return True
         slot = (slot + 1) & mask
@@ -111,7 +111,7 @@ def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32
 
 
 def count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int) -> Int64s:
-    """int64[n]: lines, blank or not, of at least `least` characters; zeros where not `wanted`."""
+    """Return int64[n], lines, blank or not, of at least `least` characters; 0 where not `wanted`."""
     counts = np.zeros(len(wanted), np.int64)
     _count_long_lines(data, offsets, wanted, least, counts)
     return counts
@@ -133,7 +133,7 @@ LINES, PARAGRAPHS, ALL_LINES = 0, 1, 2
 
 
 class Repetition(NamedTuple):
-    """int64[n]: elements, those that are repeated, and the characters in those."""
+    """Counts, int64[n] each: lines or paragraphs, repeated ones, and the characters in repeated ones."""
 
     elements: Int64s
     repeated: Int64s
@@ -141,10 +141,10 @@ class Repetition(NamedTuple):
 
 
 def line_repetition(data: UInt8s, offsets: Int64s, wanted: Bools, kind: int) -> Repetition:
-    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`.
+    """Count repetition in the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; 0 where not `wanted`.
 
-    `kind` is LINES or PARAGRAPHS (datatrove's; repeated: what stood before), or ALL_LINES (dolma's; repeated:
-    every copy).
+    `kind` is LINES or PARAGRAPHS, as in datatrove, where a copy after the first is repeated, or ALL_LINES, as
+    in dolma, where every copy is repeated.
     """
     counts = Repetition(*np.zeros((3, len(wanted)), np.int64))
     _count_repeated(data, offsets, wanted, kind, character_flags(), tuple(counts))
@@ -183,7 +183,7 @@ def _count_repeated(
 
 @kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: Int64s) -> int:
-    """Cut at runs of newlines that are long enough; how many elements there are."""
+    """Split a text at newlines, or at runs of them, by `kind`; return the number of elements."""
     least = 2 if kind == PARAGRAPHS else 1
     elements = 0
     start = at = begin
@@ -206,7 +206,7 @@ def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: In
 def _find_repeated(
     found: tuple[UInt8s, Int64s, Int64s], copies: Int32s, table: Int32s, every: bool
 ) -> tuple[int, int]:
-    """(elements, their characters) that equal an earlier one; with `every`, those earliest ones too."""
+    """Return how many elements equal an earlier one (with `every`, or a later one), and their characters."""
     data, begins, ends = found
     table[:] = 0
     mask = len(table) - 1

@@ -1,19 +1,19 @@
 """How much of a text is repeated n-grams of words, straight from the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`. There are three ways to count, each named for what it counts:
+Words are split as by `str.split()`. There are three ways to count, each named for what it counts:
 
-- TOP: the most frequent n-gram, the first one of equals: occurrences, and characters without spaces;
-- EXCESS: going from word to word, an n-gram that occurred before counts and is skipped (datatrove; n-grams
-  are compared as joined words, so "ab c" equals "a bc");
-- COPIES: every occurrence of an n-gram that occurs twice or more, overlapping ones too (dolma).
+- TOP: the most frequent n-gram (the first one, if several are): its occurrences, and its characters without
+  spaces;
+- EXCESS: going from word to word, an n-gram that occurred before counts, and its words are skipped
+  (datatrove; n-grams are compared as joined words, so "ab c" equals "a bc");
+- COPIES: every occurrence of an n-gram that occurs twice or more, including overlapping ones (dolma).
 
 A document's words are concatenated without the spaces; a polynomial hash of every prefix gives the hash of
-any n-gram. Two bits for each n-gram, in a table of 16 slots per n-gram, select those that may occur twice;
-only these go to a hash table, where every hit is compared byte by byte. An n-gram that cannot occur twice is
-not considered as part of a longer one; for joined words, neither is one that does not share its first 16
-bytes.
+any n-gram. A table of two-bit counters, 16 per n-gram, selects the n-grams that may occur twice; only these
+go to a hash table, where every hit is compared byte by byte. Positions whose n-gram cannot occur twice are
+skipped for longer n-grams; for joined words, so are positions whose first 16 bytes occur only once.
 
-Memory: 44 bytes for each word of the longest document, and up to 24 more where everything repeats.
+Memory: 44 bytes for each word of the longest document, and up to 24 more if everything repeats.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _BASE = np.uint64(0xD6E8FEB86659FD93)
 _SCATTER = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 _POWERS_OF_BASE = tuple(np.uint64(pow(int(_BASE), power, 1 << 64)) for power in range(1, 8))
-_POWERS = 256  # powers of the base for n-grams up to so many bytes are looked up
-_PREFIX = 16  # bytes
+_POWERS = 256  # powers of the base are precomputed for n-grams of fewer bytes
+_PREFIX = 16  # size in bytes of the prefix that selects joined n-grams
 _TABLE_SHIFT = np.uint64(20)
-_MAX_BYTES = 1 << 31  # positions are int32
+_MAX_BYTES = 1 << 31  # texts must be smaller, because positions in them are int32
 
 
 class NgramCounts(NamedTuple):
-    """int64[n]: characters of the text, and of its words; int64[m, n]: two numbers for each of m jobs.
+    """Characters of n texts and of their words, int64[n]; two numbers for each of m jobs, int64[m, n].
 
-    TOP: `first` is occurrences and `second` characters of one; EXCESS: characters, and 0; COPIES: characters
-    of the repeated ones and of all. An n-gram that is longer than the text has zeros.
+    TOP: `first` is the number of occurrences and `second` the characters of one. EXCESS: characters, and 0.
+    COPIES: characters of the repeated n-grams, and of all n-grams. Texts of fewer than n words have zeros.
     """
 
     characters: Int64s
@@ -54,7 +54,7 @@ class NgramCounts(NamedTuple):
 
 
 class _Words(NamedTuple):
-    """m words: word i is joined[starts[i]:starts[i + 1]], of edges[i + 1] - edges[i] characters."""
+    """Words of a text: word i is joined[starts[i]:starts[i + 1]], with edges[i + 1] - edges[i] characters."""
 
     joined: UInt8s
     starts: Int32s
@@ -75,14 +75,14 @@ class _Scratch(NamedTuple):
 def ngram_statistics(
     data: UInt8s, offsets: Int64s, wanted: Bools, jobs: Sequence[tuple[int, int]]
 ) -> NgramCounts:
-    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`.
+    """Count n-grams of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`.
 
-    `jobs` are (n, TOP | EXCESS | COPIES).
+    Each of the `jobs` is (n, TOP | EXCESS | COPIES).
     """
     sizes = np.diff(offsets)[wanted]
     longest = int(sizes.max(initial=0))
     if longest >= _MAX_BYTES:
-        raise ValueError(f"a text of {longest:,} bytes; at most {_MAX_BYTES - 1:,}")
+        raise ValueError(f"a text is {longest:,} bytes long; the limit is {_MAX_BYTES - 1:,}")
     count = len(wanted)
     counts = NgramCounts(
         np.zeros(count, np.int64),
@@ -132,7 +132,7 @@ def _count(
         begin, end = offsets[document], offsets[document + 1]
         found, spaces = _split(data, begin, end, flags, words, tail)
         characters[document], word_characters[document] = edges[found] + spaces, edges[found]
-        # How many of the words' and of the joined n-grams may occur twice; -1: not known.
+        # Numbers of positions in of_words and of_joined whose n-grams may occur twice; -1: not known yet.
         whole, some = -1, -1
         for job in range(len(plan)):
             n, kind, row = plan[job, 0], plan[job, 1], plan[job, 2]
@@ -161,7 +161,7 @@ def _count(
 
 @kernel(allocates=False)
 def _split(data: UInt8s, begin: int, end: int, flags: UInt8s, words: _Words, tail: UInt8s) -> tuple[int, int]:
-    """Fill what _Words holds, for (number of words, white-space characters)."""
+    """Fill `words` from data[begin:end]; return (number of words, number of white-space characters)."""
     joined, starts, edges, prefixes = words.joined, words.starts, words.edges, words.prefixes
     found = spaces = filled = characters = 0
     starts[0] = edges[0] = 0
@@ -172,12 +172,12 @@ def _split(data: UInt8s, begin: int, end: int, flags: UInt8s, words: _Words, tai
         heads = lowest_bits(min(BLOCK_BYTES, end - at)) & ~range_mask(block, place, 0x80, 0x40)
         spaces += count_ones(heads & mask)
         rest, first = ~mask, 0
-        if filled > starts[found] and mask & _ONE:  # a word ends with the block before
+        if filled > starts[found] and mask & _ONE:  # the last word ended with the previous block
             found += 1
             starts[found], edges[found], prefixes[found] = filled, characters, hashed
         while rest:
             first = trailing_zeros(rest)
-            after = rest + (_ONE << np.uint64(first))  # carries out of the run of ones
+            after = rest + (_ONE << np.uint64(first))  # the carry passes the run of ones
             stop = trailing_zeros(after) if after else BLOCK_BYTES
             rest &= after
             hashed = _append(block, place + first, stop - first, hashed, words, filled)
@@ -192,8 +192,8 @@ def _split(data: UInt8s, begin: int, end: int, flags: UInt8s, words: _Words, tai
 
 @kernel(inline=True)
 def _append(block: UInt8s, at: int, size: int, hashed: np.uint64, words: _Words, filled: int) -> np.uint64:
-    """Append block[at:at + size] to the joined words; their hash then. Eight bytes are written at once."""
-    part = (size - 1 & 7) + 1  # so that whole eights follow: few words are longer
+    """Append block[at:at + size] to the joined words, eight bytes at a time; return the new hash."""
+    part = (size - 1 & 7) + 1  # the first 1 to 8 bytes; groups of eight follow, which few words have
     eight = load_8_bytes(block, at)
     store_8_bytes(words.joined, filled, eight)
     value: np.uint64 = hashed * words.powers[part] + _hash_eight(eight << np.uint64(64 - 8 * part))
@@ -206,7 +206,7 @@ def _append(block: UInt8s, at: int, size: int, hashed: np.uint64, words: _Words,
 
 @kernel(inline=True)
 def _hash_eight(eight: np.uint64) -> np.uint64:
-    """The polynomial of eight bytes, the first one lowest; zeros before others change nothing."""
+    """Return the polynomial hash of eight bytes, the first one lowest; leading zeros change nothing."""
     low = np.uint64(0xFF)
     value: np.uint64 = eight >> np.uint64(56)
     for number in range(7):
@@ -216,9 +216,10 @@ def _hash_eight(eight: np.uint64) -> np.uint64:
 
 @kernel(allocates=False)
 def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: Int32s) -> int:
-    """Positions of n-grams, or longer ones, that may be equal when joined, into `chosen`; returns how many.
+    """Write positions of n-grams whose joined words may occur twice to `chosen`; return how many.
 
-    Those shorter than the prefix are kept; equal ones are as short, and the others have equal prefixes.
+    This holds for longer n-grams too. N-grams shorter than the prefix are all chosen; equal ones are as
+    short. Of the others, equal ones have equal prefixes.
     """
     for at in range(found):
         start = words.starts[at]
@@ -236,7 +237,7 @@ def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: 
 
 @kernel(allocates=False)
 def _choose(words: _Words, found: int, n: int, positions: Int32s, scratch: _Scratch) -> int:
-    """Put positions whose n-grams may occur twice in `chosen`, with `hashes`; return how many there are."""
+    """Write positions whose n-grams may occur twice to `chosen`, with their `hashes`; return how many."""
     hashes, chosen = scratch.hashes, scratch.chosen
     total = len(positions)
     while total and positions[total - 1] > found - n:
@@ -268,7 +269,7 @@ def _power(exponent: int) -> np.uint64:
 
 @kernel(allocates=False)
 def _mark(hashes: UInt64s, marks: UInt8s) -> np.uint64:
-    """Set a slot's two bits to 1 when a hash meets it, to 3 when another one does; the shift to slots."""
+    """Set the two bits of a slot to 1 for one hash in it, or 3 for more; return the shift to slots."""
     slots = table_slots(16 * len(hashes))
     marks[: slots >> 2] = 0
     shift = np.uint64(64)
@@ -290,7 +291,7 @@ def _met_again(hashed: np.uint64, shift: np.uint64, marks: UInt8s) -> int:
 
 @kernel(allocates=False)
 def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
-    """Characters of n-grams met before, jumping over each."""
+    """Return the characters of n-grams that occurred before; the words of each are skipped."""
     joined, starts, edges = words.joined, words.starts, words.edges
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     slots = table_slots(2 * count)
@@ -321,7 +322,7 @@ def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
 
 @kernel(allocates=False)
 def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
-    """How many kinds of n-grams there are; `firsts` and `numbers`: where each stands first, and how often."""
+    """Return the number of distinct n-grams; write the first index in `chosen`, and the count, of each."""
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     firsts, numbers = scratch.firsts, scratch.numbers
     slots = table_slots(2 * count)
@@ -357,7 +358,7 @@ def _same_words(words: _Words, one: int, other: int, n: int) -> bool:
 
 @kernel(allocates=False)
 def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int]:
-    """(occurrences, characters) of the first of the most frequent n-grams."""
+    """Return (occurrences, characters) of the first of the most frequent n-grams."""
     at, most = 0, 1
     for kind in range(kinds):
         if scratch.numbers[kind] > most:
@@ -367,7 +368,7 @@ def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int
 
 @kernel(allocates=False)
 def _copies(words: _Words, n: int, kinds: int, scratch: _Scratch) -> int:
-    """Characters of all n-grams that occur twice or more."""
+    """Return the characters of all n-grams that occur twice or more."""
     copied = 0
     for kind in range(kinds):
         if scratch.numbers[kind] > 1:

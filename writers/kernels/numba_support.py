@@ -4,17 +4,17 @@ A kernel is a function in Numba's subset of Python with real type annotations, w
 checks. `kernel` compiles it on first use, releases the GIL while it runs, and caches the machine code on
 disk.
 
-Numba's own cache checks only the file that a kernel is in, so a kernel that calls one of another file would
-be loaded from the cache although the other one has changed. The cache folder is therefore named after a
-digest of every source file with kernels. It is below `user_cache_folder`, so that neither the installation
-nor a home must be writable, unless the user names another (NUMBA_CACHE_DIR). It holds some megabytes and may
-be deleted at any time; versions that were not used for a month are deleted. Numba raises what it meets there:
-a folder that cannot be written, a full disk, a file that a power cut has cut. Here none of it is an error,
-because a kernel can always be compiled: what cannot be read is written again, and where nothing can be
-written each process compiles for itself, which one warning says.
+Numba's own cache checks only the file that a kernel is in, so a kernel that calls a kernel of another file
+would be loaded from the cache although the other file has changed. The cache folder is therefore named after
+a digest of every source file with kernels. Unless the user sets another folder (NUMBA_CACHE_DIR), it is below
+`user_cache_folder`, so that neither the installation nor a home folder must be writable. It holds some
+megabytes and may be deleted at any time; versions that were not used for a month are deleted. Numba raises an
+error for a folder that cannot be written, a full disk, or a truncated file. Here these are not errors,
+because a kernel can always be compiled: a file that cannot be read is written again, and if nothing can be
+written, each process compiles for itself, after one warning.
 
-The first use of a kernel on a machine takes seconds without progress, so `CompilationWatch` reports it, from
-Numba's own events. Kernels that are compiled for one another are one compilation.
+The first use of a kernel on a machine takes seconds without progress, so `CompilationWatch` reports it, using
+Numba's own events. The compilation of a kernel includes that of the kernels it calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
-# NumPy's types to Numba, Python's to mypy: in a kernel both are machine numbers.
+# Numba sees NumPy's types, and mypy sees Python's; in a kernel, values of both are machine numbers.
 int64 = cast(Callable[[Any], int], np.int64)
 boolean = cast(Callable[[Any], bool], np.bool_)
 
@@ -56,7 +56,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _VARIABLE = "NUMBA_CACHE_DIR"
-_LOADED = "_already_initialized"  # of Numba's module `entrypoints`: extensions have been loaded
+_LOADED = "_already_initialized"  # flag in numba.core.entrypoints: extensions have been loaded
 _UNUSED_SECONDS = 30 * 24 * 3600
 
 
@@ -75,15 +75,15 @@ def kernel(
 ) -> Any:
     """Compile a function with Numba when it is first called, and return Numba's dispatcher.
 
-    `inline` copies the function into each kernel that calls it. One that makes no array, nor calls a function
-    that does, says so by `allocates=False`: Numba then counts no references, which otherwise costs two atomic
-    additions each time an array is taken out of a tuple, a third of the time of some kernels. Numba refuses
-    to compile it if it makes an array. Numba is imported here, so that modules with kernels need it and users
-    of this module's other functions do not.
+    `inline` copies the function into each kernel that calls it. `allocates=False` declares that neither the
+    function nor the functions it calls make arrays. Numba then does not count references, which costs two
+    atomic additions each time an array is taken out of a tuple, a third of the time of some kernels; it
+    refuses to compile a function that does make an array. Numba is imported here, so that modules with
+    kernels need it, but users of this module's other functions do not.
     """
     import numba
 
-    njit: Any = numba.njit  # whose stubs do not know `_nrt`
+    njit: Any = numba.njit  # Any, because the type stubs do not have `_nrt`
     compiler = njit(nogil=True, inline="always" if inline else "never", _nrt=allocates)
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -96,10 +96,11 @@ def kernel(
 
 
 def start_numba() -> None:
-    """Have Numba load what it needs for any kernel, which takes it a quarter of a second.
+    """Make Numba load what every kernel needs, without extensions, in a quarter of a second.
 
-    Other packages extend Numba, and it would import them: awkward, which gigatoken brings, takes as long
-    again. No kernel needs them. Numba has no setting for it, so this is only for processes of our own.
+    By default, Numba also imports packages that extend it, which no kernel needs: awkward, a dependency of
+    gigatoken, takes as long again. This replaces a setting that Numba does not have, so it is only for
+    processes that this package starts itself.
     """
     from numba.core import entrypoints
 
@@ -108,19 +109,19 @@ def start_numba() -> None:
 
 
 def load_extensions() -> None:
-    """Undo what `start_numba` leaves out, for code of the user: the next compilation loads extensions."""
+    """Let the next compilation load extensions, which `start_numba` leaves out; user code may need them."""
     if entrypoints := sys.modules.get("numba.core.entrypoints"):
         setattr(entrypoints, _LOADED, False)
 
 
 def _nothing() -> None:
-    """The smallest kernel."""
+    """Do nothing; the smallest kernel."""
 
 
 def kernel_cache() -> dict[str, str]:
-    """Return environment variables for workers; {} if the user has set one that can be used.
+    """Return the environment variable NUMBA_CACHE_DIR for workers; {} if the user's own value can be used.
 
-    The folder is empty text where none can be written: then workers cache nothing, and do not warn again.
+    Its value is empty if no folder can be written: workers then cache nothing, and do not warn again.
     """
     given = os.environ.get(_VARIABLE)
     if given == "" or (given is not None and can_write_in(Path(given))):
@@ -139,29 +140,29 @@ def kernel_cache() -> dict[str, str]:
 
 @functools.cache
 def _cache_folder() -> str:
-    """Return the folder of this process's kernels; "", after a warning, if none can be written."""
+    """Return the cache folder of this process; "", after a warning, if no folder can be written."""
     found = kernel_cache().get(_VARIABLE, os.environ.get(_VARIABLE, ""))
     if not found and os.environ.get(_VARIABLE) != "":
         warn_user(
-            "compiled kernels cannot be kept, because no cache folder can be written (NUMBA_CACHE_DIR, "
-            "XDG_CACHE_HOME, HOME and TMPDIR were looked at): each process compiles them anew, which takes "
-            "up to a minute; set TMPDIR or NUMBA_CACHE_DIR to a folder that only you can write"
+            "compiled kernels cannot be kept, because no cache folder can be written (tried NUMBA_CACHE_DIR, "
+            "XDG_CACHE_HOME, HOME and TMPDIR): each process compiles them again, which takes up to a minute; "
+            "set TMPDIR or NUMBA_CACHE_DIR to a folder that only you can write"
         )
     return found
 
 
 def _numba_cache(function: Callable[..., Any], folder: str) -> Any:
-    """Return Numba's cache of a function in `folder`, whose files raise nothing, whatever happens to them."""
+    """Return Numba's cache of a function in `folder`; errors of its files are ignored."""
     from numba.core import caching
 
-    config: Any = import_module("numba.core.config")  # whose stubs do not know its settings
+    config: Any = import_module("numba.core.config")  # Any, because the type stubs do not have its settings
     base: Any = caching.FunctionCache
 
     class KernelCache(base):  # type: ignore[misc]
         def load_overload(self, signature: Any, target: Any) -> Any:
             try:
                 return super().load_overload(signature, target)
-            except Exception:  # whatever a damaged file makes of unpickling
+            except Exception:  # unpickling a damaged file may raise anything
                 with suppress(OSError):
                     self.flush()
                 return None
@@ -173,14 +174,14 @@ def _numba_cache(function: Callable[..., Any], folder: str) -> Any:
     before, config.CACHE_DIR = config.CACHE_DIR, folder
     try:
         return KernelCache(function)
-    except RuntimeError:  # "no locator available": read-only since then, or sources lie in an archive
+    except RuntimeError:  # "no locator available": the folder is read-only now, or sources are in an archive
         return caching.NullCache()
     finally:
         config.CACHE_DIR = before
 
 
 def _kernel_version() -> str:
-    """Digest of all modules below writers/ that mention Numba, directly or by importing this one."""
+    """Return a digest of all modules below writers/ that mention Numba or import this module."""
     state = hashlib.blake2b(importlib.metadata.version("numba").encode(), digest_size=8)
     for source in sorted(Path(__file__).parent.parent.rglob("*.py")):
         data = source.read_bytes()
@@ -199,7 +200,7 @@ class CompilationWatch:
         self._start = 0.0
 
     def install(self) -> None:
-        """Subscribe to Numba's events if Numba has been imported; call this before each task, it is cheap."""
+        """Subscribe to Numba's events if Numba has been imported. It is cheap: call it before each task."""
         if self._installed or "numba" not in sys.modules:
             return
         from numba.core import event

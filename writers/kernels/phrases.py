@@ -1,10 +1,10 @@
 """Count occurrences of the words and phrases of a list in texts, ignoring case.
 
-Both sides are lower-cased with Arrow's `utf8_lower`, which maps one character to one. With `separated`, the
-characters before and after an occurrence must not be word characters (letters, digits, _, as in regular
-expressions); otherwise phrases are found anywhere, as scripts without spaces need. At most one is counted at
-each position. Candidates are looked up by their first two bytes, so long lists cost little more than short
-ones.
+Texts and phrases are lower-cased with Arrow's `utf8_lower`, which maps one character to one. With
+`separated`, the characters before and after an occurrence must not be word characters (letters, digits, _, as
+in regular expressions); otherwise phrases are found anywhere, as is needed for scripts without spaces. At
+most one phrase is counted at each position. Candidates are looked up by their first two bytes, so long lists
+cost little more than short ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phrases:
         lowered = {
             phrase for phrase in lower(pa.array(list(phrases), pa.large_string())).to_pylist() if phrase
         }
-        # A phrase of one byte is looked up under that byte and 0.
+        # A phrase of one byte is in the bucket of this byte and 0.
         encoded = sorted((phrase.encode() for phrase in lowered), key=lambda phrase: (phrase + b"\0")[:2])
         first = [(phrase + b"\0")[0] << 8 | (phrase + b"\0")[1] for phrase in encoded]
         self._buckets = np.searchsorted(np.array(first, np.int64), np.arange((1 << 16) + 1))
@@ -36,7 +36,7 @@ class Phrases:
         self._separated = separated
 
     def count(self, lowered: pa.LargeStringArray, wanted: Bools) -> Int64s:
-        """int64[n]: occurrences in each of the wanted texts, which are in lower case; 0 in the others."""
+        """Return int64[n], occurrences in each wanted text, which must be in lower case; 0 for others."""
         counts = np.zeros(len(lowered), np.int64)
         if len(self._offsets) > 1:
             tables = (character_tables().flags, self._buckets, self._data, self._offsets)
@@ -45,11 +45,11 @@ class Phrases:
 
 
 def lower(texts: pa.LargeStringArray) -> pa.LargeStringArray:
-    """The texts in lower case."""
+    """Return the texts in lower case."""
     return pc.utf8_lower(texts)
 
 
-# Flags of characters, buckets by first two bytes, phrases, their offsets.
+# Character flags, buckets of phrases by their first two bytes, phrases, offsets of phrases.
 _Tables = tuple[UInt8s, Int64s, UInt8s, Int64s]
 
 
@@ -62,7 +62,7 @@ def _count(
         if not wanted[document]:
             continue
         at, end = offsets[document], offsets[document + 1]
-        inside = False  # whether the character before is of a word
+        inside = False  # whether the previous character is a word character
         while at < end:
             code, after = next_character(data, at)
             if not (separated and inside):
@@ -78,7 +78,7 @@ def _count(
 
 @kernel
 def _any(data: UInt8s, at: int, end: int, key: int, tables: _Tables, separated: bool) -> bool:
-    """Whether a phrase of the bucket stands at `at`."""
+    """Return whether a phrase of the bucket `key` is at `at`."""
     flags, buckets, phrases, offsets = tables
     for phrase in range(buckets[key], buckets[key + 1]):
         begin, size = offsets[phrase], offsets[phrase + 1] - offsets[phrase]

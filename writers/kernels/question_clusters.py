@@ -1,13 +1,14 @@
-"""Where documents repeat the questions of evaluation sets: clusters of n-grams that both have.
+"""Finds where documents repeat questions of evaluation sets: clusters of n-grams that both contain.
 
 A cluster of a question in a text begins and ends with one of the question's n-grams, and has no more than
 `max_misses` n-grams of other words in a row. Its weight is the sum of the weights of the question's
 distinct n-grams in it.
 
-Only clusters that reach the question's need are wanted, so not every n-gram leads to its questions. With the
-n-grams of a question in some order, a cluster without one of the first ones, which together weigh more than
-the question's weight less its need, cannot reach the need (prefix filtering, Chaudhuri et al. 2006). These
-are its seeds. With the heaviest first, they are the rare n-grams, and boilerplate leads to few questions.
+Only clusters whose weight reaches the question's need, a minimum weight, are wanted, so not every n-gram must
+be looked up. Put the n-grams of a question in some order, and take the first ones that together weigh more
+than the question's weight minus its need: a cluster without any of them cannot reach the need (prefix
+filtering, Chaudhuri et al. 2006). They are the question's seeds. With the heaviest n-grams first, the seeds
+are rare n-grams, so boilerplate leads to few questions.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import numpy as np
 
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, int64, kernel
 
-_FIRST_ROOM = 64  # rows of the first result
+_FIRST_ROOM = 64  # initial number of rows of the result
 
 
 class QuestionGrams(NamedTuple):
-    """Distinct n-grams of q questions, and the questions that each of s seeds leads to.
+    """Distinct n-grams of q questions, and the questions of each of s seeds.
 
-    N-grams of question i are hashes[offsets[i]:offsets[i + 1]], ascending, with their `weights`; a cluster
-    needs the weight needs[i]. Seed j leads to seed_questions[seed_offsets[j]:seed_offsets[j + 1]].
+    The n-grams of question i are hashes[offsets[i]:offsets[i + 1]], ascending, with their `weights`; a
+    cluster needs the weight needs[i]. The questions of seed j are
+    seed_questions[seed_offsets[j]:seed_offsets[j + 1]].
     """
 
     hashes: UInt64s
@@ -40,14 +42,14 @@ class QuestionGrams(NamedTuple):
 def find_clusters(
     hashes: UInt64s, offsets: Int64s, matches: Int64s, grams: QuestionGrams, max_misses: int
 ) -> Int64s:
-    """int64[m, 5]: (text, question, begin, end, weight) of the clusters that reach the question's need.
+    """Return int64[m, 5]: (text, question, begin, end, weight) of clusters that reach the question's need.
 
     Text i has the n-grams hashes[offsets[i]:offsets[i + 1]]; `begin` and `end` are indexes of hashes.
-    `matches`, int64[k, 2], ascending, are the indexes of seeds and the seeds.
+    `matches`, int64[k, 2], ascending, has (index of a hash that is a seed, number of the seed).
     """
     found = np.empty((_FIRST_ROOM, 5), np.int64)
-    ends = np.zeros(len(grams.needs), np.int64)  # of the last cluster of each question
-    seen = np.zeros(np.max(np.diff(grams.offsets)), np.int64)  # the last expansion that found each n-gram
+    ends = np.zeros(len(grams.needs), np.int64)  # end of the last cluster of each question
+    seen = np.zeros(np.max(np.diff(grams.offsets)), np.int64)  # last call of _expand that found each n-gram
     count, text, expansion = 0, 0, 0
     for row in range(len(matches)):
         at, seed = matches[row, 0], matches[row, 1]
@@ -82,7 +84,7 @@ def _expand(
     seen: Int64s,
     expansion: int,
 ) -> tuple[int, int, int]:
-    """(begin, end, weight) of the question's cluster around the n-gram `at`, which is one of its n-grams."""
+    """Return (begin, end, weight) of a question's cluster around hashes[at], which is one of its n-grams."""
     first, last = grams.offsets[question], grams.offsets[question + 1]
     begin, end, weight = int64(at), int64(at + 1), int64(0)
     for step in (1, -1):
@@ -102,7 +104,7 @@ def _expand(
 
 @kernel
 def _find(value: np.uint64, hashes: UInt64s, first: int, last: int) -> int:
-    """Index of a value among hashes[first:last], which ascend, or -1."""
+    """Return the index of a value in the ascending hashes[first:last], or -1."""
     stop = last
     while first < last:
         middle = (first + last) >> 1

@@ -1,10 +1,11 @@
-"""Tokens of documents that repeat themselves, to be left out of the loss.
+"""Masks repeated tokens in documents, so that they are left out of the loss.
 
-The same 1 to `LONGEST_PERIOD` tokens that follow each other more than `most` times are a span: a run of
-tokens each equal to the one a period before, and the period before the run. All of its tokens are masked.
+If the same 1 to `LONGEST_PERIOD` tokens follow each other more than `most` times, they are a span: a run of
+tokens that each equal the token one period before, and the period before the run. All tokens of a span are
+masked.
 
-A run that is long enough has `period * most` tokens, so only one token in as many is looked at where nothing
-repeats: from there back to the last token that does not. It takes about a nanosecond a token.
+A run must have at least `period * most` tokens. The search therefore jumps ahead by this number and compares
+tokens backwards, so where nothing repeats it reads one token per jump. It takes about a nanosecond per token.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 def mask_repetitions(
     tokens: _Tokens, starts: Int64s, lengths: Int64s, masks: UInt8s, mask_starts: Int64s, most: int
 ) -> Int64s:
-    """Set `masks` to 0 in spans of documents; int64[documents]: how many of its tokens were 1 before.
+    """Set `masks` to 0 in the spans of documents; return int64[documents], how many of these were 1 before.
 
-    Document i has `lengths[i]` tokens from `starts[i]` on, and their masks from `mask_starts[i]` on.
-    IndexError if it lies outside of either.
+    Document i has `lengths[i]` tokens from `starts[i]` on, and their masks from `mask_starts[i]` on. Raises
+    IndexError if a document is outside of `tokens` or `masks`.
     """
     for values, begins in ((tokens, starts), (masks, mask_starts)):
         if ((begins < 0) | (lengths < 0) | (begins + lengths > len(values))).any():
-            raise IndexError("a document lies outside the tokens or the masks")
+            raise IndexError("a document is outside the tokens or the masks")
     masked = np.zeros(len(lengths), np.int64)
     _mask(tokens, starts, lengths, masks, mask_starts, most, LONGEST_PERIOD, masked)
     return masked
@@ -50,7 +51,7 @@ def _mask(
         to_mask = mask_starts[number] - first
         for period in range(1, longest + 1):
             least = period * most
-            begin = first + period  # of a run, which the token before it does not belong to
+            begin = first + period  # where a run may begin; the token before it does not belong to it
             while begin + least <= stop:
                 at = begin + least - 1
                 while at >= begin and tokens[at] == tokens[at - period]:

@@ -2,12 +2,12 @@
 
 C4's rules need sentences, and datatrove splits them with spaCy's English tokenizer and its "sentencizer": a
 full stop, question mark or exclamation mark that is a token of its own ends a sentence, and the next token
-that is not punctuation begins another one. Whether a full stop is a token is decided here within a word
-between white space: marks are stripped from both ends, a full stop only after a lower-case letter, a digit, a
-mark or two capitals; abbreviations and web addresses stay whole. This is spaCy's tokenizer without its rarer
-exceptions: of 19,607 lines of prose, HTML and code 99.5 % have the same count.
+that is not punctuation begins another one. Here, whether a full stop is a token is decided within one word
+between white space: marks are stripped from both ends, but a full stop only after a lower-case letter, a
+digit, a mark or two capitals; abbreviations and web addresses are not split. This is spaCy's tokenizer
+without its rarer exceptions: of 19,607 lines of prose, HTML and code, 99.5 % have the same count.
 
-The kernel needs no memory.
+The kernel allocates no memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ABBREVIATIONS = """
 
 @cache
 def _abbreviations() -> frozenset[str]:
-    """Words whose full stop belongs to them; at most eight bytes each, which the kernel packs in a number."""
+    """Return words whose full stop is part of them; each has at most eight bytes, which fit in a uint64."""
     hours = {f"{hour}{half}.m." for hour in range(1, 13) for half in "ap"}
     return (
         frozenset(_ABBREVIATIONS.split()) | hours | {f"{letter}." for letter in "abcdefghijklmnopqrstuvwxyz"}
@@ -60,7 +60,7 @@ def _abbreviations() -> frozenset[str]:
 
 @cache
 def _flags() -> UInt16s:
-    """uint16[1,114,112]: what each code point is, of the flags above."""
+    """Return uint16[1,114,112]: the flags above of every code point."""
     flags, every = np.zeros(CODE_POINTS, np.uint16), every_character()
     letters, space, upper, lower = (
         test(every) for test in (np.char.isalpha, np.char.isspace, np.char.isupper, np.char.islower)
@@ -85,33 +85,33 @@ def _flags() -> UInt16s:
     return flags
 
 
-# Flags, bytes that may begin an end of a sentence, packed abbreviations in order.
+# Flags, bytes that may begin a mark that ends a sentence, and packed abbreviations, sorted.
 SentenceTables = tuple[UInt16s, Bools, UInt64s]
 
 
 @cache
 def sentence_tables() -> SentenceTables:
-    """Return the tables that the kernel reads."""
+    """Return the tables that `count_sentences` reads."""
     packed = sorted(int.from_bytes(word.encode(), "little") for word in _abbreviations())
     return _flags(), first_bytes(characters_with(TERMINAL)), np.array(packed, np.uint64)
 
 
 @kernel(allocates=False)
 def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) -> int:
-    """Sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables` are sentence_tables()."""
+    """Count sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables`: sentence_tables()."""
     flags, marks, abbreviations = tables
     while end > begin and flags[_last(data, end)[0]] & _SPACE:
         end = _last(data, end)[1]
     if begin == end:
         return 0
     count, at, done = 1, begin, begin
-    pending = boolean(False)  # typed, as 0 below: literals would compile what they are given to twice
+    pending = boolean(False)  # typed, like 0 below: for a literal, Numba would compile callees again
     while at < end:
-        if pending:  # the next word decides
+        if pending:  # a sentence has ended, and the next word decides whether another one begins
             gap = at
             while flags[character_at(data, at)[0]] & _SPACE:
                 at = character_at(data, at)[1]
-            if at - gap > 1 or (at > gap and data[gap] != 32):  # such a gap is a token
+            if at - gap > 1 or (at > gap and data[gap] != 32):  # spaCy makes such a gap a token
                 count, pending = count + 1, boolean(False)
                 continue
             first = at
@@ -139,7 +139,7 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
 
 @kernel(allocates=False)
 def _find_mark(data: UInt8s, at: int, end: int, marks: Bools) -> int:
-    """Find the first byte in data[at:end] that an end of a sentence may begin with; `end` if none is."""
+    """Return the index of the first byte in data[at:end] that may begin a sentence's end mark, or `end`."""
     while at < end and at + BLOCK_BYTES <= len(data):
         found = range_mask(data, at, 46, 1) | range_mask(data, at, 33, 1) | range_mask(data, at, 63, 1)
         found |= range_mask(data, at, 0xC2, 0x3E)
@@ -156,7 +156,7 @@ def _find_mark(data: UInt8s, at: int, end: int, marks: Bools) -> int:
 
 @kernel(allocates=False)
 def _last(data: UInt8s, end: int) -> tuple[int, int]:
-    """character_before as a function of its own, for the same reason as character_at."""
+    """Call character_before without inlining it, which saves compile time as for character_at."""
     return character_before(data, end)
 
 
@@ -164,7 +164,7 @@ def _last(data: UInt8s, end: int) -> tuple[int, int]:
 def _word(
     data: UInt8s, begin: int, end: int, flags: UInt16s, abbreviations: UInt64s, pending: bool
 ) -> tuple[int, bool]:
-    """(sentences that begin in a word, whether one has ended at its end)."""
+    """Return (number of sentences that begin in a word, whether a sentence has ended after it)."""
     first, last = _core(data, begin, end, flags, abbreviations)
     breaks, pending = _affixes(data, begin, first, flags, int64(0), pending)
     piece = first
@@ -210,7 +210,7 @@ def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UI
 
 @kernel(allocates=False)
 def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
-    """Whether the dot at `stop` is a token, by what stands before it in the word."""
+    """Return whether the dot at `stop` is a token, judging by the characters before it in the word."""
     if stop == begin:
         return False
     code, at = _last(data, stop)
@@ -223,7 +223,7 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
 def _affixes(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
-    """Marks are tokens of one character, but several dots are one."""
+    """Return (breaks, pending) after marks: each mark is a token, but several dots in a row are one token."""
     at = begin
     while at < end:
         here = at
@@ -268,7 +268,7 @@ def _abbreviated(data: UInt8s, begin: int, end: int, abbreviations: UInt64s) -> 
 
 @kernel(allocates=False)
 def _address(data: UInt8s, begin: int, end: int, flags: UInt16s) -> bool:
-    """Whether a word looks like [scheme://]host.domain[:/?#…], with a domain of lower-case letters."""
+    """Return whether a word looks like [scheme://]host.domain[:/?#...], with a domain in lower case."""
     for at in range(begin, end - 2):
         if data[at] == 58 and data[at + 1] == 47 and data[at + 2] == 47:
             begin = at + 3
@@ -281,6 +281,6 @@ def _address(data: UInt8s, begin: int, end: int, flags: UInt16s) -> bool:
         elif flags[code] & _LOWER:
             letters += 1
         else:
-            letters = -(1 << 40)  # not before the next dot
+            letters = -(1 << 40)  # no domain before the next dot
         at = after
     return dot > begin and letters >= 2

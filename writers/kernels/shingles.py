@@ -1,12 +1,12 @@
 """n-grams (shingles) of texts as 64-bit hashes, the units of similarity.
 
 Units are a text's normalized words (`words.py`), or the characters of those words joined by single spaces, or
-("auto") words of which each character of a script without spaces is one by itself. An
-n-gram's hash is made of its n units' hashes u: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32; h
-*= _SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all of them; a text
-without any unit has none. Two different n-grams share a hash with probability 2**-64.
+(for "auto") words, where each character of a script without spaces is a word by itself. An n-gram's hash is
+made from the hashes u of its n units: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32; h *=
+_SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all its units; a text
+without any unit has no n-gram. Two different n-grams share a hash with probability 2**-64.
 
-`next_shingles` returns them block by block, so memory does not depend on the length of a text.
+`next_shingles` returns n-grams block by block, so memory does not depend on the length of a text.
 """
 
 from __future__ import annotations
@@ -44,48 +44,48 @@ UNIT_PATTERNS = {
     "words": re.compile(r"\w+"),
     "auto": re.compile(rf"(?=\w)[{UNSPACED_CLASS}]|(?:(?![{UNSPACED_CLASS}])\w)+"),
 }
-_OPEN_NGRAMS = 32 << 20  # 256 MiB: texts that may have more are counted first
+_OPEN_NGRAMS = 32 << 20  # 256 MiB of hashes; if texts may have more n-grams, these are counted first
 
 
 class NgramUnits(Protocol):
-    """What an n-gram is; MinHash settings are one."""
+    """Settings that define an n-gram, such as the settings of MinHash."""
 
     @property
     def unit(self) -> str:
-        """words, characters or auto."""
+        """The kind of units: "words", "characters" or "auto"."""
 
     @property
     def ngram(self) -> int:
-        """Units in one n-gram."""
+        """The number of units in an n-gram."""
 
 
 class Ngrams(NamedTuple):
-    """n-grams of words, unless `unit` is "characters" or "auto"."""
+    """Settings for n-grams of words, unless `unit` is "characters" or "auto"."""
 
     ngram: int
     unit: str = "words"
 
 
 class Shingles(NamedTuple):
-    """uint64[m] n-gram hashes of n texts one after the other, in order and with repetitions; int64[n + 1]."""
+    """N-gram hashes of n texts: text i has hashes[offsets[i]:offsets[i + 1]], in order, with repetitions."""
 
     hashes: UInt64s
     offsets: Int64s
 
 
 def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
-    """All n-grams of each text (large_string without nulls)."""
+    """Return all n-grams of each text (large_string without nulls)."""
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
     arguments = (data, edges, config.ngram, UNITS.index(config.unit), character_tables())
     size = int(edges[-1] - edges[0])
-    # Words have a byte between them. What no n-gram is written to is address space, not memory.
+    # Words have a byte between them. Pages to which no n-gram is written take no memory.
     room = (size // 2 if config.unit == "words" else size) + len(texts)
     if room > _OPEN_NGRAMS:
         room = int(_count_shingles(*arguments))
     hashes, offsets = np.empty(room, np.uint64), np.zeros(len(texts) + 1, np.int64)
     _collect_shingles(*arguments, hashes, offsets)
-    hashes.resize(offsets[-1], refcheck=False)  # in place; the rest may serve other arrays
+    hashes.resize(offsets[-1], refcheck=False)  # in place, which frees the rest of the memory
     return Shingles(hashes, offsets)
 
 
@@ -95,7 +95,7 @@ _Scratch = tuple[tuple[UInt8s, UInt8s, Int32s, Int32s], UInt64s, UInt64s]
 
 @kernel
 def make_shingle_scratch(ngram: int) -> _Scratch:
-    """(scratch for words, units, hashes): what `next_shingles` works in."""
+    """Make the scratch arrays of `next_shingles`: (scratch for words, units, hashes)."""
     room = SCRATCH_WORDS + ngram
     return make_scratch(), np.zeros(room, np.uint64), np.zeros(room, np.uint64)
 
@@ -112,11 +112,10 @@ def next_shingles(
     scratch: _Scratch,
     key: UInt64s,
 ) -> tuple[int, int, tuple[int, int]]:
-    """The next n-grams of data[at:stop] into scratch's hashes: (how many, where to go on, state).
+    """Write the next n-grams of data[at:stop] to scratch's hashes; return (how many, where to go on, state).
 
-    `unit` is an index of UNITS; `state` is (units kept in scratch from before, n-grams so far), at first
-    (0, 0); `stop` is the text's end.
-    `key`, uint64[2], receives what `add_to_key` makes of the n-grams; zeros at first.
+    `unit` is an index into UNITS; `stop` is the text's end. `state` is (units kept in scratch from the last
+    call, n-grams so far), at first (0, 0). `add_to_key` adds the n-grams to `key`, uint64[2], zeros at first.
     """
     word_scratch, units, hashes = scratch
     kept, total = state
@@ -145,7 +144,7 @@ def _hash_shingles(units: UInt64s, count: int, ngram: int, hashes: UInt64s) -> N
     for i in range(count):
         hashes[i] = units[i]
     for further in range(1, ngram):
-        shifted = units[further:]  # a view, indexed from 0, as vector instructions need it
+        shifted = units[further:]  # a view that is indexed from 0, so that the loop is vectorized
         for i in range(count):
             hashes[i] = hashes[i] * _BASE + shifted[i]
     for i in range(count):
@@ -157,11 +156,11 @@ def _hash_shingles(units: UInt64s, count: int, ngram: int, hashes: UInt64s) -> N
 
 @kernel
 def add_to_key(key: UInt64s, hashes: UInt64s, count: int, position: int) -> None:
-    """Add hashes[:count], the first being n-gram `position` of its text, to a 128-bit key of all n-grams.
+    """Add hashes[:count] to a 128-bit key of a text; the first hash is its n-gram number `position`.
 
-    The key is the sum of the hashes, and the sum of each times 2 * its position + 1. All n-grams in
-    their order are all units in theirs, so equal keys mean equal units but by chance, with a probability of
-    2**-128 a pair of texts; equal keys can be made on purpose.
+    The key is the sum of all n-gram hashes, and the sum of each times 2 * its position + 1. N-grams in order
+    determine the units in order, so texts with equal keys have equal units, except by chance with a
+    probability of 2**-128 per pair of texts. Equal keys can be made on purpose.
     """
     first, second = key[0], key[1]
     weight = np.uint64(2 * position + 1)
@@ -175,7 +174,7 @@ def add_to_key(key: UInt64s, hashes: UInt64s, count: int, position: int) -> None
 def _next_characters(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int, begun: bool
 ) -> tuple[int, int]:
-    """Append hashes of characters as `next_words` does of words, with one space between two words."""
+    """Append hashes of characters as `next_words` does for words, with one space between two words."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     between = begun and not (flags[character_before(data, at)[0]] & WORD)
@@ -199,7 +198,7 @@ def _next_characters(
 def _next_mixed(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int
 ) -> tuple[int, int]:
-    """Append hashes as `next_words` does; each character of a script without spaces is a word."""
+    """Append hashes as `next_words` does, but each character of a script without spaces is a word."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     value, inside = _U32, False
@@ -269,7 +268,7 @@ def _collect_shingles(
 
 
 def text_units(text: str, unit: str) -> list[str]:
-    """The units of a text: normalized words, or the characters of those joined by spaces, or both."""
+    """Return the units of a text for `unit`: "words", "characters" or "auto"."""
     words = normalized_words(text)
     if unit == "auto":
         return [each for word in words for each in _MIXED.findall(word)]

@@ -1,7 +1,7 @@
 """Operations that Numba cannot express in Python: unaligned loads, and work on 64 bytes at a time.
 
 Each function is a few instructions of LLVM's portable vector language, so it runs on any processor, with the
-widest registers it has. Floats are added in the order of the code, one lane a column, so that sums have the
+widest registers it has. Floats are added in the order of the code, one lane per column, so that sums have the
 same bits on every processor.
 """
 
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from shardkit.writers.kernels.numba_support import UInt8s
 
-LANES = 16  # columns that `add_rows` and `add_vector` add at once
+LANES = 16  # number of columns that `add_rows` and `add_vector` add at once
 
 _BYTE = ir.IntType(8)
 _WORD = ir.IntType(64)
@@ -38,7 +38,7 @@ def _block_of(byte: int) -> Any:
 
 
 def _load_8_bytes(_typing: Any, array: Any, index: Any) -> Any:
-    """uint64: array[index:index + 8] of a uint8 array, lowest byte first. Bounds are the caller's care."""
+    """Load array[index:index + 8] of a uint8 array as a uint64, lowest byte first. Bounds are not checked."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data, position = arguments
@@ -50,7 +50,7 @@ def _load_8_bytes(_typing: Any, array: Any, index: Any) -> Any:
 
 
 def _store_8_bytes(_typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """Set array[index:index + 8] of a uint8 array, as `load_8_bytes` reads it."""
+    """Store a uint64 in array[index:index + 8] of a uint8 array, as `load_8_bytes` reads it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data, position, eight = arguments
@@ -62,7 +62,7 @@ def _store_8_bytes(_typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 def _trailing_zeros(_typing: Any, value: Any) -> Any:
-    """int64: number of zero bits below the lowest one bit of a uint64 that is not 0."""
+    """Return the int64 number of zero bits below the lowest one bit of a uint64, which must not be 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -71,7 +71,7 @@ def _trailing_zeros(_typing: Any, value: Any) -> Any:
 
 
 def _count_ones(_typing: Any, value: Any) -> Any:
-    """int64: number of one bits of a uint64."""
+    """Return the int64 number of one bits in a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -80,7 +80,7 @@ def _count_ones(_typing: Any, value: Any) -> Any:
 
 
 def _leading_zeros(_typing: Any, value: Any) -> Any:
-    """int64: number of zero bits above the highest one bit of a uint64, 64 of 0."""
+    """Return the int64 number of zero bits above the highest one bit of a uint64; 64 for 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -89,7 +89,7 @@ def _leading_zeros(_typing: Any, value: Any) -> Any:
 
 
 def _multiply_high(_typing: Any, one: Any, other: Any) -> Any:
-    """uint64: the upper half of the product of two uint64."""
+    """Return the upper half of the 128-bit product of two uint64, as a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = [builder.zext(value, _DOUBLE_WORD) for value in arguments]
@@ -100,9 +100,9 @@ def _multiply_high(_typing: Any, one: Any, other: Any) -> Any:
 
 
 def _range_mask(_typing: Any, source: Any, index: Any, first: Any, count: Any) -> Any:
-    """uint64: a bit for each of source[index:index + 64] that is one of `count` byte values from `first` on.
+    """Return a uint64 with a bit for each of source[index:index + 64] that is in [first, first + count).
 
-    Bounds are the caller's care.
+    Bounds are not checked.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -124,7 +124,7 @@ def _splat(builder: Any, byte: Any) -> Any:
 def _add_rows(_typing: Any, rows: Any, numbers: Any, count: Any, column: Any, out: Any, place: Any) -> Any:
     """Add rows[n, column:column + LANES], for n in numbers[:count], to out[place, column:column + LANES].
 
-    `rows` and `out` are float32, `numbers` int32. Bounds are the caller's care.
+    `rows` and `out` are float32, `numbers` int32. Bounds are not checked.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -140,7 +140,7 @@ def _add_rows(_typing: Any, rows: Any, numbers: Any, count: Any, column: Any, ou
 
         def load(table: Any, row: Any) -> Any:
             values = builder.load(at(table, row))
-            values.align = 1  # a mapped file's rows begin anywhere
+            values.align = 1  # rows of a mapped file may be unaligned
             return values
 
         total = cgutils.alloca_once_value(  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ def _add_vector(_typing: Any, vectors: Any, place: Any, column: Any, total: Any)
 
 
 def _prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Fetch array[index] of a flat view of the array into the cache; bounds do not matter."""
+    """Prefetch array[index] of a flat view of the array into the cache; the index may be out of bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         view = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -182,16 +182,18 @@ def _prefetch(_typing: Any, array: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[ir.IntType(32)] * 3])
         name = "llvm.prefetch.p0i8"
         fetch = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
-        builder.call(fetch, [place, *(ir.IntType(32)(value) for value in (0, 3, 1))])  # read, keep, data
+        # 0, 3, 1: for a read, into all cache levels, of data.
+        builder.call(fetch, [place, *(ir.IntType(32)(value) for value in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
 
 
 def _word_mask(_typing: Any, source: Any, index: Any, lower: Any) -> Any:
-    """uint64: a bit for each of source[index:index + 64] that is an ASCII letter or digit, _ or >= 0x80.
+    """Return a uint64 with a bit for each of source[index:index + 64] that may be of a word.
 
-    Writes the 64 bytes to lower[index:], ASCII letters in lower case. Bounds are the caller's care.
+    These are ASCII letters and digits, _ and bytes >= 0x80. The 64 bytes are also written to lower[index:],
+    with ASCII letters in lower case. Bounds are not checked.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -215,7 +217,7 @@ def _word_mask(_typing: Any, source: Any, index: Any, lower: Any) -> Any:
     return types.uint64(source, types.intp, lower), generate
 
 
-# Called from kernels with the arguments after the first.
+# Kernels call these functions without the first argument, `_typing`.
 _intrinsic: Any = intrinsic
 _OfWord = Callable[[np.uint64], int]
 

@@ -1,11 +1,11 @@
-"""Sorting 64-bit keys and hashes: linear in their number, and as fast on any processor.
+"""Sorts 64-bit keys and hashes in time linear in their number, and equally fast on any processor.
 
-`argsort_keys`, `sort_keys` and `sort_pairs` are radix sorts: a pass over the keys for each of the eight bytes
-that is not the same in all of them, lowest first. They are three to five times as fast as NumPy's sorts.
+`argsort_keys`, `sort_keys` and `sort_pairs` are radix sorts: one pass over the keys per byte, lowest byte
+first, except bytes that are the same in all keys. They are three to five times as fast as NumPy's sorts.
 
-`distinct_hashes` sorts many short sets. Hashes are spread evenly, so a set of n is divided by the upper bits
-into about n buckets, which insertion finishes. A set of which many fall into one bucket (n-grams that are
-repeated very often) is sorted by radix instead, so that no text takes quadratic time.
+`distinct_hashes` sorts many short sets. Hashes are spread evenly, so a set of n hashes is divided by upper
+bits into about n buckets, and an insertion sort finishes the order. If many hashes fall into one bucket
+(n-grams that are repeated very often), a radix sort is used instead, so that no text takes quadratic time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt64s, int64, kernel
 
-_MOST_BUCKET_BITS = 16  # counts of the buckets stay in a near cache
-_MOST_IN_BUCKET = 32  # more are not sorted by insertion
+_MOST_BUCKET_BITS = 16  # maximum number of bits, so that counts of buckets fit in a near cache
+_MOST_IN_BUCKET = 32  # maximum number of hashes in a bucket that are sorted by insertion
 _LOW8, _ONE = np.uint64(255), np.uint64(1)
 
 
 def argsort_keys(keys: UInt64s) -> tuple[UInt64s, npt.NDArray[np.unsignedinteger[Any]]]:
-    """The keys sorted, and the stable order that sorts them; `keys` is overwritten."""
+    """Return the sorted keys, and the stable order that sorts them; `keys` is overwritten."""
     kind = np.uint32 if len(keys) < 1 << 32 else np.uint64
     order: npt.NDArray[np.unsignedinteger[Any]] = np.arange(len(keys), dtype=kind)
     spare_keys, spare_order = np.empty_like(keys), np.empty_like(order)
@@ -33,16 +33,17 @@ def argsort_keys(keys: UInt64s) -> tuple[UInt64s, npt.NDArray[np.unsignedinteger
 
 
 def sort_keys(keys: UInt64s) -> None:
-    """Sort in place."""
+    """Sort keys in place."""
     spare = np.empty_like(keys)
     if _radix_sort(keys, spare, len(keys)):
         keys[:] = spare
 
 
 def sort_pairs(first: UInt64s, second: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """The pairs of numbers by first, then by second one; numbers within 2^32 of each other are one word."""
+    """Return the pairs of numbers, sorted by the first and then by the second number."""
     if not len(first):
         return first, second
+    # If neither column spans 2**32 or more, a pair is sorted as one uint64.
     lows, half = (first.min(), second.min()), np.uint64(32)
     if max(first.max() - lows[0], second.max() - lows[1]) >> half:
         order = np.lexsort((second, first))
@@ -54,7 +55,7 @@ def sort_pairs(first: UInt64s, second: UInt64s) -> tuple[UInt64s, UInt64s]:
 
 @kernel
 def _count_bytes(keys: UInt64s, length: int) -> Int64s:
-    """int64[8, 256]: how many keys have each value of each byte, lowest byte first."""
+    """Return int64[8, 256]: how many keys have each value of each byte, lowest byte first."""
     counts = np.zeros((8, 256), np.int64)
     for i in range(length):
         key = keys[i]
@@ -66,7 +67,7 @@ def _count_bytes(keys: UInt64s, length: int) -> Int64s:
 
 @kernel
 def _radix_argsort(keys: UInt64s, order: Any, spare_keys: UInt64s, spare_order: Any) -> bool:
-    """Sort both by keys; whether the result is in the spare arrays."""
+    """Sort `keys`, and `order` along with them; return whether the result is in the spare arrays."""
     counts, is_spare = _count_bytes(keys, len(keys)), False
     for byte in range(8 if len(keys) else 0):
         shift = np.uint64(8 * byte)
@@ -88,7 +89,7 @@ def _radix_argsort(keys: UInt64s, order: Any, spare_keys: UInt64s, spare_order: 
 
 @kernel
 def _radix_sort(keys: UInt64s, spare: UInt64s, length: int) -> bool:
-    """Sort the first `length` keys; whether the result is in `spare`."""
+    """Sort the first `length` keys; return whether the result is in `spare`."""
     counts, is_spare = _count_bytes(keys, length), False
     for byte in range(8 if length else 0):
         shift = np.uint64(8 * byte)
@@ -109,8 +110,8 @@ def _radix_sort(keys: UInt64s, spare: UInt64s, length: int) -> bool:
 def distinct_hashes(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int64s, distinct: Int64s) -> int:
     """Replace hashes[offsets[i]:offsets[i + 1]] by its first `smallest` distinct ones, ascending, for all i.
 
-    They are moved to the front of `hashes`, one set after the other; returns how many they are. Sets
-    stored[i] to how many there are of set i, and distinct[i] to how many it has.
+    They are moved to the front of `hashes`, one set after the other; return their total number. stored[i]
+    receives the number of hashes kept of set i, and distinct[i] the number of its distinct hashes.
     """
     longest = 0
     for number in range(len(stored)):
@@ -120,7 +121,7 @@ def distinct_hashes(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int
     out = 0
     for number in range(len(stored)):
         begin, length = offsets[number], offsets[number + 1] - offsets[number]
-        given = hashes[begin : begin + length]  # a view, indexed from 0
+        given = hashes[begin : begin + length]  # a view whose indexes begin at 0
         if not _sort_evenly(given, buckets, room):
             if len(spare) < length:
                 spare = np.empty(longest, np.uint64)
@@ -133,7 +134,7 @@ def distinct_hashes(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int
             if i > 0 and room[i] == room[i - 1]:
                 continue
             different += 1
-            if out - first < smallest:  # never overwrites what is yet to be read: out <= begin + i
+            if out - first < smallest:  # overwrites only hashes that were read: out <= begin + i
                 hashes[out] = room[i]
                 out += 1
         stored[number], distinct[number] = out - first, different
@@ -142,7 +143,7 @@ def distinct_hashes(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int
 
 @kernel
 def _sort_evenly(given: UInt64s, buckets: Int32s, out: UInt64s) -> bool:
-    """Put `given` into `out`, sorted, by buckets of upper bits; False if too many fall into one of them."""
+    """Sort `given` into `out` by buckets of upper bits; return False if a bucket has too many hashes."""
     bits = 1
     while bits < _MOST_BUCKET_BITS and (1 << bits) < len(given):
         bits += 1

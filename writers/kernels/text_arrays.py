@@ -1,4 +1,4 @@
-"""Arrow string arrays as kernels need them: the UTF-8 buffer, its offsets, replacing and copying texts.
+"""Arrow string arrays for kernels: the UTF-8 buffer and its offsets; replacing, copying and splitting texts.
 
 All arrays are large_string without nulls. `text_offsets` and `text_bytes` are views and copy nothing.
 """
@@ -18,16 +18,16 @@ from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character
 
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-    """int64[n + 1]: where texts begin and end in the array's UTF-8 buffer; slices are supported."""
+    """Return int64[n + 1]: where texts begin and end in the array's UTF-8 buffer; slices are supported."""
     if not len(texts):
         return np.zeros(1, np.int64)
     return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
 
 
 def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
-    """uint8[m]: the array's UTF-8 buffer, read-only; never empty, so that kernels may take its address.
+    """Return uint8[m], the array's UTF-8 buffer, read-only; never empty, so that it has an address.
 
-    Read-only also where Arrow's buffer is not: Numba would compile each kernel for both kinds of arrays.
+    It is read-only even if Arrow's buffer is not: else Numba would compile each kernel for both cases.
     """
     data = texts.buffers()[2]
     found = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
@@ -36,12 +36,12 @@ def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
 
 
 def text_pieces(texts: pa.LargeStringArray, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, stop) of texts that follow each other, of at most `most_bytes` together, or one text."""
+    """Yield (first, stop) of consecutive texts of at most `most_bytes` in total, or of one longer text."""
     yield from offset_pieces(text_offsets(texts), most_bytes)
 
 
 def offset_pieces(offsets: npt.NDArray[np.int64], most_bytes: int) -> Iterator[tuple[int, int]]:
-    """`text_pieces` of the texts between `offsets`."""
+    """Yield the same pieces as `text_pieces`, for the texts between `offsets`."""
     first = 0
     while first < len(offsets) - 1:
         stop = int(np.searchsorted(offsets, offsets[first] + most_bytes, "right")) - 1
@@ -51,7 +51,7 @@ def offset_pieces(offsets: npt.NDArray[np.int64], most_bytes: int) -> Iterator[t
 
 
 def replace_texts(texts: pa.LargeStringArray, replacements: Mapping[int, str]) -> pa.LargeStringArray:
-    """Replace the texts at some rows; `replacements` is in row order. The same array if it is empty."""
+    """Replace texts by row; `replacements` is in row order. If it is empty, return the same array."""
     if not replacements:
         return texts
     mask = np.zeros(len(texts), np.bool_)
@@ -64,17 +64,17 @@ def replace_texts(texts: pa.LargeStringArray, replacements: Mapping[int, str]) -
 def copy_texts(source: UInt8s, starts: Int64s, sizes: Int64s, target: UInt8s, places: Int64s) -> None:
     """Copy the texts of `sizes` bytes that start at `starts` in `source` to `places` in `target`."""
     for number in range(len(sizes)):
-        # Two views, indexed from 0: so written it is vectorised, ten times as fast as with sums as indices.
+        # A loop over two views from index 0 is vectorized: ten times as fast as with sums as indexes.
         text, place = source[starts[number] :], target[places[number] :]
         for byte in range(sizes[number]):
             place[byte] = text[byte]
 
 
 class Chunks(NamedTuple):
-    """What stands between white space in n texts.
+    """The parts of n texts between white space.
 
-    `texts` are the chunks of all texts, and `firsts`, int64[n + 1], the numbers of the texts' first ones;
-    `joined`, bool[chunks]: just one space, U+0020, stands between a chunk and the one before it in its text.
+    `texts` has the chunks of all texts; text i has the chunks firsts[i] to firsts[i + 1] - 1. `joined`,
+    bool[chunks], tells whether exactly one space, U+0020, is between a chunk and the one before in its text.
     """
 
     texts: pa.LargeStringArray
@@ -83,7 +83,7 @@ class Chunks(NamedTuple):
 
 
 def split_chunks(data: UInt8s, offsets: Int64s, wanted: Bools) -> Chunks:
-    """`str.split()` of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8; none where not `wanted`."""
+    """Split the texts data[offsets[i]:offsets[i + 1]], valid UTF-8, as `str.split()` does, where `wanted`."""
     flags = character_flags()
     counts = np.zeros(len(wanted), np.int64)
     sizes = np.zeros(len(wanted), np.int64)

@@ -2,12 +2,12 @@
 
 `character_flags` has one byte of flags for each code point. White space, letters and line ends are Python's
 (`str.isspace`, `str.isalpha`, `str.splitlines`), so they follow the Unicode version of the running Python;
-the two punctuation sets are datatrove's, listed here. `count_kinds` counts characters by kind, again
-Python's.
+the two punctuation sets are datatrove's, listed here. `count_kinds` counts characters by kind, again as in
+Python.
 
 Runs of bytes can be hashed, compared, looked up, stripped and counted in characters. Kernels do not check
-bounds: the caller passes valid UTF-8, and nothing outside a run is read. Small helpers are inlined: as calls
-they made the loops over lines and words 10 to 30 % slower, and so did a `strip_space` made of them.
+bounds: the caller passes valid UTF-8, and nothing outside a run is read. Small helpers are inlined: as calls,
+they made loops over lines and words 10 to 30 % slower. So did a `strip_space` made of such helpers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shardkit.writers.kernels.simd import load_8_bytes
 
 SPACE = 1
 ALPHA = 2
-PUNCTUATION = 4  # a word of nothing else is a symbol to Gopher's rules
-TERMINAL = 8  # may end a sentence, by FineWeb's line rule
+PUNCTUATION = 4  # Gopher's rules treat a word of only such characters as a symbol
+TERMINAL = 8  # characters that may end a sentence, by FineWeb's line rule
 LINE_END = 16
 _KINDS = tuple(1 << bit for bit in range(5))
 _SYMBOL, _DIGIT, _UPPER, _SPACE, _ALPHA = _KINDS
 
 CODE_POINTS = 0x110000
-ASSIGNED = 0x40000  # letters are below; the other planes hold tags, private use and nothing
-IDEOGRAPHS = 0x20000  # from here on, what is assigned is a letter
+ASSIGNED = 0x40000  # all letters are below; higher planes have only tags and private use
+IDEOGRAPHS = 0x20000  # from here to ASSIGNED, every assigned code point is a letter
 
 # datatrove.utils.text.TERMINAL_PUNCTUATION: Unicode's sentence terminals with a few more full stops.
 _TERMINAL = (
@@ -45,7 +45,7 @@ _TERMINAL = (
     "112A9 1144B-1144C 115C2-115C3 115C9-115D7 11641-11642 1173C-1173E 11944 11946 11A42-11A43 11A9B-11A9C "
     "11C41-11C42 11EF7-11EF8 11F43-11F44 16A6E-16A6F 16AF5 16B37-16B38 16B44 16E98 1BC9F 1DA88"
 )
-# datatrove.utils.text.PUNCTUATION, without the terminals that are in it too.
+# datatrove.utils.text.PUNCTUATION, without the terminals that it also contains.
 _OTHER_PUNCTUATION = (
     "0-8 B-1F 22-2D 2F 3A-3E 40 5B-60 7B-9F AB B4 BB 2013-2014 2019 201C-201E 2026 2236 2501 25BA 3001 "
     "3008-300D 3010-3011 FF05 FF08-FF09 FF0C FF11 FF1A-FF1B FF5E"
@@ -55,13 +55,13 @@ _LINE_ENDS = "A-D 1C-1E 85 2028-2029"
 
 
 def every_character() -> npt.NDArray[np.str_]:
-    """str[262,144]: all characters below ASSIGNED, for NumPy's string functions: they ask Python's tables."""
+    """Return str[262,144], all characters below ASSIGNED, for NumPy's string functions (Python's tables)."""
     return np.arange(ASSIGNED, dtype=np.uint32).view("U1")
 
 
 @cache
 def signs() -> tuple[Int64s, npt.NDArray[np.str_]]:
-    """(all code points that are neither letters nor white space, the general category of each)."""
+    """Return all code points that are neither letters nor white space, and the general category of each."""
     every = every_character()[:IDEOGRAPHS]
     codes = np.flatnonzero(~np.char.isalpha(every) & ~np.char.isspace(every))
     return codes, np.array([unicodedata.category(chr(code)) for code in codes.tolist()])
@@ -69,7 +69,7 @@ def signs() -> tuple[Int64s, npt.NDArray[np.str_]]:
 
 @cache
 def character_flags() -> UInt8s:
-    """uint8[1,114,112]: the flags of every code point, read-only."""
+    """Return uint8[1,114,112]: the flags of every code point, read-only."""
     flags, every = np.zeros(CODE_POINTS, np.uint8), every_character()
     flags[:ASSIGNED] |= np.char.isspace(every) * np.uint8(SPACE)
     flags[:ASSIGNED] |= np.char.isalpha(every) * np.uint8(ALPHA)
@@ -86,12 +86,12 @@ def character_flags() -> UInt8s:
 
 @cache
 def characters_with(flag: int) -> frozenset[str]:
-    """The characters that have a flag."""
+    """Return the characters that have a flag."""
     return frozenset(map(chr, np.flatnonzero(character_flags() & flag).tolist()))
 
 
 def first_bytes(texts: Iterable[str]) -> Bools:
-    """bool[256]: the bytes that these texts, in UTF-8, begin with. Kernels skip all others at once."""
+    """Return bool[256]: the first bytes of these texts in UTF-8, so that kernels can skip all other bytes."""
     found = np.zeros(256, np.bool_)
     found[[text.encode()[0] for text in texts]] = True
     return found
@@ -104,7 +104,7 @@ def _ranges(text: str) -> list[tuple[int, int]]:
 
 @kernel(inline=True)
 def next_character(data: UInt8s, at: int) -> tuple[int, int]:
-    """(code point, index after it) of valid UTF-8."""
+    """Return (code point, index after it) of the character at `at` in valid UTF-8."""
     byte = int64(data[at])
     if byte < 0x80:
         return byte, at + 1
@@ -118,13 +118,13 @@ def next_character(data: UInt8s, at: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def character_at(data: UInt8s, at: int) -> tuple[int, int]:
-    """next_character as a function of its own: kernels that use it often compile in a third of the time."""
+    """Call next_character without inlining it: kernels that use it often compile in a third of the time."""
     return next_character(data, at)
 
 
 @kernel(inline=True)
 def character_before(data: UInt8s, end: int) -> tuple[int, int]:
-    """(code point, its index) of the character that ends at `end`."""
+    """Return (code point, its index) of the character that ends at `end`."""
     at = end - 1
     while data[at] & 0xC0 == 0x80:
         at -= 1
@@ -132,18 +132,18 @@ def character_before(data: UInt8s, end: int) -> tuple[int, int]:
 
 
 class KindCounts(NamedTuple):
-    """int64[n] each: characters of each text by their kind."""
+    """Characters of each text by kind, int64[n] each."""
 
     characters: Int64s
-    symbols: Int64s  # Unicode categories P and S, but not white space
-    digits: Int64s  # str.isdigit
-    upper_case: Int64s  # letters with str.isupper
-    space: Int64s  # str.isspace
-    letters: Int64s  # str.isalpha
+    symbols: Int64s  # characters of the Unicode categories P and S, but not white space
+    digits: Int64s  # characters for which str.isdigit is true
+    upper_case: Int64s  # letters for which str.isupper is true
+    space: Int64s  # characters for which str.isspace is true
+    letters: Int64s  # characters for which str.isalpha is true
 
 
 def count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools) -> KindCounts:
-    """Kinds of the characters of data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    """Count characters of data[offsets[i]:offsets[i + 1]], valid UTF-8, by kind; zeros where not `wanted`."""
     counts = np.zeros((len(wanted), 1 << len(_KINDS)), np.int64)
     _count_kinds(data, offsets, wanted, _kinds(), counts)
     masks = np.arange(counts.shape[1])
@@ -152,7 +152,7 @@ def count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools) -> KindCounts:
 
 @cache
 def _kinds() -> UInt8s:
-    """uint8[1,114,112]: the kinds of every code point; none in planes that are empty or private."""
+    """Return uint8[1,114,112]: the kinds of every code point; 0 in planes that are empty or private."""
     kinds, every = np.zeros(CODE_POINTS, np.uint8), every_character()
     letters, space, upper, digits = (
         test(every) for test in (np.char.isalpha, np.char.isspace, np.char.isupper, np.char.isdigit)
@@ -167,7 +167,7 @@ def _kinds() -> UInt8s:
 
 @kernel(allocates=False)
 def _count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools, kinds: UInt8s, counts: Int64s) -> None:
-    """Characters of each document by their combination of kinds."""
+    """Count the characters of each document by their combination of kinds."""
     for document in range(len(wanted)):
         if wanted[document]:
             at, end = offsets[document], offsets[document + 1]
@@ -178,7 +178,7 @@ def _count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools, kinds: UInt8s, co
 
 @kernel(allocates=False)
 def utf8_bytes(code: int) -> tuple[np.uint64, int]:
-    """(the UTF-8 bytes of a code point as a uint64, the first byte lowest; how many they are)."""
+    """Return the UTF-8 bytes of a code point as a uint64, the first byte lowest, and their number."""
     rest = np.uint64(code)
     if rest < np.uint64(0x80):
         return rest, 1
@@ -197,7 +197,7 @@ def utf8_bytes(code: int) -> tuple[np.uint64, int]:
 
 @kernel(inline=True)
 def skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Return where white space from `at` on ends; `flags` are character_flags()."""
+    """Return where the white space that begins at `at` ends; `flags` are character_flags()."""
     while at < end:
         code, after = next_character(data, at)
         if not flags[code] & SPACE:
@@ -208,7 +208,7 @@ def skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
 
 @kernel(allocates=False)
 def strip_space(data: UInt8s, begin: int, end: int, flags: UInt8s) -> tuple[int, int]:
-    """(begin, end) of data[begin:end] without white space at both ends; `flags` as `character_flags`."""
+    """Return (begin, end) of data[begin:end] without white space at both ends; as for `skip_space`."""
     while begin < end:
         code, after = next_character(data, begin)
         if not flags[code] & SPACE:
@@ -230,14 +230,14 @@ _HALF = np.uint64(32)
 
 @kernel(inline=True)
 def mix(hashed: np.uint64, eight: np.uint64) -> np.uint64:
-    """A hash with eight more bytes: multiplied and folded."""
+    """Extend a hash by eight bytes: multiply and fold."""
     hashed = (hashed ^ eight) * _FACTOR
     return hashed ^ hashed >> _HALF
 
 
 @kernel(inline=True)
 def pack_bytes(data: UInt8s, begin: int, end: int) -> np.uint64:
-    """Up to eight bytes as a number, the first one lowest; 0 if there are none."""
+    """Return up to eight bytes as a number, the first one lowest; 0 if there are none."""
     value = np.uint64(0)
     for at in range(end - 1, begin - 1, -1):
         value = value << np.uint64(8) | np.uint64(data[at])
@@ -246,13 +246,13 @@ def pack_bytes(data: UInt8s, begin: int, end: int) -> np.uint64:
 
 @kernel(allocates=False)
 def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
-    """A hash for tables whose hits are compared, eight bytes a step."""
+    """Return a hash of data[begin:end], for tables whose hits are compared byte by byte."""
     hashed = np.uint64(end - begin)
     at = begin
     while at + 8 <= end:
         hashed = mix(hashed, load_8_bytes(data, at))
         at += 8
-    if at < end:  # the last eight bytes once more, or a few bytes
+    if at < end:  # the last eight bytes, which may overlap the bytes before; fewer in a short run
         last = load_8_bytes(data, end - 8) if end - begin >= 8 else pack_bytes(data, begin, end)
         hashed = mix(hashed, last)
     return hashed
@@ -260,7 +260,7 @@ def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
 
 @kernel(allocates=False)
 def same_runs(data: UInt8s, begin: int, other: UInt8s, other_begin: int, length: int) -> bool:
-    """Whether data[begin:begin + length] and other[other_begin:other_begin + length] are the same bytes."""
+    """Return whether data[begin:begin + length] equals other[other_begin:other_begin + length]."""
     at = 0
     while at + 8 <= length:
         if load_8_bytes(data, begin + at) != load_8_bytes(other, other_begin + at):
@@ -274,18 +274,18 @@ def same_runs(data: UInt8s, begin: int, other: UInt8s, other_begin: int, length:
 
 
 def join_runs(runs: Sequence[bytes]) -> tuple[UInt8s, Int64s]:
-    """(all bytes, offsets): run i is bytes[offsets[i]:offsets[i + 1]]. The bytes are never empty."""
+    """Return (bytes, offsets): run i is bytes[offsets[i]:offsets[i + 1]]. The bytes are never empty."""
     return np.frombuffer(b"".join(runs) or b"\0", np.uint8), np.cumsum([0, *map(len, runs)], dtype=np.int64)
 
 
 @kernel(allocates=False)
 def find_run(data: UInt8s, begin: int, end: int, runs: UInt8s, offsets: Int64s) -> int:
-    """Index of the first of the joined runs that equals data[begin:end]; -1 if there is none."""
+    """Return the index of the first of the joined runs that equals data[begin:end]; -1 if there is none."""
     for index in range(len(offsets) - 1):
         start = offsets[index]
         if offsets[index + 1] - start == end - begin:
             same = True
-            for at in range(end - begin):  # not same_runs: words are short, and a call costs more
+            for at in range(end - begin):  # faster than calling same_runs for short words
                 if data[begin + at] != runs[start + at]:
                     same = False
                     break
@@ -296,7 +296,7 @@ def find_run(data: UInt8s, begin: int, end: int, runs: UInt8s, offsets: Int64s) 
 
 @kernel(allocates=False)
 def count_characters(data: UInt8s, begin: int, end: int) -> int:
-    """Code points of valid UTF-8."""
+    """Return the number of code points in the valid UTF-8 data[begin:end]."""
     characters = 0
     for at in range(begin, end):
         characters += (data[at] & 0xC0) != 0x80

@@ -1,8 +1,8 @@
 """Counts of characters, words and lines in the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`, lines those of `str.splitlines()`. A text is read in blocks of 64 bytes with
-one bit for what each byte is (blocks.py), and words are runs of bits: those with a letter are where the sum
-of both masks carries out of a run. Needs no memory but the counts.
+Words are split as by `str.split()`, lines as by `str.splitlines()`. A text is read in blocks of 64 bytes as
+bit masks (blocks.py), in which words are runs of ones. Words with a letter are found by adding the masks of
+words and letters: the sum carries out of each run that has a letter. Memory is needed for the counts only.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shardkit.writers.kernels.utf8 import (
 _ELLIPSIS = 0x2026
 _BULLET = 0x2022
 _ONE, _TOP = np.uint64(1), np.uint64(63)
-_STOP_SLOTS = 1024  # of at most 64 words
+_STOP_SLOTS = 1024  # size of the hash table of at most 64 stop words
 _STOP_SHIFT = np.uint64(54)
 _SCATTER = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
 class WordStatistics:
-    """int64[n] each: one number per document."""
+    """Counts, int64[n] each: one number per document."""
 
     characters: Int64s
     words: Int64s
@@ -44,29 +44,29 @@ class WordStatistics:
     plain_word_characters: Int64s
     letter_words: Int64s  # words with a letter
     hashes: Int64s
-    ellipses: Int64s  # "..." that do not overlap, and "…"
+    ellipses: Int64s  # "..." without overlaps, and the ellipsis U+2026
     newlines: Int64s
     lines: Int64s
-    bullet_lines: Int64s  # the first character that is no space is • or -
-    ellipsis_lines: Int64s  # without spaces at the end, they end in ... or …
-    stop_words: Int64s  # distinct ones
+    bullet_lines: Int64s  # lines whose first character, after white space, is the bullet U+2022 or -
+    ellipsis_lines: Int64s  # lines that end, before white space, in ... or the ellipsis U+2026
+    stop_words: Int64s  # distinct stop words
 
 
 def word_statistics(
     data: UInt8s, offsets: Int64s, wanted: Bools, stop_words: Sequence[str] = ()
 ) -> WordStatistics:
-    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    """Count the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(fields(WordStatistics)), len(wanted)), np.int64)
     stops = [word.encode() for word in dict.fromkeys(stop_words) if word]
     if len(stops) > 64:
-        raise ValueError(f"{len(stops)} stop words; at most 64 fit in the kernel's bit mask")
+        raise ValueError(f"got {len(stops)} stop words; the limit is 64, the bits of the kernel's mask")
     tail = np.zeros(TAIL_BYTES, np.uint8)
     _count(data, offsets, wanted, character_flags(), _stop_table(stops), tail, counts)
     return WordStatistics(*counts)
 
 
 class _StopWords(NamedTuple):
-    """Those of up to eight bytes in a hash table, and all of them as from join_runs."""
+    """The stop words: all as returned by join_runs, and words of up to eight bytes in a hash table."""
 
     keys: UInt64s
     bits: UInt64s  # 0 where a slot is empty
@@ -113,10 +113,10 @@ def _count_words(
 ) -> None:
     zero = np.uint64(0)
     stops = spilled = zero
-    # Of a word that goes on in the next block: 1, where it began, its characters, whether it has a letter and
-    # something plain so far.
+    # For a word that continues in the next block: 1, where it began, its number of characters, and whether it
+    # has had a letter, and a character other than punctuation, so far.
     inside, start, length, has_letter, has_plain = zero, begin, 0, zero, zero
-    for at in range(begin, end + 1, BLOCK_BYTES):  # the last block has room for the end of the last word
+    for at in range(begin, end + 1, BLOCK_BYTES):  # up to `end`, where the last word ends
         spaces, letters, plain, heads, spilled = word_masks(data, at, end, flags, spilled, tail)
         words = ~spaces
         before = words << _ONE | inside
@@ -129,7 +129,7 @@ def _count_words(
         out[3] += count_ones(heads & words)
         out[4] += count_ones(ends & letters)
         symbols = ends & ~plain
-        while symbols:  # few words have nothing plain
+        while symbols:  # few words have only punctuation
             stop = trailing_zeros(symbols)
             symbols &= symbols - _ONE
             first = BLOCK_BYTES - leading_zeros(spaces & lowest_bits(stop))
@@ -147,7 +147,7 @@ def _count_words(
 
 @kernel(inline=True)
 def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """The sum, which has a bit behind each run of `words` with a bit of `some`, and its carry."""
+    """Return the sum, which has a bit after each run of `words` with a bit of `some`, and its carry."""
     part = words + some
     total = part + carry
     return total, np.uint64(part < words) | np.uint64(total < part)
@@ -157,9 +157,9 @@ def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64
 def _find_stops(
     data: UInt8s, at: int, words: np.uint64, before: np.uint64, start: int, stop_words: _StopWords
 ) -> np.uint64:
-    """Bits of the stop words that end in a block; `before` are `words` one byte later."""
+    """Return the bits of the stop words that end in a block; `before` is `words` shifted by one byte."""
     found = np.uint64(0)
-    if before & _ONE:  # a word that began at `start`, in the block before or earlier
+    if before & _ONE:  # a word that began at `start`, in an earlier block
         stop = at + (trailing_zeros(~words) if ~words else BLOCK_BYTES)
         if stop < at + BLOCK_BYTES and stop - start <= stop_words.longest:
             found |= _stop_bit(data, start, stop, stop_words)
@@ -176,8 +176,8 @@ def _find_stops(
 
 @kernel(allocates=False)
 def _stop_bit(data: UInt8s, begin: int, end: int, stop_words: _StopWords) -> np.uint64:
-    """The bit of the stop word data[begin:end], or 0."""
-    if end - begin > 8 or not data[end - 1]:  # zeros at the end of a word would not count
+    """Return the bit of the stop word data[begin:end], or 0."""
+    if end - begin > 8 or not data[end - 1]:  # the key would ignore zero bytes at the end of a word
         number = find_run(data, begin, end, stop_words.data, stop_words.offsets)
         return _ONE << np.uint64(number) if number >= 0 else np.uint64(0)
     if begin + 8 <= len(data):
@@ -201,7 +201,7 @@ def _count_lines(data: UInt8s, begin: int, end: int, flags: UInt8s, tail: UInt8s
         out[5] += count_ones(range_mask(block, place, 35, 1) & valid)
         newlines = range_mask(block, place, 10, 1)
         out[7] += count_ones(newlines & valid)
-        # All bytes that begin a line end, a dot or an ellipsis.
+        # All bytes that may begin a line end, a dot or an ellipsis.
         marks = range_mask(block, place, 10, 4) | range_mask(block, place, 28, 3)
         marks |= range_mask(block, place, 46, 1)
         marks |= range_mask(block, place, 0xC2, 1) | range_mask(block, place, 0xE2, 1)

@@ -1,18 +1,18 @@
 r"""Normalized words of texts, as lists in plain Python and as 64-bit hashes straight from UTF-8 bytes.
 
-Normalization "shardkit-1": a text in Unicode normalization form C, in lower case, and of it the maximal runs
-of letters, digits and underscores of any script (Python's `\w`). Punctuation, symbols and white space do not
-count; digits and accents do. Lower case is `str.lower` character by character, with two exceptions where
-`str.lower` depends on context or changes the length: a final sigma becomes a sigma, and a dotted capital I a
-plain i. Letters and forms are those of the running Python's Unicode version.
+Normalization "shardkit-1" converts a text to Unicode normalization form C and to lower case; its words are
+the maximal runs of letters, digits and underscores of any script (Python's `\w`). Punctuation, symbols and
+white space are dropped; digits and accents are kept. Lower case is `str.lower` character by character, with
+two exceptions where `str.lower` depends on context or changes the length: a final sigma becomes a sigma, and
+a dotted capital I a plain i. Letters and forms are those of the running Python's Unicode version.
 
-A word's hash is made of its lower-case UTF-8 bytes, eight at a time as little-endian numbers, the last ones
+A word's hash is made from its lower-case UTF-8 bytes, eight at a time as little-endian numbers, the last ones
 padded with zeros: h = _SEED; for each eight: h = mix(h, eight) (`utf8.py`). Words of up to eight bytes never
 share a hash.
 
-`next_words` works on segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, and its
-changes from 0 to 1 and back are the runs. A run of ASCII is a word, which costs a load and a multiplication
-for each eight bytes; in other runs the characters beyond ASCII are decoded one by one.
+`next_words` works on segments of 4,096 bytes: every 64 bytes become a bit mask of word bytes, whose runs of
+ones are found. A run of ASCII is a word, which costs a load and a multiplication per eight bytes; in other
+runs, non-ASCII characters are decoded one by one.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from shardkit.writers.kernels.utf8 import (
 
 NORMALIZATION = "shardkit-1"
 WORD = 1
-CHANGING = 2  # form C writes it differently
-LEADING = 4  # form C may make one of it and a JOINING character after it
+CHANGING = 2  # normalization form C changes the character
+LEADING = 4  # form C may combine the character with a JOINING character after it
 JOINING = 8
-UNSPACED = 16  # of a script that is written without spaces between words
+UNSPACED = 16  # the character is of a script that is written without spaces between words
 _UNSPACED_SCRIPTS = (
     *((0x0E00, 0x0E7F), (0x0E80, 0x0EFF)),  # Thai, Lao
     *((0x1000, 0x109F), (0xA9E0, 0xA9FF), (0xAA60, 0xAA7F)),  # Burmese
@@ -80,7 +80,7 @@ class CharacterTables(NamedTuple):
 
 @cache
 def combining_classes() -> UInt8s:
-    """uint8[1,114,112]: canonical combining class of every code point."""
+    """Return uint8[1,114,112]: the canonical combining class of every code point."""
     classes = np.zeros(CODE_POINTS, np.uint8)
     found = map(unicodedata.combining, map(chr, range(IDEOGRAPHS)))
     classes[:IDEOGRAPHS] = np.fromiter(found, np.uint8, IDEOGRAPHS)
@@ -88,13 +88,13 @@ def combining_classes() -> UInt8s:
 
 
 def normalization_version() -> str:
-    """Return the version of all that the words of a text depend on, apart from the text itself."""
+    """Return the version of everything that a text's words depend on, apart from the text itself."""
     return f"{NORMALIZATION}, Unicode {unicodedata.unidata_version}"
 
 
 @cache
 def character_tables() -> CharacterTables:
-    """Made once a process."""
+    """Return the tables, which are made once per process."""
     flags, lower = np.zeros(CODE_POINTS, np.uint8), np.arange(CODE_POINTS, dtype=np.uint32)
     every = every_character()
     flags[:ASSIGNED] |= np.char.isalnum(every) * np.uint8(WORD)
@@ -102,8 +102,8 @@ def character_tables() -> CharacterTables:
     for first, last in _UNSPACED_SCRIPTS:
         flags[first : last + 1] |= UNSPACED
     text = every.tobytes().decode(_UTF_32, "surrogatepass")
-    # As one by one: in this text no sigma is a final one, since a letter follows, and only a dotted capital I
-    # would become two characters.
+    # This equals lower-casing one by one: no sigma in this text is final, because a letter follows it, and
+    # only the dotted capital I would become two characters.
     low = text.replace("\u0130", "i").lower()
     lower[:ASSIGNED] = np.frombuffer(low.encode(_UTF_32, "surrogatepass"), np.uint32)
     for code, replacement in _SPECIAL_LOWER.items():
@@ -114,9 +114,9 @@ def character_tables() -> CharacterTables:
 
 
 def _mark_composing(flags: UInt8s, text: str) -> None:
-    """Set CHANGING, LEADING and JOINING: what form C writes differently, and which pairs it makes one.
+    """Set CHANGING, LEADING and JOINING: characters that form C changes, and pairs that it combines.
 
-    `text` has all characters, in order. Most blocks of it have none that decomposes.
+    `text` has all characters, in order. Most blocks of it have no character that decomposes.
     """
     for block in range(0, len(text), _BLOCK):
         if unicodedata.is_normalized("NFD", text[block : block + _BLOCK]):
@@ -138,7 +138,7 @@ def _mark_composing(flags: UInt8s, text: str) -> None:
 
 
 def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
-    """The texts in normalization form C; the very same array, at the speed of memory, where they are."""
+    """Return the texts in normalization form C; if all are, the same array, checked at memory speed."""
     offsets = text_offsets(texts)
     suspect = np.zeros(len(texts), np.bool_)
     _find_composing(text_bytes(texts), offsets, character_tables().flags, combining_classes(), suspect)
@@ -156,8 +156,10 @@ _Scratch = tuple[UInt8s, UInt8s, Int32s, Int32s]
 
 @kernel
 def _find_composing(data: UInt8s, offsets: Int64s, flags: UInt8s, classes: UInt8s, found: Bools) -> None:
-    """Texts that may not be in form C: the quick check of Unicode Standard Annex 15, which also looks at what
-    stands before a character that joins, as vowel signs and dots of Indic scripts seldom do."""
+    """Mark texts that may not be in form C, by a refined quick check of Unicode Standard Annex 15.
+
+    A JOINING character counts only after a LEADING one, which is rare for vowel signs in Indic scripts.
+    """
     for text in range(len(found)):
         at, stop = offsets[text], offsets[text + 1]
         leading = before = int64(0)
@@ -183,7 +185,7 @@ def _find_composing(data: UInt8s, offsets: Int64s, flags: UInt8s, classes: UInt8
 
 @lru_cache(maxsize=1 << 16)
 def lower_case(word: str) -> str:
-    """A word in lower case, character by character."""
+    """Return a word in lower case, character by character."""
     if word.isascii():
         return word.lower()
     lower = character_tables().lower
@@ -191,7 +193,7 @@ def lower_case(word: str) -> str:
 
 
 def normalized_words(text: str) -> list[str]:
-    """The normalized words of a text, in plain Python."""
+    """Return the normalized words of a text, in plain Python."""
     return [lower_case(word) for word in _WORDS.findall(unicodedata.normalize("NFC", text))]
 
 
@@ -204,7 +206,7 @@ _ONE, _TOP = np.uint64(1), np.uint64(63)
 
 @kernel
 def make_scratch() -> _Scratch:
-    """Make the 25 KB that `next_words` works in, to be used again."""
+    """Make the 25 KB of scratch arrays for `next_words`; calls can share them."""
     return (
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
@@ -217,25 +219,25 @@ def make_scratch() -> _Scratch:
 def next_words(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, scratch: _Scratch, out: UInt64s, count: int
 ) -> tuple[int, int]:
-    """Append hashes of words of data[at:stop] to out[count:]; returns (count, where to go on).
+    """Append hashes of words of data[at:stop] to out[count:]; return (new count, where to go on).
 
-    `at` and what is returned for it are never inside of a word; `stop` is the end of the text. `scratch` is
-    made by `make_scratch`; `out` needs SCRATCH_WORDS more.
+    `at` and the returned index are never inside a word; `stop` is the end of the text. `scratch` is made by
+    `make_scratch`; `out` needs room for SCRATCH_WORDS more.
     """
     segment, lower, begins, ends = scratch
     flags, lower_table = tables
     size = min(SEGMENT_BYTES, stop - at)
-    source = data[at : at + size]  # a view, indexed from 0: the loop becomes a memory copy
-    for i in range(size):  # (Numba takes six seconds to compile the assignment of a slice to a slice)
+    source = data[at : at + size]  # a view with indexes from 0, so that the loop becomes a memory copy
+    for i in range(size):  # not a slice assignment, which takes Numba six seconds to compile
         segment[i] = source[i]
     for i in range(size, size + 72):
         segment[i] = 0
     found = _find_runs(segment, size, lower, begins, ends)
     after = size
-    if at + size < stop and found and ends[found - 1] == size:  # the last run may go on
+    if at + size < stop and found and ends[found - 1] == size:  # the last run may not end here
         found -= 1
         after = begins[found]
-        if after == 0:  # it is longer than a segment
+        if after == 0:  # the run is longer than a segment
             return _hash_run(data, at, stop, True, flags, lower_table, out, count)
     for run in range(found):
         begin, end = begins[run], ends[run]
@@ -255,10 +257,10 @@ def next_words(
 def _split_run(
     lower: UInt8s, begin: int, end: int, flags: UInt8s, lower_table: UInt32s, out: UInt64s, count: int
 ) -> int:
-    """Append hashes of the words of a run, which other characters may part; the new count.
+    """Append hashes of the words of a run, which non-ASCII characters may separate; return the new count.
 
-    In `lower` ASCII is in lower case already. So become others, but for the few whose lower case has more or
-    fewer bytes: -1 if there is one.
+    ASCII in `lower` is in lower case already. Other characters are changed to lower case in place; return -1
+    at one of the few whose lower case has more or fewer bytes.
     """
     word, at = begin, begin
     while at < end:
@@ -297,7 +299,7 @@ def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: 
         starts, stops = mask & ~shifted, shifted & ~mask
         begun_after, ended_after = begun + count_ones(starts), ended + count_ones(stops)
         while begun < begun_after or ended < ended_after:
-            for i in range(8):  # whether there are so many is easier to predict than how many there are
+            for i in range(8):  # eight at once: a constant count is easier to predict than the real one
                 begins[begun + i] = block + trailing_zeros(starts)
                 ends[ended + i] = block + trailing_zeros(stops)
                 starts &= starts - _ONE
@@ -310,10 +312,10 @@ def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: 
 
 @kernel(allocates=False)
 def _hash_lower(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
-    """Hash of a run of bytes, and bits that are set where one is not ASCII."""
+    """Return the hash of a run of bytes, and bits that are set where a byte is not ASCII."""
     if length > 15:
         return _hash_long(lower, begin, length)
-    # Without a branch up to here, because it is hard to predict which words have more than eight bytes.
+    # There is no branch here, because it is hard to predict which words have more than eight bytes.
     first = load_8_bytes(lower, begin) & _ALL >> np.uint64(64 - 8 * min(length, 8))
     second = load_8_bytes(lower, begin + 8) & ~(_ALL << np.uint64(8 * max(length - 8, 0)))
     value = mix(_SEED, first)
@@ -323,7 +325,7 @@ def _hash_lower(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.u
 
 @kernel
 def _hash_long(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
-    """Hash of a run of more than eight bytes, and bits that are set where a byte is not ASCII."""
+    """Return the hash of a longer run, and bits that are set where a byte is not ASCII."""
     value, other = _SEED, np.uint64(0)
     while length > 0:
         eight = load_8_bytes(lower, begin)
@@ -347,9 +349,9 @@ def _hash_run(
     out: UInt64s,
     count: int,
 ) -> tuple[int, int]:
-    """Append hashes of words as `next_words` does, character by character to `stop`.
+    """Append hashes of words as `next_words` does, but character by character up to `stop`.
 
-    With an open end it stops earlier: at ASCII that is no word's, or after enough words.
+    With `open_end`, stop earlier: at an ASCII character that is not of a word, or after SEGMENT_BYTES words.
     """
     limit = count + SEGMENT_BYTES
     value, eight, filled = _SEED, np.uint64(0), 0
