@@ -370,7 +370,11 @@ def test_a_record_that_its_template_cannot_render_goes_to_the_quarantine(
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json, in the same folder, is not a JSON object"),
         ("tokenizer_config.json", b'{"bos_token": {"x": 1}}', "bos_token is not text"),
         ("tokenizer_config.json", b'{"eos_token": 5}', "eos_token is not text"),
-        ("tokenizer_config.json", b'{"chat_template": [1, {"name": "default"}]}', "there is no file .*, and no chat_template"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [1, {"name": "default"}]}',
+            "there is no file .*, and no chat_template",
+        ),
         ("chat_template.jinja", b"\xff", "cannot be read as UTF-8"),
         ("chat_template.jinja", b"{% for %}", "tokenizer.chat_template: line 1"),
         ("tokenizer.json", b'{"model": {}, "added_tokens": [{}]}', "entry 0 has no text"),

@@ -72,7 +72,7 @@ def test_of_a_clone_of_a_repository_the_split_to_train_on_is_read(
 @pytest.mark.parametrize(
     ("configs", "words"),
     [
-        ([f"config_name: a, {BOTH}", f"config_name: b, {BOTH}"], "states a, b, none as the default"),
+        ([f"config_name: a, {BOTH}", f"config_name: b, {BOTH}"], "declares a, b, none as the default"),
         (["config_name: a, data_files: [{split: test, path: data/test-*}]"], "the splits test, and none is"),
         (["config_name: a, data_files: [{split: sft, path: data/tr*}, {split: gen, path: data/te*}]"],
          "the splits gen, sft, and none is train"),
