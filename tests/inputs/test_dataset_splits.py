@@ -76,7 +76,7 @@ def test_of_a_clone_of_a_repository_the_split_to_train_on_is_read(
         (["config_name: a, data_files: [{split: test, path: data/test-*}]"], "the splits test, and none is"),
         (["config_name: a, data_files: [{split: sft, path: data/tr*}, {split: gen, path: data/te*}]"],
          "the splits gen, sft, and none is train"),
-        (["config_name: a, data_files: [{split: train, path: nothing/*}]"], "none is there"),
+        (["config_name: a, data_files: [{split: train, path: nothing/*}]"], "that configs names exists"),
     ],
 )  # fmt: skip
 def test_where_a_repository_does_not_decide_the_error_says_what_to_name(

@@ -202,7 +202,7 @@ def _arrow_names(file: str, data: bytes) -> list[Listed]:
         raise ShardError(file, f"not JSON: {error}") from error
     entries = state.get("_data_files") if isinstance(state, Mapping) else None
     if not isinstance(entries, list) or not entries:
-        raise ShardError(file, "lists no data files, so the folder is not a dataset of save_to_disk")
+        raise ShardError(file, "names no data files, so the folder is not a dataset of save_to_disk")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ShardError(
             file,

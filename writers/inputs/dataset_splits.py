@@ -108,7 +108,7 @@ def of_cache(data: bytes, names: Iterable[str]) -> Splits | None:
 
 def of_folders(splits: Mapping[str, set[str]]) -> Splits:
     """Choose among the folders of `DatasetDict.save_to_disk`; raise ValueError if no split is to train on."""
-    return _chosen(splits, "there are")
+    return _chosen(splits, "the folder has")
 
 
 def _chosen(splits: Mapping[str, set[str]], who: str) -> Splits:
@@ -122,8 +122,7 @@ def _chosen(splits: Mapping[str, set[str]], who: str) -> Splits:
     else:
         example = min(next(iter(splits.values())), default="")
         raise ValueError(
-            f"{who} the splits {shown}, and none is called {TRAIN}; set `path` to the files to read, such as "
-            f"{example}"
+            f"{who} the splits {shown}, and none is {TRAIN}; set `path` to certain files, such as {example}"
         )
     read = splits[name]
     others = {file: split for split, files in sorted(splits.items()) for file in files - read}
@@ -154,7 +153,8 @@ def _default_config(configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     patterns = _patterns_of(configs[0]) or {}
     example = next((globs[0] for globs in patterns.values() if globs), "")
     raise ValueError(
-        f"configs declares {names}, none as the default; set `path` to the files of one, such as {example}"
+        f"configs declares {names}, none as the default; set `path` to the files of one of them, such as "
+        f"{example}"
     )
 
 
