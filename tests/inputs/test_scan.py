@@ -70,7 +70,7 @@ def test_with_a_base_names_are_the_same_wherever_the_files_lie(tmp_path: Path) -
     assert names == [["a.jsonl", "sub/b.jsonl"]] * 3
     assert files(tmp_path / "one", {"path": "data/sub", "base": "."}) == ["data/sub/b.jsonl"]
     for base in ("data/sub", str(tmp_path / "two")):
-        with pytest.raises(RecipeError, match=r"inputs\[0\].base: .*a.jsonl does not lie below"):
+        with pytest.raises(RecipeError, match=r"inputs\[0\].base: .*a.jsonl is not below"):
             files(tmp_path / "one", {"path": "data", "base": base})
 
 

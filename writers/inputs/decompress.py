@@ -74,7 +74,7 @@ class ContainerError(Exception):
 
     `rest_bytes` is the number of stored bytes that could not be used. The last `suspect_bytes` of the content
     that was yielded are from the damaged member, so its checksum does not confirm them. If `resumes` is true,
-    more content may follow after the damage.
+    intact data follows after the damage.
     """
 
     def __init__(
