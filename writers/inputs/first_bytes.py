@@ -63,7 +63,7 @@ _BINARY = (
         "Feather of version 1",
         re.compile(rb"FEA1"),
         True,
-        "convert it to version 2, which can be read, by pyarrow.feather's write_feather(read_table(OLD), NEW)",
+        "convert it to version 2, which is read, by pyarrow.feather's write_feather(read_table(OLD), NEW)",
     ),
     _Kind("orc", "ORC", re.compile(rb"ORC"), True, "convert it to Parquet"),
     _Kind("avro", "Avro", re.compile(rb"Obj\x01"), False, "convert it to Parquet or JSON lines"),
@@ -242,7 +242,7 @@ class FirstBytes:
         return self.encoding != "utf-8" and not self.mark
 
     def has_lines(self, format: str) -> bool:
-        """Return whether the file is plain UTF-8 with one record per line; if so, it can be cut at newlines."""
+        """Return whether the file is plain UTF-8 with one record per line, and can be cut at newlines."""
         is_json = format == "jsonl" and self.kind == "json"
         return self.compression is None and self.encoding == "utf-8" and not is_json
 
