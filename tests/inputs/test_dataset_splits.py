@@ -98,7 +98,7 @@ def test_a_readme_without_configs_is_no_list_of_files(matter: str, tmp_path: Pat
         found(tmp_path)
     files, said = found(tmp_path, exclude="*.md")
     assert files == [TEST, TRAIN]
-    assert f"{TEST} is read, and called like a split that is not to train on" in said
+    assert f"{TEST} is read, but called like a test or validation split" in said
 
 
 def test_of_a_cache_of_datasets_the_files_of_the_split_to_train_on_are_read(tmp_path: Path) -> None:

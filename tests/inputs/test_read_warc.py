@@ -214,7 +214,7 @@ def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path:
     good = record("response", response(PAGE))
     damages = {
         good.replace(b"Content-Length: ", b"Content-Length: x", 1): "its header has the length 'x",
-        good.replace(b"Content-Length: ", b"X-Length: ", 1): "its length is ''",
+        good.replace(b"Content-Length: ", b"X-Length: ", 1): "its header has the length ''",
         good.replace(b"WARC/1.0", b"WARC/9.9", 1): "unreadable header",
         b"WARC/1.0\r\n" + b"x: y\r\n" * 180_000 + b"\r\n": "the header is longer than one megabyte",
     }
@@ -229,7 +229,7 @@ def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path:
         assert words in entry["error"]
         at += len(damage)
     assert ledger.quarantined["bad_record"].bytes == sum(map(len, damages))
-    with pytest.raises(BuildError, match=r"a.warc: record 1 \(byte \d+\): bad_record: its length"):
+    with pytest.raises(BuildError, match=r"a.warc: record 1 \(byte \d+\): bad_record: its header"):
         read(tmp_path, "a.warc", allowed=0)
 
 

@@ -127,7 +127,7 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
         (["a.jsonl", "*.jsonl"], "inputs[1].path: a.jsonl is the same file as a.jsonl of inputs[0]"),
         (["links"], "links/two.jsonl is the same file as links/one.jsonl"),
         (["notes.md"], "the name notes.md does not tell its format"),
-        (["data.jsonl.zip"], ".zip files cannot be read; use .gz .zst .zstd .bz2"),
+        (["data.jsonl.zip"], ".zip files cannot be read; compress with .gz .zst .zstd .bz2"),
         (["table.parquet.gz"], "a compressed parquet file cannot be read"),
         (["broken.jsonl"], "No such file"),
         (["pipe.jsonl"], "is not a regular file"),

@@ -84,18 +84,13 @@ class ChatFormat:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return the chat format of the recipe's tokenizer, or None if no input has conversations.
-
-        Raises RecipeError if the tokenizer has no chat template.
-        """
+        """Return the tokenizer's chat format, or None without conversations; raise RecipeError if missing."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
         if path.suffix != ".json":
-            raise RecipeError(
-                f"tokenizer.path: conversations need a tokenizer.json; {path} is a file of another kind"
-            )
+            raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json, but {path} is not one")
         try:
             special = special_tokens(tokenizer_config(path, path.read_bytes()))
         except OSError as error:
@@ -118,18 +113,13 @@ def compile_template(source: str) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, or {} if there is no such file.
-
-    Raises RecipeError if the file is damaged.
-    """
+    """Return the content of tokenizer_config.json, {} if it is missing; raise RecipeError if damaged."""
     try:
         found = load_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"tokenizer.path: {path}, in the same folder, cannot be read as JSON: {error}"
-        ) from error
+        raise RecipeError(f"tokenizer.path: {path}, in the same folder, cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise RecipeError(f"tokenizer.path: {path}, in the same folder, is not a JSON object")
     return found
@@ -302,10 +292,7 @@ def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
 def _answers(
     prefixes: Prefixes, messages: Sequence[Any], pattern: re.Pattern[str], *, only_last: bool
 ) -> list[tuple[int, int]]:
-    """Return the spans of the assistant's messages, each up to the token that ends it.
-
-    Raises ChatError if the prefixes of the conversation do not prove them.
-    """
+    """Return the spans of the assistant's messages with their end tokens; raise ChatError if unproved."""
     text, spans = prefixes.text, []
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     closing = [found for found in pattern.finditer(text) if found.end() == len(text)]
@@ -336,10 +323,7 @@ def _answers(
 def _marked(
     chat: ChatFormat, text: str, spans: Sequence[tuple[int, int]], pattern: re.Pattern[str]
 ) -> Rendered:
-    """Divide the text into marked parts.
-
-    The recipe's bos at the beginning and eos at the end are removed, because stage `tokenize` adds them.
-    """
+    """Divide the text into marked parts, without the recipe's bos and eos, which are added later."""
     start, stop = 0, len(text.rstrip()) if text.rstrip().endswith(chat.eos) else len(text)
     if chat.bos is not None and text.startswith(chat.bos):
         start = len(chat.bos)
@@ -403,10 +387,7 @@ class Masking:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Masking | None:
-        """Return the masking of a recipe, or None if the recipe has no loss mask.
-
-        Raises RecipeError if conversations have no chat template.
-        """
+        """Return a recipe's masking, None without a loss mask; raise RecipeError without a chat template."""
         return cls(ChatFormat.of(recipe)) if recipe.is_masked else None
 
     def of_input(self, config: InputConfig) -> Masking:

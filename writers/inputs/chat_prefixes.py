@@ -212,10 +212,7 @@ class _Run:
         return most
 
     def _state(self, count: int, before: _State) -> _State:
-        """Return the attributes of the first `count` namespaces, or None if a value is not plain data.
-
-        A value that is the same object as in the state `before` is not checked again.
-        """
+        """Return the attributes of the first `count` namespaces, or None if any of them is not plain data."""
         state = [dict(namespace_values(one)) for one in self.namespaces[:count]]
         for number, values in enumerate(state):
             old = before[number] if before is not None else {}
@@ -355,10 +352,7 @@ class Prefixes:
         return run.text
 
     def _whole(self, *, prompt: bool) -> _Run | None:
-        """Return the whole run with or without generation prompt, or None if it cannot be used.
-
-        It cannot be used if the template fails, or renders another text from our list than from a plain one.
-        """
+        """Return the whole run, or None if it fails, or `Messages` change the text that a list would give."""
         if prompt not in self._wholes:
             run = _Run(self._messages, len(self._messages), None, self._work)
             made: _Run | None = run
@@ -394,10 +388,7 @@ class Prefixes:
         return length
 
     def _extent(self, parts: Sequence[str | tuple[int, int]], other: str, common: int) -> int | None:
-        """Return the total length of the parts, or None if `text` does not begin with them.
-
-        A part (begin, end) is in `other`, whose first `common` characters are those of `text`.
-        """
+        """Return the total length of the parts, or None if `text` does not begin with them."""
         at = 0
         for part in parts:
             if isinstance(part, str):
@@ -405,7 +396,7 @@ class Prefixes:
                     return None
                 at += len(part)
             else:
-                begin, end = part
+                begin, end = part  # in `other`, whose first `common` characters are the same in `text`
                 if not (begin == at and end <= common) and not self.text.startswith(other[begin:end], at):
                     return None
                 at += end - begin

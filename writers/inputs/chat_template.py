@@ -253,10 +253,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return run
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may read an attribute.
-
-        Unlike in the sandbox, not `translate` and `from_bytes`, whose results may have any length.
-        """
+        """Return whether a template may read an attribute; `translate` and `from_bytes` are unsafe, too."""
         self.work.spend(1)
         if isinstance(obj, Namespace):  # all its attributes without "_" were set by the template
             return not attr.startswith("_")

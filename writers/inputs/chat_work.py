@@ -41,10 +41,7 @@ class Work:
         self._calls = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps from the remaining ones.
-
-        Raises TemplateLimitError if too few are left, and RecipeError if rendering has taken ten minutes.
-        """
+        """Take steps; raise TemplateLimitError if too few are left, or RecipeError after ten minutes."""
         self._left -= steps
         if self._left < 0:
             raise TemplateLimitError(

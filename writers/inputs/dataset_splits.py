@@ -82,11 +82,7 @@ def of_readme(data: bytes, names: Collection[str]) -> Splits | None:
 
 
 def of_cache(data: bytes, names: Iterable[str]) -> Splits | None:
-    """Choose among the Arrow files of a cache folder of Hugging Face datasets.
-
-    `data` is the content of dataset_info.json. Returns None if it has no splits, or no file is named after
-    one.
-    """
+    """Choose among the files in a cache of Hugging Face datasets; None if no file is named after a split."""
     try:
         splits = load_json(data).get("splits")
     except (ValueError, RecursionError, AttributeError):

@@ -86,10 +86,7 @@ class ContainerError(Exception):
 
 
 def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first bytes of a content for `look`, and an iterator over all of its pieces.
-
-    A ContainerError in the first bytes is raised by the iterator, at its place.
-    """
+    """Return a content's first bytes, for `look`, and an iterator over all of it, which raises any damage."""
     held: list[bytes] = []
     damage: ContainerError | None = None
     try:
@@ -183,10 +180,7 @@ class ConfirmedMembers(Iterator[bytes]):
             return
 
     def _checked(self, codec: _Codec) -> Iterator[bytes]:
-        """Yield the content of one member after the other, each once its checksum has confirmed it.
-
-        Raises the codec's errors at a damaged member.
-        """
+        """Yield one member after the other, each once its checksum confirms it; raise errors of the codec."""
         members = self._members
         held: list[bytes] = []
         number, size, is_sound = members.members, 0, False
@@ -302,10 +296,7 @@ class _MemberReader:
         self.complete = False  # whether the file ends exactly at the end of a member
 
     def read_on(self, codec: _Codec, *, bytewise_from: int = sys.maxsize) -> Iterator[bytes]:
-        """Yield the content from the current member on; stop without `complete` if a member is truncated.
-
-        From offset `bytewise_from` on, data is decoded byte by byte.
-        """
+        """Yield the content from the current member on; stop without `complete` if a member is truncated."""
         read = self.start
         self.file.seek(read)
 

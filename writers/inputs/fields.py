@@ -70,10 +70,7 @@ def column_at(batch: pa.RecordBatch, path: str) -> pa.Array:
 
 
 def field_text(value: object) -> str | None:
-    """Return a field's value as text: a string unchanged, any other value as JSON.
-
-    Returns None for null, a missing field, and a string or number that text cannot represent.
-    """
+    """Return a value as text, a string unchanged and others as JSON; None if null, missing or not text."""
     if not isinstance(value, str | int | float | dict | list | tuple):
         value = None if value is MISSING or value is None else _plain(value)
     if isinstance(value, str):
@@ -195,10 +192,7 @@ def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any
 
 
 def warn_of_notes(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
-    """Issue the readers' warnings about files: the first few as they are, then the number of the others.
-
-    `found` has the result of `NamedFields.to_dict` for each split.
-    """
+    """Issue the readers' warnings in `found`: the first few in full, then only the number of the others."""
     noted = [(split.file, note) for split, part in zip(splits, found, strict=True) for note in part["notes"]]
     for file, note in noted[:_WARNED]:
         warn_user(f"{file}: {note}")

@@ -98,10 +98,7 @@ class _BadSampleError(Exception):
 
 
 def _unfit(layout: SampleLayout, sink: RecordSink, config: InputConfig) -> str | None:
-    """Return why the shard has no usable text column, or None if it has one.
-
-    Raises RecipeError if another named column has an encoding that is not text, JSON or numbers.
-    """
+    """Return why there is no usable text column, or None; raise RecipeError if a carried one is unusable."""
     split = sink.split
     for column in layout.columns:
         named = (config.id, config.url, *config.metadata)
@@ -433,10 +430,7 @@ class _StreamBytes:
 def first_samples(
     file: InputFile, format: str, compression: str | None, count: int
 ) -> list[dict[str, object]]:
-    """Return the text, JSON and numbers of the first `count` samples.
-
-    Raises ShardError, ContainerError or OSError if the file cannot be read.
-    """
+    """Return text, JSON and numbers of the first samples; raise ShardError, ContainerError or OSError."""
     with open_input(file) as stored:
         if format == "mds":
             pieces = decompressed(stored, compression, file.bytes)

@@ -136,10 +136,7 @@ class _Archive:
         return stream.readline()
 
     def _book_if_followed(self, book: _Booking, size: int) -> None:
-        """Call `book` if the file ends or another record begins after this record of `size` bytes.
-
-        Raises _RecordError if neither does: then its length is wrong.
-        """
+        """Call `book` if a record or the file's end follows; else raise _RecordError, as `size` is wrong."""
         try:
             self._line = self._next_line()
         except ContainerError:  # the damage is after this record, which is valid
@@ -153,10 +150,7 @@ class _Archive:
         book()
 
     def _begins(self, line: bytes) -> str:
-        """Return which kind of record begins with this line, "warc", "arc" or "" for none.
-
-        A file contains only one kind, so the first record excludes the other kind.
-        """
+        """Return the kind of record that begins here, "warc", "arc" or ""; a file has only one kind."""
         if self._format != "arc" and _WARC_LINE.match(line):
             return "warc"
         if self._format != "warc" and (line.startswith(_ARC_HEADER) or _ARC_LINE.match(line)):
@@ -247,9 +241,7 @@ class _Archive:
             if self._stream.skip(size) < size:
                 raise _RecordError("damaged_file", "truncated: the file ends inside the record")
             limit = self._sink.max_record_bytes
-            raise _RecordError(
-                "too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}; raise max_record_bytes"
-            )
+            raise _RecordError("too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}; raise it")
         data = self._stream.read(size)
         if len(data) < size:
             missing = size - len(data)
@@ -396,10 +388,7 @@ class WarcStream(PieceReader):
         self._header_start = self.tell()
 
     def readline(self, size: int = _LINE_BYTES) -> bytes:
-        """Return bytes up to and with the next newline, at most `size`.
-
-        Raises HeaderTooLongError after one megabyte of header.
-        """
+        """Return a line with its newline, at most `size` bytes; raise HeaderTooLongError after a megabyte."""
         parts: list[bytes] = []
         left = min(size, _LINE_BYTES)
         while left and self._fill():
@@ -417,10 +406,7 @@ class WarcStream(PieceReader):
         return self.last_line
 
     def header_block(self) -> bytes:
-        """Return the buffered bytes up to and with an empty line, without consuming them (see `take`).
-
-        Returns b"" if no empty line is buffered.
-        """
+        """Return the buffered bytes up to and with an empty line, or b""; `take` then consumes them."""
         end = self._held.find(_HEADER_END, self._at, self._at + _LINE_BYTES)
         return self._held[self._at : end + len(_HEADER_END)] if end >= 0 else b""
 
