@@ -84,7 +84,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return the tokenizer's chat format, or None without conversations; raise RecipeError if missing."""
+        """Return the chat format, or None without conversations; raise RecipeError if there is no template."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None
@@ -159,7 +159,7 @@ def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A document's text, and the bytes of its marks (MARK)."""
+    """A document's text and its marks, the bytes of an array of dtype MARK."""
 
     text: str
     marks: bytes
@@ -373,7 +373,7 @@ def parts_of(text: str, marks: bytes) -> list[tuple[str, int]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without null fields: a table's struct type gives every message every key."""
+    """Return the value without null fields, because in a table every message has every key."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -37,7 +37,7 @@ from shardkit.errors import RecipeError
 from shardkit.writers.inputs.chat_template import ChatTemplate
 from shardkit.writers.inputs.chat_work import TemplateLimitError, Work, namespace_values
 
-_FOLLOW = " follow"  # name of our filter; the space keeps templates from using it
+_FOLLOW = " follow"  # name of the filter that follows loops; no template can use it because of the space
 _LOOP = "_loop_"  # replaces the name `loop` in a loop that is followed
 _ALL = 1 << 62  # noted as the message number when a read depends on how many messages there are
 # Filters with lazy results, which remember how far they were read. In a variable, that would be hidden state.
@@ -122,14 +122,14 @@ class _Loop(LoopContext):
             self._iterator = messages._reading_from(messages._first + skipped)
 
     def changed(self, *value: Any) -> bool:
-        """Return Jinja2's answer, which depends on all earlier iterations: none of them may be skipped."""
+        """Return whether the value changed; note that this depends on all earlier iterations."""
         self._run.note(_ALL)
         return super().changed(*value)
 
 
 @dataclass
 class _Site:
-    """What the whole run noted at one loop; each list has one entry per start of an iteration."""
+    """The notes of the whole run about one loop; each list has one entry per start of an iteration."""
 
     first: int  # number of the loop's first message
     lengths: list[int] = field(default_factory=list)  # length of the text written so far
@@ -164,7 +164,7 @@ class _Run:
             self.text = "".join(part for part in self.parts if isinstance(part, str))
 
     def note(self, message: int) -> None:
-        """Note that the template read a message, or whether the message exists."""
+        """Note that the template read a message, or tested whether it exists."""
         if self._is_following:
             self._highest = max(self._highest, message)
         elif message >= self.stop:
@@ -191,8 +191,7 @@ class _Run:
             yield pair
         self._is_following = False
         end = self._state(entry, None)
-        # The namespaces that the loop made are out of reach now: an outer one that holds them has no plain
-        # state.
+        # Namespaces made in the loop are out of reach now; an outer one that holds them has no plain state.
         del self.namespaces[entry:]
         if self._whole is None:
             seen.end, self.sites[site] = end, seen
@@ -238,7 +237,7 @@ class _Run:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether a template cannot tell two plain values from each other."""
+    """Return whether a template cannot tell two plain values from each other."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -352,7 +351,7 @@ class Prefixes:
         return run.text
 
     def _whole(self, *, prompt: bool) -> _Run | None:
-        """Return the whole run, or None if it fails, or `Messages` change the text that a list would give."""
+        """Return the run over all messages, or None if it fails, or a plain list gives another text."""
         if prompt not in self._wholes:
             run = _Run(self._messages, len(self._messages), None, self._work)
             made: _Run | None = run

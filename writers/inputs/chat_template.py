@@ -47,7 +47,7 @@ _LOOKED_AT_PER_STEP_BITS = 3  # log2 of the characters examined per step, one by
 # Depth of macros that call macros: far below Python's recursion limit, which counts the caller's frames, too.
 _MOST_DEPTH = 64
 _MOST_INDENT = 64
-_LONG_TEXT = 1 << 10  # literal text of a template from this length on takes steps, as values do
+_LONG_TEXT = 1 << 10  # minimum length of literal text that takes steps when it is written
 
 # Names of our own filters; the space keeps templates from using them.
 EACH, _CONCAT, _LITERAL, _WEIGH = " each", " concat", " literal", " weigh"
@@ -60,12 +60,13 @@ _ITEMWISE = frozenset((
     "sort",
     "sum", "unique",
 ))  # fmt: skip
-_AT_ONCE = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))  # constant time
+# Filters that take constant time.
+_AT_ONCE = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
 _COMPARING = frozenset((
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan",
     "lower", "lt", "ne", "upper",
 ))  # fmt: skip
-_MOST_BITS = 1 << 16  # maximum length of an integer: Python divides in quadratic time, and prints none longer
+_MOST_BITS = 1 << 16  # maximum size of an integer: dividing larger ones takes Python too long
 _LONG_NUMBER = re.compile(r"\d{4,}|\*")
 
 
@@ -335,7 +336,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @jinja2.pass_context
     def _shown(self, _context: Any, value: Any) -> Any:
-        # Jinja2 calls a `finalize` without context at compile time for constants, where no limit holds.
+        # Without the context, Jinja2 would call this for constants at compile time, where no limit applies.
         self.work.make(size_of(value, self.work))
         return value
 
@@ -349,7 +350,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def _weigh(self, value: Any) -> Any:
-        """Take steps for comparing or searching a value; a lookup in a dict is constant time and free."""
+        """Take steps for comparing or searching a value (none for a dict); return the value."""
         if isinstance(value, str | bytes):
             self.work.spend(len(value) >> CHARACTERS_PER_STEP_BITS)
         elif isinstance(value, list | tuple):

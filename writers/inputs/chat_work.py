@@ -20,11 +20,11 @@ _FIRST_STEPS, _STEPS_PER_CHARACTER, _MOST_STEPS = 4_000_000, 32, 64_000_000
 _FIRST_LARGEST, _LARGEST_PER_CHARACTER = 16 << 20, 4
 CHARACTERS_PER_STEP_BITS = 6  # log2 of the characters copied per step: copying 64 takes less than a step
 _MOST_SECONDS = 600.0
-_CLOCK_EVERY = 1 << 12  # calls of `Work.spend` between two looks at the clock
+_CLOCK_EVERY = 1 << 12  # calls of `Work.spend` per reading of the clock
 
 
 class TemplateLimitError(Exception):
-    """A template exceeds the steps of a record, or does something whose cost has no bound."""
+    """A template exceeds the limit of steps for a record, or does something whose cost has no bound."""
 
 
 class Work:

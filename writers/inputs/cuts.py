@@ -34,7 +34,7 @@ Cut = tuple[int, int, int, int]
 
 
 class KeptCuts:
-    """The cuts of those files that must be read to find them, kept in a work folder for the next start."""
+    """The cuts of files that had to be read to find them, kept in a work folder from start to start."""
 
     def __init__(self, data: bytes | None = None) -> None:
         """Load the result of `to_bytes`; if `data` cannot be read, start without any cuts."""
@@ -53,7 +53,7 @@ class KeptCuts:
         return None
 
     def put(self, file: InputFile, split_bytes: int, cuts: Sequence[Cut]) -> None:
-        """Remember the cuts of a file."""
+        """Store the cuts of a file."""
         self._files[file.path] = [file.bytes, file.version, split_bytes, [list(cut) for cut in cuts]]
         self.changed = True
 
@@ -89,7 +89,7 @@ def unreadable_cut(file: InputFile) -> Cut:
 
 
 def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """Cut after the first newline that makes a split of `split_bytes` or more, counting lines."""
+    """Yield cuts after the first newline that makes a split of `split_bytes` or more; count the lines."""
     size = input.bytes
     start = first_record = lines = at = 0
     aim = split_bytes

@@ -39,7 +39,7 @@ A size that the list does not contain is -1. The first file that exists is read.
 
 
 class Chosen(NamedTuple):
-    """Which files of an input hold documents."""
+    """The files of an input that hold documents, and those of other dataset splits."""
 
     kept: set[str]
     left_out: dict[str, str]  # for each file of another dataset split, the reason why it is not read

@@ -30,13 +30,13 @@ TRAIN = "train"
 _SHOWN = 12  # maximum number of names in an error message
 _FRONT_MATTER = re.compile(rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?\n)---[ \t]*\r?(?:\n|\Z)", re.DOTALL)
 _MAX_FRONT_MATTER = 1 << 20
-# The words for splits in Hugging Face datasets; no letter or digit may precede a word, no letter follow it.
+# The words for splits in Hugging Face datasets; no letter or digit may precede a word, and no letter follow.
 _HELD_OUT = re.compile(
     r"(?<![a-z0-9])(?:test|testing|eval|evaluation|validation|valid|dev|val)(?![a-z])", re.IGNORECASE
 )
 _TRAINED = re.compile(r"(?<![a-z0-9])train(?:ing)?(?![a-z])", re.IGNORECASE)
 _NUMBERS = re.compile(r"(?:[-_.]?\d+(?:-of-\d+)?)+")
-# Suffixes of files that are usually one document each, so that a word like "test" says little.
+# Suffixes of files that are usually one document each, so the word "test" rarely means a split.
 _TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".py", ".html"})
 
 

@@ -47,7 +47,7 @@ COMPRESSIONS = {
 }
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 1 << 13  # less than one block, so that the position in the file is precise (estimates)
+_ZSTD_READ_BYTES = 1 << 13  # less than one block, so that estimates get a precise position in the file
 # An xz decoder allocates the dictionary size in the file's header: 64 MiB for -9, 4 GiB in hostile files.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
@@ -120,7 +120,7 @@ def decompressed(
         with suppress(*fast.errors):
             yield from reader.read_on(fast)
         if reader.complete:
-            return  # else zlib reads the current member again, to decide whether it is damaged
+            return  # otherwise zlib reads the current member again, to decide whether it is damaged
     try:
         yield from reader.read_on(codec)
     except codec.errors as error:
@@ -180,7 +180,7 @@ class ConfirmedMembers(Iterator[bytes]):
             return
 
     def _checked(self, codec: _Codec) -> Iterator[bytes]:
-        """Yield one member after the other, each once its checksum confirms it; raise errors of the codec."""
+        """Yield the content by members, each once its checksum confirms it; raise errors of the codec."""
         members = self._members
         held: list[bytes] = []
         number, size, is_sound = members.members, 0, False
@@ -352,7 +352,7 @@ class _ZstdFrames:
 
 
 def _codec(compression: str, window_bytes: int = _WINDOW_BYTES) -> _Codec:
-    """Return the codec for a value of COMPRESSIONS; raise MissingExtraError if it is not installed."""
+    """Return the codec for a value of COMPRESSIONS; raise MissingExtraError if its package is missing."""
     if compression == "gzip":
         return _Codec("gzip", "member", _ZlibDecoder, (zlib.error,), re.compile(rb"\x1f\x8b"), padded=True)
     if compression == "zstd":
@@ -408,7 +408,7 @@ class _ZlibDecoder:
 
 
 def _window_problem(reader: _MemberReader, codec: _Codec) -> str:
-    """Describe the zstd window that the current frame needs, and which `memory` would allow it."""
+    """Describe the zstd window that the current frame needs, and the value of `memory` that allows it."""
     reader.file.seek(reader.start)
     needs = f"{codec.name} {codec.member} {reader.members + 1} needs"
     try:

@@ -70,7 +70,7 @@ def column_at(batch: pa.RecordBatch, path: str) -> pa.Array:
 
 
 def field_text(value: object) -> str | None:
-    """Return a value as text, a string unchanged and others as JSON; None if null, missing or not text."""
+    """Return a value as text, or as JSON if not a string; None for null, MISSING and invalid values."""
     if not isinstance(value, str | int | float | dict | list | tuple):
         value = None if value is MISSING or value is None else _plain(value)
     if isinstance(value, str):
@@ -84,7 +84,7 @@ def field_text(value: object) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """Convert a value of a type that JSON does not have to one that it has."""
+    """Convert a value of a type unknown to JSON to a type that JSON has."""
     match value:
         case bytes() | bytearray() | memoryview():
             return _binary_text(bytes(value))
@@ -157,7 +157,7 @@ class NamedFields:
         self.notes: list[str] = []
 
     def look(self, fields: Mapping[str, object]) -> None:
-        """Remove the fields of a record from `missing`."""
+        """Count a record, and remove its fields from `missing`."""
         self.records += 1
         if self.missing:
             self.seen.update(fields)
@@ -175,7 +175,7 @@ class NamedFields:
 
 
 def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
-    """Raise RecipeError if a file has records but none of them has some field that the recipe names.
+    """Raise RecipeError if a file has records, but a field named in the recipe occurs in none of them.
 
     `found` has the result of `NamedFields.to_dict` for each split.
     """

@@ -58,7 +58,7 @@ from shardkit.writers.recipe.recipe import InputConfig, Recipe
 
 _STORES = 16  # maximum number of stores whose connections are kept
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-# The root of a URL, to which a connection is made: s3://bucket, gs://bucket, https://host; hdfs:///folder.
+# The root of a URL, to which a connection is made: s3://bucket, gs://bucket, https://host, hdfs:///folder.
 _ROOT = re.compile(r"([^:/]+://(?:[^/]+|/[^/]+))(?:/(.*))?", re.DOTALL)
 
 
@@ -101,7 +101,7 @@ class Found:
 
     files: Mapping[str, InputFile]  # files that are read, by name, sorted
     hidden: Sequence[str] = ()  # not read: a name in the path begins with a dot or underscore
-    left_out: Mapping[str, str] = field(default_factory=dict)  # not read: {name: dataset split it belongs to}
+    left_out: Mapping[str, str] = field(default_factory=dict)  # not read: {name of a file: why}
     held_out: Sequence[str] = ()  # read, although their names suggest a test split
 
 
@@ -299,10 +299,10 @@ def _name_of_url(url: str, base: str | None, key: str) -> str:
 def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo, Match]]:
     """Return {URL: (URL to read from, object, match)} for the objects that `url` matches (patterns.py).
 
-    If an object has exactly this name, it is not treated as a pattern. http(s) has no listings, so a pattern
-    can only be a list in braces there. The URL to read from is the URL itself or, for a branch, the URL at
-    its current commit. Raises StoreError, or FileNotFoundError with the first item of a list in braces that
-    matches no object.
+    If an object has exactly this name, only that one matches. http(s) has no listings, so its only patterns
+    are lists in braces. The URL to read from is the URL itself or, for a branch, the URL at its current
+    commit. Raises StoreError, or FileNotFoundError with the first item of a list in braces that matches no
+    object.
     """
     root, pattern = _split_url(url)
     connected = _connect(root, storage)
@@ -325,7 +325,7 @@ def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str,
 
 
 def _matching(store: Store, pattern: str) -> list[tuple[ObjectInfo, Match]]:
-    """Return the objects that a pattern matches; braces are literal if that matches some names."""
+    """Return the objects that a pattern matches; braces are taken literally if that matches any name."""
     fixed = fixed_part(pattern)
     listed = list(store.list(f"{pattern}/" if pattern and fixed == pattern else fixed))
     graded = _graded([pattern or "**"], listed)[0]

@@ -150,7 +150,7 @@ _TEXTUAL = (
         _starts(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)[\s>]"),
         False,
         "if the input is web pages, name the files .html or set {key}.format: html; "
-        "if not, because it is the error page of a server, for example, leave the file out",
+        "if not, for example because it is the error page of a server, leave the file out",
         None,
         "html",
         ".html",
@@ -329,7 +329,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _holds_no_text(head: bytes) -> bool:
-    """Return whether `head` has control characters or bytes that are not UTF-8; it may end in a character."""
+    """Return whether `head` has control characters or is not UTF-8; its last character may be truncated."""
     if len(head.translate(None, _CONTROLS)) < len(head):
         return True
     try:

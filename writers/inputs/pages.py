@@ -28,7 +28,7 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 from shardkit.writers.recipe.inputs import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
-_CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # the head of a chunk, truncated
+_CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # a truncated chunk head at the end
 _MAX_ENCODINGS = 4
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -38,7 +38,7 @@ class BodyError(Exception):
 
 
 def decode_body(body: bytes, transfer_encoding: str, content_encoding: str, limit: int) -> bytes:
-    """Decode a body by its two headers ("" for none).
+    """Decode a body by its Transfer-Encoding and Content-Encoding headers ("" for none).
 
     Raises BodyError if it is damaged, or decodes to more than `limit` bytes.
     """

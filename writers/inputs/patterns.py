@@ -114,7 +114,7 @@ def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> Match:
 
 
 def _name_matches(part: str, name: str) -> Match:
-    """Return whether one part of a glob matches a name; HIDDEN unless it contains the name's dot or "_"."""
+    """Return whether a part of a glob matches a name; HIDDEN if a wildcard matches its leading dot or "_"."""
     if not is_glob(part):
         return Match.YES if part == name else Match.NO
     if not fnmatchcase(name, part):

@@ -39,7 +39,7 @@ _FEATHER_MAGIC = b"FEA1"
 
 
 def _raise_unless_damage(error: Exception) -> None:
-    """Raise the error again if it is about memory, a cancellation or the disk, and not about the file."""
+    """Raise an error again that is about memory, a cancellation or the disk, not damage of the file."""
     if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None) is not None:
         raise error
 

@@ -35,7 +35,7 @@ _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
 _LINE_END = re.compile(rb"\n|\r\n?")
 _SAMPLE_LINE_BYTES = 1 << 20  # limit for a row that `shardkit init` looks at
 _LINE_END_BYTES = 1 << 20  # if the first line is longer, lines are taken to end with LF
-_LOOKS_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')  # with doubled quotes inside
+_LOOKS_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')  # a quoted field with doubled quotes
 
 
 class _TooLongError(Exception):
@@ -187,7 +187,7 @@ def _with_line_feeds(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Error | None:
-    """Return the next row, a csv.Error if it is one bad line, or None at the end; raise other csv.Errors."""
+    """Return the next row, the csv.Error of a bad row of one line, or None at the end."""
     source.next_row()
     try:
         return next(rows, None)
@@ -240,7 +240,7 @@ class _Doubts:
         self._first = {"swallowed": "", "quoted": ""}
 
     def look(self, row: list[str], source: _Source, dialect: _Dialect) -> None:
-        """Check a row for such signs; count the lines swallowed by its quotes as dropped."""
+        """Check a row for signs of a wrong quote; count lines swallowed by its quotes as dropped."""
         if dialect.quote is None:
             if self._chosen == "auto" and b'""' in source.head:
                 self._count("quoted", sum(_LOOKS_QUOTED.fullmatch(field) is not None for field in row))

@@ -27,7 +27,7 @@ from shardkit.writers.recipe.recipe import InputConfig
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
-_OUT_OF_MEMORY = "Not enough memory"  # message of the JSONDecodeError that orjson raises without memory
+_OUT_OF_MEMORY = "Not enough memory"  # beginning of orjson's JSONDecodeError for lack of memory
 _TOO_DEEP = ("depth limit exceeded", "Recursion limit reached")
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _BETWEEN = re.compile(rb"(?:[ \t\r\n,]|\xef\xbb\xbf)*+")  # joined files have byte order marks inside
@@ -98,7 +98,8 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         return
     carried = [value for path in sink.carried if type(value := field_at(fields, path)) not in _EXACT]
     if carried and refused is None and any(map(_holds_large_number, carried)):
-        # orjson reads integers of more than 64 bits as floats. Python's json may refuse the nesting, however.
+        # orjson reads integers of more than 64 bits as floats. Python's json keeps them, unless nested too
+        # deeply.
         with suppress(RecursionError):
             fields = json.loads(line)
     sink.add(text, fields, bytes=len(line))
@@ -204,8 +205,9 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError, charset: str) -> t
 class Values:
     """Iterates over the JSON values in pieces of bytes: items of top-level arrays, and values outside them.
 
-    Yields `Line` tuples, as `Lines` does. If the content ends inside a value or an array, `problem` says so
-    afterwards, and `unfinished` is the offset of the incomplete part; otherwise `problem` is "".
+    Yields a `Line` tuple (offset, length, bytes, whether these are all) per value. If the content ends inside
+    a value or an array, `problem` says so afterwards, and `unfinished` is the offset of the incomplete part;
+    otherwise `problem` is "".
     """
 
     def __init__(self, pieces: Iterator[bytes], *, max_value_bytes: int) -> None:

@@ -104,7 +104,7 @@ def _unfit(layout: SampleLayout, sink: RecordSink, config: InputConfig) -> str |
         named = (config.id, config.url, *config.metadata)
         if column.encoding not in _PLAIN and any(path and _within(path, column.name) for path in named):
             problem = f"column {column.name!r} holds {column.encoding}, not text, JSON or numbers"
-            raise RecipeError(f"inputs[{split.source}]: {split.file}: {problem}; name another one")
+            raise RecipeError(f"inputs[{split.source}]: {split.file}: {problem}; name another column")
     held = {column.name: column.encoding for column in layout.columns}
     if config.text in held:
         kind = held[config.text]

@@ -14,8 +14,8 @@ checksum confirms it. Memory is one record; long records that are not pages are 
 For a page or text that is used, the digest in the record's header is verified (`bad_digest`):
 WARC-Block-Digest, which covers the bytes as stored, or otherwise WARC-Payload-Digest. Writers disagree
 whether the latter covers the body as stored or without its transfer and content encoding, so one of these
-must match. Digests of truncated records, which may cover the whole original, and digests in an unknown
-algorithm or notation are ignored.
+must match. Digests of truncated records, which may cover the whole original, payload digests of segmented
+records, and digests in an unknown algorithm or notation are ignored.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Archive:
         return ""
 
     def _read(self, line: bytes, known: str) -> tuple[_Booking, int]:
-        """Read the record that begins with `line`; return its outcome and the length of its content."""
+        """Read the record that begins with `line`; return its `_Booking` and the length of its content."""
         stream = self._stream
         stream.last_line = line
         block = stream.header_block() if known == "warc" else b""
@@ -249,7 +249,7 @@ class _Archive:
         return data
 
     def _dropped(self, reason: str, size: int, left: int) -> _Booking:
-        """Skip the `left` unread bytes of a record's content; return the outcome of a dropped record."""
+        """Skip the `left` unread bytes of a record's content; return the `_Booking` that drops the record."""
         missing = left - self._stream.skip(left)
         if missing:
             raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
@@ -275,7 +275,7 @@ class _Archive:
 
 
 class _HeldHeader(LimitReader):  # type: ignore[misc]
-    """Keeps the lines that a parser reads from it, to verify the block digest."""
+    """Keeps the lines of an HTTP header that a parser reads, to verify the block digest."""
 
     def __init__(self, stream: Any, limit: int) -> None:
         super().__init__(stream, limit)
@@ -384,7 +384,7 @@ class WarcStream(PieceReader):
         self.last_line = b""
 
     def header_begins(self) -> None:
-        """Start a header here: `readline` limits the bytes up to the end of its lines."""
+        """Mark the start of a header; `readline` limits the number of bytes from here on."""
         self._header_start = self.tell()
 
     def readline(self, size: int = _LINE_BYTES) -> bytes:

@@ -47,7 +47,7 @@ _READERS: dict[str, Reader] = {
     "mds": read_mds,
     "wds": read_wds,
 }
-_RECORD_COPIES = 8  # memory of a large record that is decoded, parsed and put into a batch, in copies of it
+_RECORD_COPIES = 8  # copies of a large record in memory while it is decoded, parsed and put into a batch
 _HEAD_BYTES = 256  # bytes of a paragraph that are kept for the quarantine
 _MAX_WINDOW_BYTES = 1 << 31  # largest window of zstd on 64-bit machines
 _BOM = b"\xef\xbb\xbf"

@@ -106,7 +106,7 @@ class RecordSink:
         self._replaced = 0  # bytes of the current record that were replaced
         self._of_path = fields_of_path(config, split.file)
         own_id = () if config.document_id is None else (config.document_id,)
-        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
+        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # carried fields
         self.window_bytes = 1 << 27  # limit for the window of zstd
         self.record = split.first_record
         self.offset: int | None = None
@@ -132,7 +132,7 @@ class RecordSink:
         return data.decode("utf-8", "replace")
 
     def check_text(self, text: str) -> str:
-        """Return the text with surrogate halves replaced; raise UnicodeEncodeError if the recipe does not."""
+        """Replace surrogate halves in the text; raise UnicodeEncodeError if the recipe does not allow it."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -281,7 +281,7 @@ class RecordSink:
 
     @property
     def is_page(self) -> bool:
-        """Whether each file is one page, which may declare its own encoding."""
+        """Whether a whole file is one page, which may declare its own encoding."""
         whole = self.split.format == "html" or (self.split.format == "text" and not self._config.lines)
         return whole and self.extracts
 
@@ -293,7 +293,7 @@ class RecordSink:
         if page is None:
             key = f"inputs[{self.split.source}].encoding"
             self.charset = f"UTF-8, and the page does not declare its encoding; set {key}, if only to {GUESS}"
-            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "nothing says its encoding")
+            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "the page declares no encoding")
         return page
 
     def look_at(self, file: BinaryIO) -> None:
@@ -365,7 +365,7 @@ class RecordSink:
             yield piece
 
     def _trusted(self, stored: Iterator[builtins.bytes]) -> Iterator[builtins.bytes]:
-        """Yield content up to damage; raise SuspectDataError if some that was yielded is not confirmed."""
+        """Yield the content up to damage; raise SuspectDataError if yielded bytes are not confirmed."""
         suspect, taken = self._suspect, self.split.start
         try:
             for piece in stored:

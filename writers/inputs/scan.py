@@ -155,7 +155,7 @@ def scan_inputs(
 ) -> list[Split]:
     """Return all splits in order of input, file name and position; `storage` has the settings for URLs.
 
-    `key` is the format of an input's key path in errors. Raises RecipeError if an input matches nothing or
+    `key` is the format string for key paths in errors. Raises RecipeError if an input matches nothing or
     cannot be listed, a file belongs to two inputs, two files have the same name, or a format is unknown.
     Raises BuildError if a file cannot be read.
     """
@@ -200,7 +200,7 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
                 owner, other = owners[identity]
                 raise RecipeError(
                     f"{where}: {name} is the same file as {other} of inputs[{owner}]; "
-                    "its documents would be read twice"
+                    "its documents would be read twice; leave it out of one of these inputs"
                 )
             if name in names:
                 raise RecipeError(
@@ -243,8 +243,7 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
     """Choose splits spread evenly over each input, with at most `limit` records per input in total."""
     chosen: list[Split] = []
     for source in sorted({split.source for split in splits}):
-        # Only splits whose first record number is known without counting, so that ids equal those of a full
-        # build.
+        # Only splits whose first record number is known uncounted, so that ids are the same in a full build.
         of_source = [split for split in splits if split.source == source and split.first_record != UNCOUNTED]
         bytes_each = max(1, sum(split.bytes for split in of_source) // len(of_source))
         wanted = max(_TRIAL_SPLITS, limit * _TRIAL_RECORD_BYTES // bytes_each)
@@ -307,7 +306,7 @@ def _takes_reading(
     """Return whether the file must be read to find its cuts; any other file is one split."""
     if format == "parquet":
         return True
-    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # otherwise not cut: decoded from its start
+    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # others are decoded from the start
     has_lines = is_utf8 and (format == "jsonl" or (format == "text" and config.lines is True))
     return has_lines and compression is None and file.bytes > split_bytes
 
