@@ -84,7 +84,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return the chat format, or None without conversations; raise RecipeError if there is no template."""
+        """Return the chat format, or None without conversations; raise RecipeError without a template."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None
