@@ -154,7 +154,7 @@ def test_a_document_id_that_is_none_is_refused_with_its_place(
         "output": {"path": str(tmp_path / "out"), "format": "jsonl"},
     }
     with pytest.raises(
-        BuildError, match=r"record 0 \(byte 0\): bad_document_id: document_id is not 32 hexadecimal"
+        BuildError, match=r"record 0 \(byte 0\): bad_document_id: field 'document_id' is not 32 hexadecimal"
     ):
         build(wrong, workers=1, progress=False)
 

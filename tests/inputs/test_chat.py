@@ -156,16 +156,16 @@ def test_both_ways_to_a_mask_agree() -> None:
                 {"role": "assistant", "content": "d"},
             ],
             "unproved_mask",
-            "writes message 1 in another way once others follow",
+            "writes message 1 differently when other messages follow it",
         ),
-        (CHATML, [{"role": "user"}], "bad_messages", "the chat template refuses it"),
-        (CHATML, "text", "bad_messages", "a conversation is a list of messages"),
+        (CHATML, [{"role": "user"}], "bad_messages", "the chat template refuses the conversation"),
+        (CHATML, "text", "bad_messages", "the conversation is not a list"),
         (CHATML, [{"content": "x"}], "bad_messages", "an object with a role"),
         (CHATML, [{"role": "user", "content": "\ufdd1"}], "bad_messages", "noncharacter"),
         ("{{ strftime_now('%d') }}", TALKS[0], "bad_messages", "could not be repeated"),
         ("{{ raise_exception('roles must alternate') }}", TALKS[0], "bad_messages", "roles must alternate"),
         (CHATML.replace("<|im_end|>", EOS), TALKS[1], "eos_inside", "set tokenizer.eos to another"),
-        ("{{ ''.__class__.__mro__ }}", TALKS[0], "bad_messages", "refuses it"),
+        ("{{ ''.__class__.__mro__ }}", TALKS[0], "bad_messages", "refuses the conversation"),
     ],
 )
 def test_what_cannot_be_rendered_or_proved_is_refused(
@@ -366,11 +366,15 @@ def test_a_record_that_its_template_cannot_render_goes_to_the_quarantine(
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("tokenizer_config.json", b"{", r"tokenizer_config\.json, beside it, cannot be read"),
-        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json, beside it, is no JSON object"),
-        ("tokenizer_config.json", b'{"bos_token": {"x": 1}}', "bos_token is no text"),
-        ("tokenizer_config.json", b'{"eos_token": 5}', "eos_token is no text"),
-        ("tokenizer_config.json", b'{"chat_template": [1, {"name": "default"}]}', "neither .* is there"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json, in the same folder, cannot be read"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json, in the same folder, is not a JSON object"),
+        ("tokenizer_config.json", b'{"bos_token": {"x": 1}}', "bos_token is not text"),
+        ("tokenizer_config.json", b'{"eos_token": 5}', "eos_token is not text"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [1, {"name": "default"}]}',
+            "there is no file .*, and no chat_template",
+        ),
         ("chat_template.jinja", b"\xff", "cannot be read as UTF-8"),
         ("chat_template.jinja", b"{% for %}", "tokenizer.chat_template: line 1"),
         ("tokenizer.json", b'{"model": {}, "added_tokens": [{}]}', "entry 0 has no text"),
@@ -501,7 +505,9 @@ def test_conversations_with_a_question_of_an_evaluation_set_go_and_the_others_ke
 
 def test_a_record_that_is_refused_is_named(folder: Path, tmp_path: Path, inline_builds: None) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
-    with pytest.raises(BuildError, match=r"a.jsonl: record 0 .*bad_messages: the chat template refuses it"):
+    with pytest.raises(
+        BuildError, match=r"a.jsonl: record 0 .*bad_messages: the chat template refuses the conversation"
+    ):
         build(recipe_of(folder, tmp_path, CHATML), workers=1, progress=False)
     nothing = [{"role": "user", "content": "only a question"}]
     lines = [json.dumps({"messages": talk}) + "\n" for talk in (nothing, TALKS[1])]

@@ -217,7 +217,7 @@ def test_the_last_answer_needs_no_proof_of_those_before() -> None:
     talk = long_talk(6)
     talk[1] = {"role": "assistant", "content": "<think>x</think>b"}
     chat = ChatFormat(forgetting, SPECIALS, {}, EOS)
-    with pytest.raises(ChatError, match="in another way once others follow"):
+    with pytest.raises(ChatError, match="differently when other messages follow it"):
         render_chat(chat, talk)
     rendered = render_chat(chat, talk, train_on="last_assistant")
     assert [rendered.text[a:b] for a, b in spans_of(rendered.marks)] == ["a<|e|>"]

@@ -104,16 +104,18 @@ def test_a_file_that_is_listed_and_not_there_is_an_error_unless_the_recipe_leave
     (tmp_path / "mds/shard.00003.mds").unlink()
     (tmp_path / "saved/data-00001-of-00002.arrow").unlink()
     with pytest.raises(
-        RecipeError, match=r"inputs\[0\].path: mds/index.json lists shard.00003.mds, which is not"
+        RecipeError, match=r"inputs\[0\].path: mds/index.json lists shard.00003.mds, which does not exist"
     ):
         names(tmp_path, path="mds")
-    with pytest.raises(RecipeError, match=r"saved/state.json lists data-00001-of-00002.arrow, which is not"):
+    with pytest.raises(
+        RecipeError, match=r"saved/state.json lists data-00001-of-00002.arrow, which does not exist"
+    ):
         names(tmp_path, path="saved")
     assert len(names(tmp_path, path="mds", exclude=["mds/shard.0000[3-5].mds"])) == 6
     put_tars(tmp_path / "tars")
     tar = tmp_path / "tars/part-1.tar"
     tar.write_bytes(tar.read_bytes()[:1024])  # a whole sample: nothing in it tells of the others
-    problem = r"tars/shards.json states 10,240 bytes for part-1.tar, which has 1,024; fetch the dataset again"
+    problem = r"tars/shards.json lists part-1.tar with 10,240 bytes, but the file has 1,024; download"
     with pytest.raises(RecipeError, match=problem):
         names(tmp_path, path="tars")
     assert names(tmp_path, path="tars", exclude="part-1.tar") == ["tars/part-0.tar"]
@@ -217,7 +219,9 @@ def test_datasets_in_a_store_are_read_by_the_same_rules(tmp_path: Path) -> None:
         assert here.num_rows
         assert here.equals(there)
     store.delete("d/mds/shard.00004.mds.zstd")
-    with pytest.raises(RecipeError, match=r"d/mds/index.json lists shard.00004.mds.zstd, which is not there"):
+    with pytest.raises(
+        RecipeError, match=r"d/mds/index.json lists shard.00004.mds.zstd, which does not exist"
+    ):
         scan_inputs(recipe(tmp_path, {"path": f"{base}/d", "base": base}))
     part = {"path": f"{base}/d/mds", "base": base, "exclude": "*00004*"}
     assert len(scan_inputs(recipe(tmp_path, part))) == 8

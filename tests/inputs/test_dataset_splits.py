@@ -72,11 +72,11 @@ def test_of_a_clone_of_a_repository_the_split_to_train_on_is_read(
 @pytest.mark.parametrize(
     ("configs", "words"),
     [
-        ([f"config_name: a, {BOTH}", f"config_name: b, {BOTH}"], "states a, b, none as the default"),
+        ([f"config_name: a, {BOTH}", f"config_name: b, {BOTH}"], "declares a, b, none as the default"),
         (["config_name: a, data_files: [{split: test, path: data/test-*}]"], "the splits test, and none is"),
         (["config_name: a, data_files: [{split: sft, path: data/tr*}, {split: gen, path: data/te*}]"],
          "the splits gen, sft, and none is train"),
-        (["config_name: a, data_files: [{split: train, path: nothing/*}]"], "none is there"),
+        (["config_name: a, data_files: [{split: train, path: nothing/*}]"], "that configs names exists"),
     ],
 )  # fmt: skip
 def test_where_a_repository_does_not_decide_the_error_says_what_to_name(
@@ -98,7 +98,7 @@ def test_a_readme_without_configs_is_no_list_of_files(matter: str, tmp_path: Pat
         found(tmp_path)
     files, said = found(tmp_path, exclude="*.md")
     assert files == [TEST, TRAIN]
-    assert f"{TEST} is read, and called like a split that is not to train on" in said
+    assert f"{TEST} is read, but called like a test or validation split" in said
 
 
 def test_of_a_cache_of_datasets_the_files_of_the_split_to_train_on_are_read(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_files_whose_names_begin_with_a_dot_or_underscore_are_counted_and_said_u
 def test_an_input_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     made = recipe(tmp_path, {"path": "*.jsonl", "exclude": "a*"})
-    with pytest.raises(RecipeError, match="matches 1 files, and exclude leaves none"):
+    with pytest.raises(RecipeError, match="matches 1 files, but all are excluded"):
         find_files(made, made.inputs[0], "inputs[0].path")
 
 
@@ -280,9 +280,9 @@ def test_inputs_that_are_not_there_or_clash_are_named(store: MemoryStore, tmp_pa
         ((f"{store.url}/*.jsonl", f"{store.url}/a.jsonl"), "is the same file as .* read twice"),
         ((based, {"path": f"{other.url}/a.jsonl", "base": other.url}), "would both be called a.jsonl"),
         (("a.jsonl", based), "would both be called a.jsonl"),
-        (({"path": f"{store.url}/a.jsonl", "base": other.url},), r"inputs\[0\].base: .* does not lie below"),
+        (({"path": f"{store.url}/a.jsonl", "base": other.url},), r"inputs\[0\].base: .* is not below"),
         (("nosuch://place/a.jsonl",), r"inputs\[0\].path: nosuch://place"),
-        (("https://127.0.0.1:9/folder/",), r"inputs\[0\].path: .* http has no listings"),
+        (("https://127.0.0.1:9/folder/",), r"inputs\[0\].path: .* cannot be listed over http"),
     ]
     for inputs, message in cases:
         with pytest.raises(RecipeError, match=message):

@@ -195,6 +195,6 @@ def test_markup_is_text_for_who_says_so(tmp_path: Path) -> None:
 
 
 def test_a_pointer_of_git_lfs_is_an_error_that_says_how_to_get_the_file() -> None:
-    with pytest.raises(BuildError, match=r"data/a\.parquet: is a pointer of Git LFS.*git lfs pull"):
+    with pytest.raises(BuildError, match=r"data/a\.parquet: the file is a pointer of Git LFS.*git lfs pull"):
         raise_if_pointer(look(POINTER), "data/a.parquet")
     raise_if_pointer(look(b"text"), "a.txt")

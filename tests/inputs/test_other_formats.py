@@ -227,7 +227,7 @@ def test_files_of_other_programs_are_refused_by_name(
 def test_markup_under_a_name_of_text_is_text_only_for_who_says_so(tmp_path: Path, text: str) -> None:
     put(tmp_path, "a.txt", text.encode())
     _, (entry,), _ = read(tmp_path, "a.txt")
-    assert "inputs[0].format: text reads it as it is" in entry["error"]
+    assert "set inputs[0].format: text to read it as plain text" in entry["error"]
     table, _, _ = read(tmp_path, "a.txt", format="text", allowed=0)
     assert table["text"].to_pylist() == [text]
 

@@ -34,7 +34,7 @@ def test_named_groups_of_an_expression_are_metadata_and_every_file_has_to_match(
         '{"dump":"CC-MAIN-2024-18","lang":"en"}',
     ]
     with pytest.raises(
-        RecipeError, match=r"inputs\[0\].path_fields: the expression .* matches nothing in the name d/"
+        RecipeError, match=r"inputs\[0\].path_fields: the expression .* does not match the name d/"
     ):
         read(tmp_path, "d", path_fields="(?P<lang>de)/a")
     assert read(tmp_path, "d", path_fields="(?P<lang>de)/a", exclude="en")[0].num_rows == 1

@@ -68,11 +68,11 @@ def test_a_bad_row_costs_itself_and_is_named_with_its_place(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("data", "kept", "words"),
     [
-        (b'text\na\n"open\nb\n', 1, "begins at byte 7 cannot be taken apart: a quote that nothing"),
-        (b'text\na\n"two\nlines"x\nb\n', 1, "begins at byte 7 cannot be taken apart"),
-        (b"text\na\n" + b"x" * 3000 + b"\nb\n", 1, "a row over max_record_bytes 2,000"),
-        (b'text\na\n"' + b"x\n" * 3000, 1, "or a quote that nothing closes"),
-        (b"text,text\na,b\n", 0, "a name twice; its columns: text, text"),
+        (b'text\na\n"open\nb\n', 1, "begins at byte 7 cannot be split: a quote is never closed"),
+        (b'text\na\n"two\nlines"x\nb\n', 1, "begins at byte 7 cannot be split"),
+        (b"text\na\n" + b"x" * 3000 + b"\nb\n", 1, "a row is longer than max_record_bytes 2,000"),
+        (b'text\na\n"' + b"x\n" * 3000, 1, "or a quote is never closed"),
+        (b"text,text\na,b\n", 0, "a column name occurs twice; its columns: text, text"),
         (gzip.compress(b"text\na\nb\nc", mtime=0)[:-8], 0, "truncated"),
     ],
 )

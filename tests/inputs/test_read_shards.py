@@ -205,7 +205,8 @@ def test_members_of_webdataset_samples_are_fields_by_extension(tmp_path: Path) -
         str(1 << 70),
     )
     table, (first, *_), _ = read(tmp_path, "a.tar")
-    expected = "no member .text; its members: cls, jpg, json, meta.json, txt; name the one with the text"
+    members = "cls, jpg, json, meta.json, txt"
+    expected = f"no member .text; its members: {members}; set inputs[0].text to the one with the text"
     assert (table.num_rows, first["reason"]) == (0, "no_text")
     assert expected in first["error"]
     with pytest.raises(

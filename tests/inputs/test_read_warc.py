@@ -213,10 +213,10 @@ def test_charsets_are_found_in_header_page_and_bytes(tmp_path: Path) -> None:
 def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path: Path) -> None:
     good = record("response", response(PAGE))
     damages = {
-        good.replace(b"Content-Length: ", b"Content-Length: x", 1): "its length is 'x",
-        good.replace(b"Content-Length: ", b"X-Length: ", 1): "its length is ''",
+        good.replace(b"Content-Length: ", b"Content-Length: x", 1): "its header has the length 'x",
+        good.replace(b"Content-Length: ", b"X-Length: ", 1): "its header has the length ''",
         good.replace(b"WARC/1.0", b"WARC/9.9", 1): "unreadable header",
-        b"WARC/1.0\r\n" + b"x: y\r\n" * 180_000 + b"\r\n": "a header of more than a megabyte",
+        b"WARC/1.0\r\n" + b"x: y\r\n" * 180_000 + b"\r\n": "the header is longer than one megabyte",
     }
     data = good + b"".join(damage + good for damage in damages)
     table, bad, ledger = read(tmp_path, put(tmp_path, "a.warc", data))
@@ -229,7 +229,7 @@ def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path:
         assert words in entry["error"]
         at += len(damage)
     assert ledger.quarantined["bad_record"].bytes == sum(map(len, damages))
-    with pytest.raises(BuildError, match=r"a.warc: record 1 \(byte \d+\): bad_record: its length"):
+    with pytest.raises(BuildError, match=r"a.warc: record 1 \(byte \d+\): bad_record: its header"):
         read(tmp_path, "a.warc", allowed=0)
 
 
@@ -246,7 +246,7 @@ def test_a_record_whose_length_is_wrong_is_quarantined_with_the_bytes_behind_it(
     swallowed = by > 4  # the next record begins inside of this one, and its end is all that is left of it
     assert [entry["reason"] for entry in bad] == ["bad_record"]
     assert (bad[0]["record"], bad[0]["byte_offset"]) == (1, len(good))
-    assert f"its length is {size + by:,} bytes, and no record begins after it" in bad[0]["error"]
+    assert f"its header says {size + by:,} bytes, but no record begins after them" in bad[0]["error"]
     assert ledger.quarantined["bad_record"].bytes == len(wrong) + (len(other) if swallowed else 0)
     texts = table["text"].to_pylist()
     assert texts == ["good"] + ([PAGE.decode()] if kind != "request" and not swallowed else []) + ["good"]

@@ -70,7 +70,7 @@ def test_with_a_base_names_are_the_same_wherever_the_files_lie(tmp_path: Path) -
     assert names == [["a.jsonl", "sub/b.jsonl"]] * 3
     assert files(tmp_path / "one", {"path": "data/sub", "base": "."}) == ["data/sub/b.jsonl"]
     for base in ("data/sub", str(tmp_path / "two")):
-        with pytest.raises(RecipeError, match=r"inputs\[0\].base: .*a.jsonl does not lie below"):
+        with pytest.raises(RecipeError, match=r"inputs\[0\].base: .*a.jsonl is not below"):
             files(tmp_path / "one", {"path": "data", "base": base})
 
 
@@ -127,7 +127,7 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
         (["a.jsonl", "*.jsonl"], "inputs[1].path: a.jsonl is the same file as a.jsonl of inputs[0]"),
         (["links"], "links/two.jsonl is the same file as links/one.jsonl"),
         (["notes.md"], "the name notes.md does not tell its format"),
-        (["data.jsonl.zip"], ".zip files cannot be read; use .gz .zst .zstd .bz2"),
+        (["data.jsonl.zip"], ".zip files cannot be read; compress with .gz .zst .zstd .bz2"),
         (["table.parquet.gz"], "a compressed parquet file cannot be read"),
         (["broken.jsonl"], "No such file"),
         (["pipe.jsonl"], "is not a regular file"),

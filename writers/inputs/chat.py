@@ -2,20 +2,20 @@
 
     messages -> the tokenizer's chat template -> text and marks -> (stage `tokenize`) ids and their loss mask
 
-A document of a conversation has *marks* (MARK): for each part of its text how many bytes it has, whether it
-is a special token that the template wrote, and whether its tokens are trained on. Specials become their one
-id. What a user wrote never does: text that spells a special token stays text, because it is told apart while
-the template runs (a noncharacter inside of it, taken out afterwards).
+The document of a conversation has *marks* (MARK), one for each part of its text: the length of the part in
+bytes, whether it is a special token that the template wrote, and whether its tokens are trained on. A special
+token becomes its one id. Text of a message never does, even if it spells a special token: a noncharacter is
+inserted into such text before the template runs and removed afterwards.
 
-What is trained on comes from `{% generation %}` blocks where the template has them, as in transformers.
-Without them it is proved by rendering: a template is *prefix-stable* for a conversation if the text of its
-first k messages, and that with the prompt of the next answer, are beginnings of the whole; then an answer is
-what the whole has between the two. If they are not, because the template rewrites earlier turns, the record
-is refused: training on all or none of it would be a guess. Nothing is trained on beyond the token that ends
-the answer.
+The parts to train on come from `{% generation %}` blocks if the template has them, as in transformers.
+Without them, they are proved by rendering: a template is *prefix-stable* for a conversation if the text of
+its first k messages, both with and without the prompt of the next answer, is a prefix of the whole text. Then
+an answer begins where the prefix that ends with its prompt ends, and it ends where the prefix that includes
+its message ends. If the template rewrites earlier turns, the record is refused: training on all or none of it
+would be a guess. Nothing is trained on after the token that ends the answer.
 
-The environment is that of transformers: Jinja2 sandboxed, with its options, `raise_exception` and `tojson`.
-`strftime_now` is refused, since the same build on another day would have other bytes.
+Templates run in the environment of transformers: Jinja2's sandbox with the same options, `raise_exception`
+and `tojson`. `strftime_now` is refused, because a build on another day would produce other bytes.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 
 MARK = np.dtype([("bytes", "<u4"), ("flags", "u1")])
-SPECIAL, TRAINED = 1, 2
+SPECIAL, TRAINED = 1, 2  # bits of the field "flags" of MARK
 
-_OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: no text should have them
+_OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters; a message that has one is refused
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatError(Exception):
-    """A record that cannot be rendered, or whose mask cannot be proved; `reason` is for the quarantine."""
+    """A record cannot be rendered, or its loss mask cannot be proved; `reason` is its quarantine reason."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -63,10 +63,10 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template and the special tokens of its tokenizer; plain data, an argument of tasks.
+    """A chat template and the special tokens of its tokenizer; plain data that can be passed to tasks.
 
-    `tokens` are what the template may name, such as bos_token; `eos` and `bos` are those of the recipe, and
-    so are `variables`, the template's own (chat_template_kwargs).
+    `tokens` are the tokens that the template may use by name, such as bos_token. `eos`, `bos` and `variables`
+    (the template's own variables, chat_template_kwargs) come from the recipe.
     """
 
     template: str
@@ -78,19 +78,19 @@ class ChatFormat:
 
     @property
     def content(self) -> str:
-        """Digest of all that decides what a conversation becomes."""
+        """The digest of everything that decides how a conversation is rendered."""
         facts = [self.template, self.specials, dict(self.tokens), self.eos, self.bos, dict(self.variables)]
         return digest_of(facts)
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return the format of the tokenizer; None without conversations, RecipeError if it has none."""
+        """Return the chat format, or None without conversations; raise RecipeError without a template."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
         if path.suffix != ".json":
-            raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json; {path} is none")
+            raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json, but {path} is not one")
         try:
             special = special_tokens(tokenizer_config(path, path.read_bytes()))
         except OSError as error:
@@ -104,7 +104,7 @@ class ChatFormat:
 
 
 def compile_template(source: str) -> None:
-    """Raise RecipeError unless it is a chat template; MissingExtraError without Jinja2."""
+    """Raise RecipeError unless `source` compiles as a chat template, or MissingExtraError without Jinja2."""
     try:
         from shardkit.writers.inputs.chat_template import ChatTemplate
     except ModuleNotFoundError as error:
@@ -113,22 +113,22 @@ def compile_template(source: str) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json says, nothing if there is none; RecipeError if it is damaged."""
+    """Return the content of tokenizer_config.json, {} if it is missing; raise RecipeError if damaged."""
     try:
         found = load_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RecipeError(f"tokenizer.path: {path}, beside it, cannot be read: {error}") from error
+        raise RecipeError(f"tokenizer.path: {path}, in the same folder, cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise RecipeError(f"tokenizer.path: {path}, beside it, is no JSON object")
+        raise RecipeError(f"tokenizer.path: {path}, in the same folder, is not a JSON object")
     return found
 
 
 def _content(token: object, name: str, path: Path) -> str:
     text = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(text, str):
-        raise RecipeError(f"tokenizer.path: {path}, beside it: {name} is no text: {str(text)[:80]}")
+        raise RecipeError(f"tokenizer.path: {path}, in the same folder: {name} is not text: {str(text)[:80]}")
     return text
 
 
@@ -143,30 +143,30 @@ def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
             raise RecipeError(f"tokenizer.chat_template: {file} cannot be read as UTF-8: {error}") from error
     if named is not None:
         raise RecipeError(
-            f"tokenizer.chat_template: {file} is no file of at most {_MAX_TEMPLATE_BYTES:,} bytes"
+            f"tokenizer.chat_template: {file} is not a file, or is larger than {_MAX_TEMPLATE_BYTES:,} bytes"
         )
     found = facts.get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several templates, each with a name
         named_so = (one for one in found if isinstance(one, Mapping) and one.get("name") == "default")
         found = next((one.get("template") for one in named_so), None)
     if not isinstance(found, str):
         raise RecipeError(
-            f"tokenizer.chat_template: neither {file} is there, nor chat_template in tokenizer_config.json; "
-            f"name a file with the Jinja template"
+            f"tokenizer.chat_template: there is no file {file}, and no chat_template in "
+            f"tokenizer_config.json; set tokenizer.chat_template to a file with the Jinja template"
         )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A document's text, and the bytes of its marks (MARK)."""
+    """A document's text and its marks, the bytes of an array of dtype MARK."""
 
     text: str
     marks: bytes
 
     @property
     def trained_bytes(self) -> int:
-        """UTF-8 bytes of the parts that are trained on."""
+        """The total UTF-8 length of the parts that are trained on, in bytes."""
         marks = np.frombuffer(self.marks, MARK)
         return int(marks["bytes"][marks["flags"] & TRAINED != 0].sum())
 
@@ -179,16 +179,17 @@ def render_chat(
     *,
     train_on: str = "assistant",
 ) -> Rendered:
-    """The text of a conversation with its marks; ChatError if it cannot be rendered, or its mask not proved.
+    """Render a conversation to its text and marks.
 
-    `variables` are the template's that the record gives, before those of the recipe.
-    `train_on`: "assistant" (all answers), "last_assistant" or "all". RecipeError for a template that cannot
-    be compiled, or takes minutes for one record.
+    `variables` are the template variables of the record, which override those of the recipe. `train_on` is
+    "assistant" (all answers), "last_assistant" or "all". Raises ChatError if the conversation cannot be
+    rendered or its mask cannot be proved, and RecipeError if the template cannot be compiled or takes minutes
+    for one record.
     """
     if not isinstance(messages, list) or not messages:
-        raise ChatError("bad_messages", "a conversation is a list of messages, and this is none")
+        raise ChatError("bad_messages", "the conversation is not a list with at least one message")
     if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
-        raise ChatError("bad_messages", "each message is an object with a role")
+        raise ChatError("bad_messages", "a message is not an object with a role")
     pattern = _pattern(chat.specials)
     messages = _escaped(messages, pattern)
     given = {"documents": None, **chat.tokens, **chat.variables, **_variables(_escaped(variables, pattern))}
@@ -206,7 +207,7 @@ def render_chat(
 
 
 def pair_of(prompt: str, completion: str) -> Rendered:
-    """A prompt and its completion, which alone is trained on."""
+    """Return the document of a prompt and its completion; only the completion is trained on."""
     marks = np.zeros(2, MARK)
     marks["bytes"] = [len(prompt.encode()), len(completion.encode())]
     marks["flags"] = [0, TRAINED]
@@ -214,16 +215,16 @@ def pair_of(prompt: str, completion: str) -> Rendered:
 
 
 def _pattern(specials: Sequence[str]) -> re.Pattern[str]:
-    """Finds special tokens, longer ones first."""
+    """Compile an expression that finds special tokens, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
 
 
 def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
-    """The same with a noncharacter in every text that spells a special token."""
+    """Return the value with a noncharacter inserted wherever a text in it spells a special token."""
     match value:
         case str():
             if not _MARKERS.isdisjoint(value):
-                raise ChatError("bad_messages", "a text has a noncharacter (U+FDD0 to U+FDD2)")
+                raise ChatError("bad_messages", "a text contains a noncharacter (U+FDD0 to U+FDD2)")
             return pattern.sub(lambda found: f"{found[0][0]}{_INSIDE}{found[0][1:]}", value)
         case list() | tuple():
             return [_escaped(one, pattern) for one in value]
@@ -233,7 +234,7 @@ def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def _prefixes(chat: ChatFormat, messages: list[Any], variables: Mapping[str, Any]) -> Prefixes:
-    """The conversation rendered by its template, with steps for as much as the record holds."""
+    """Render the conversation with a limit of steps that grows with the size of the record."""
     from shardkit.writers.inputs.chat_prefixes import Prefixes
     from shardkit.writers.inputs.chat_template import date_of
     from shardkit.writers.inputs.chat_work import Work
@@ -246,7 +247,7 @@ def _prefixes(chat: ChatFormat, messages: list[Any], variables: Mapping[str, Any
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn what a template raises, which is anything, into the ChatError of the record."""
+    """Turn any exception of a template into a ChatError for the record; a context manager."""
     from jinja2 import TemplateError
 
     from shardkit.writers.inputs.chat_work import TemplateLimitError
@@ -259,22 +260,22 @@ def _refusals() -> Iterator[None]:
         raise ChatError("template_limit", str(error)) from error
     except Exception as error:
         what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise ChatError("bad_messages", f"the chat template refuses it: {what}") from error
+        raise ChatError("bad_messages", f"the chat template refuses the conversation: {what}") from error
 
 
 def _variables(given: Any) -> dict[str, Any]:
-    """The template's variables that a record has; ChatError if they are none."""
+    """Return the template variables of a record, {} for None; raise ChatError if they are unusable."""
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise ChatError("bad_messages", "chat_template_kwargs is no object with the template's variables")
+        raise ChatError("bad_messages", "chat_template_kwargs is not an object of template variables")
     if problem := misused_variables(given):
         raise ChatError("bad_messages", f"chat_template_kwargs: {problem}")
     return given
 
 
 def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
-    """(the text without markers, the spans that lie in generation blocks)."""
+    """Return the text without markers, and the (begin, end) spans of its generation blocks."""
     spans: list[tuple[int, int]] = []
     parts, at, length, begin = [], 0, 0, 0
     for found in re.finditer(f"[{_OPEN}{_CLOSE}]", whole):
@@ -291,26 +292,25 @@ def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
 def _answers(
     prefixes: Prefixes, messages: Sequence[Any], pattern: re.Pattern[str], *, only_last: bool
 ) -> list[tuple[int, int]]:
-    """The spans of the assistant's messages, each up to the token that ends it; ChatError if unproved."""
+    """Return the spans of the assistant's messages with their end tokens; raise ChatError if unproved."""
     text, spans = prefixes.text, []
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     closing = [found for found in pattern.finditer(text) if found.end() == len(text)]
-    tail = (
-        closing[0][0] if closing else ""
-    )  # such as Phi-3's end of text, which is behind the last message only
+    # Some templates write a token after the last message only, such as Phi-3's end of text.
+    tail = closing[0][0] if closing else ""
     for number in numbers[-1:] if only_last else numbers:
         start = prefixes.length_of(number, prompt=True) if number else 0
         stop = prefixes.length_of(number + 1, prompt=False, tail=tail)
         if stop is None or start is None or start > stop:
             problem = (
-                f"writes message {number} in another way once others follow"
+                f"writes message {number} differently when other messages follow it"
                 if stop is None
-                else f"does not begin message {number} with the prompt it writes for it"
+                else f"does not begin message {number} with the generation prompt"
             )
             raise ChatError(
                 "unproved_mask",
-                f"the chat template {problem}, and has no generation blocks, so what to train on is not "
-                f"known; add the blocks (TRL has such templates of many models), or set train_on: "
+                f"the chat template {problem}, and has no generation blocks, so the text to train on is "
+                f"unknown; add the blocks (TRL has such templates for many models), or set train_on: "
                 f"last_assistant (needs no proof of earlier answers) or all",
             )
         ends = [found.end() for found in pattern.finditer(text, start, stop)]
@@ -323,7 +323,7 @@ def _answers(
 def _marked(
     chat: ChatFormat, text: str, spans: Sequence[tuple[int, int]], pattern: re.Pattern[str]
 ) -> Rendered:
-    """The parts of the text; the recipe's bos at its beginning and eos at its end go, as they are added."""
+    """Divide the text into marked parts, without the recipe's bos and eos, which are added later."""
     start, stop = 0, len(text.rstrip()) if text.rstrip().endswith(chat.eos) else len(text)
     if chat.bos is not None and text.startswith(chat.bos):
         start = len(chat.bos)
@@ -332,7 +332,7 @@ def _marked(
     parts: list[tuple[str, int]] = []
     cuts = sorted({edge for span in spans for edge in span})
     begins = sorted(begin for begin, _ in spans)
-    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # of the spans that begin up to each
+    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # largest end of the spans so far
 
     def trained(a: int, b: int) -> int:
         number = bisect_right(begins, a) - 1
@@ -349,7 +349,7 @@ def _marked(
             if found[0] == chat.eos:
                 raise ChatError(
                     "eos_inside",
-                    f"the chat template writes {chat.eos} inside of a conversation, where it would end the "
+                    f"the chat template writes {chat.eos} inside a conversation, where it would end the "
                     f"document; set tokenizer.eos to another special token",
                 )
             parts.append((found[0], SPECIAL | trained(*found.span())))
@@ -361,19 +361,19 @@ def _marked(
 
 
 def parts_of(text: str, marks: bytes) -> list[tuple[str, int]]:
-    """(text, flags) of each part of a document; one plain part that is trained on without marks."""
+    """Return (text, flags) for each part of a document; without marks, one part that is trained on."""
     if not marks:
         return [(text, TRAINED)]
     data, at, parts = text.encode(), 0, []
     for size, flags in np.frombuffer(marks, MARK).tolist():
         parts.append((data[at : at + size].decode(), flags))
         at += size
-    assert at == len(data), "marks of another text"
+    assert at == len(data), "the marks belong to another text"
     return parts
 
 
 def without_nulls(value: Any) -> Any:
-    """The same without keys whose value is null: tables have every key in every message."""
+    """Return the value without null fields, because in a table every message has every key."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -381,21 +381,21 @@ def without_nulls(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Masking:
-    """How records become documents with marks, in a build that has any; plain data, an argument of tasks."""
+    """Renders records as documents with marks, in a build with a loss mask; plain data to pass to tasks."""
 
     chat: ChatFormat | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> Masking | None:
-        """Return the masking of a recipe; None without a loss mask, RecipeError without a chat template."""
+        """Return a recipe's masking, None without a loss mask; raise RecipeError without a chat template."""
         return cls(ChatFormat.of(recipe)) if recipe.is_masked else None
 
     def of_input(self, config: InputConfig) -> Masking:
-        """Return what the documents of an input need: the template only if it has conversations."""
+        """Return the masking for one input: without the chat template if it has no conversations."""
         return self if config.messages is not None else Masking()
 
     def render(self, config: InputConfig, fields: Mapping[str, Any]) -> Rendered:
-        """The document in a record's fields; ChatError."""
+        """Render the document of a record; raise ChatError if the record cannot be rendered."""
         if config.messages is not None:
             assert self.chat is not None
             messages, tools = field_at(fields, config.messages), field_at(fields, config.tools)

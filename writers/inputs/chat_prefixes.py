@@ -1,23 +1,23 @@
-"""The texts of all beginnings of a conversation, in time linear in its length.
+"""The texts of all prefixes of a conversation, in time linear in its length.
 
 A mask is proved by rendering the first k messages for every answer (shardkit.writers.inputs.chat). Rendered
-one by one, n messages take n² steps. But a template is a program, and its run over the first k messages does
-what its run over all does, up to the first read whose answer differs. So the whole is rendered once with
-messages that note what is read of them, and then a beginning is rendered by a run that skips those iterations
-of a loop over the messages that are known:
+one by one, n messages take n^2 steps. But a template is a program, and its run over the first k messages does
+the same as its run over all messages, up to the first read that returns something else. So all messages are
+rendered once, in the *whole run*, with a list that notes which messages are read. A prefix is then rendered
+by a run that skips those iterations of a loop over the messages that would repeat the whole run:
 
     whole:   prolog  [0] [1] [2] [3] [4] ... [n-1]  epilog
     first 4: prolog  (text of [0] to [2] of the whole)  [3]  epilog
 
-At the start of each iteration, the run of the whole keeps the length of its text and the attributes of every
-`namespace()`, which are all that an iteration of a template leaves to the next one. A run of k messages may
-skip to iteration j if nothing that it has read before the loop has another answer than in the whole (such as
-`messages | length`), and no iteration before j has read beyond message k. After such a loop the namespaces
-must be those of the whole, or nothing is skipped any more. What cannot be skipped is rendered, so the texts
-are right in any case, and only the time differs: templates that look through all messages from the end, or
-count them, take n² steps, which are counted (`Work`).
+At the start of each iteration, the whole run keeps the length of its text and the attributes of every
+`namespace()`: an iteration of a template passes nothing else to the next one. A run over k messages may skip
+to iteration j if every read before the loop returned the same as in the whole run (`messages | length` does
+not), and no iteration before j has read a message from number k on. After such a loop the namespaces must
+equal those of the whole run; if not, nothing more is skipped. Iterations that cannot be skipped are rendered,
+so the texts are right in any case and only the time differs: templates that search all messages from the end,
+or count them, take n^2 steps, which are counted (`Work`).
 
-Loops are followed that are not inside of another one, of a macro or a block, and have no `else` or `break`.
+A loop is followed if it is not inside another loop, a macro or a block, and has no `else` or `break`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from shardkit.errors import RecipeError
 from shardkit.writers.inputs.chat_template import ChatTemplate
 from shardkit.writers.inputs.chat_work import TemplateLimitError, Work, namespace_values
 
-_FOLLOW = " follow"  # the name of a filter that no template can spell
-_LOOP = "_loop_"  # what `loop` is called in a loop that is followed
-_ALL = 1 << 62  # the "message" that is read by whoever asks how many there are
-# Filters whose results remember how far they were read; kept in a variable, they would be a hidden state.
+_FOLLOW = " follow"  # name of the filter that follows loops; no template can use it because of the space
+_LOOP = "_loop_"  # replaces the name `loop` in a loop that is followed
+_ALL = 1 << 62  # noted as the message number when a read depends on how many messages there are
+# Filters with lazy results, which remember how far they were read. In a variable, that would be hidden state.
 _LAZY = frozenset((
     "batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique",
 ))  # fmt: skip
-_State = list[dict[str, Any]] | None  # of each namespace; None if it has what cannot be compared
+_State = list[dict[str, Any]] | None  # attributes of each namespace; None if some cannot be compared
 
 
 class Messages(Sequence[Any]):
-    """The messages of a run from the `first` on, as a template sees them; tells the run what is read."""
+    """A run's messages from number `first` on, as the template sees them; notes in the run what is read."""
 
-    __hash__ = None  # type: ignore[assignment]  # as of lists
+    __hash__ = None  # type: ignore[assignment]  # unhashable, as lists are
 
     def __init__(self, run: _Run, first: int = 0) -> None:
         self._run, self._first = run, first
@@ -79,7 +79,7 @@ class Messages(Sequence[Any]):
         return self._reading_from(self._first)
 
     def _reading_from(self, first: int) -> Iterator[Any]:
-        """Yield messages by their numbers in the conversation, each noted when it is asked for."""
+        """Yield the messages from number `first` on; note each one when it is read."""
         run, number = self._run, first
         while True:
             run.note(number)
@@ -89,7 +89,7 @@ class Messages(Sequence[Any]):
             number += 1
 
     def _plain(self) -> list[Any]:
-        """The same as a list of Python."""
+        """Return the messages as a plain list; note that all of them were read."""
         self._run.note(_ALL)
         return self._run.messages[self._first : self._run.stop]
 
@@ -106,12 +106,12 @@ class Messages(Sequence[Any]):
         return repr(self._plain())
 
     def copy(self) -> list[Any]:
-        """Return a list of the messages, as lists do."""
+        """Return the messages as a plain list, as `list.copy` does."""
         return self._plain()
 
 
 class _Loop(LoopContext):
-    """A template's `loop` over messages, which may begin in their midst."""
+    """A template's `loop` over messages; may begin after the first iterations."""
 
     def __init__(self, messages: Messages, run: _Run, skipped: int) -> None:
         super().__init__(messages, Undefined)
@@ -122,26 +122,26 @@ class _Loop(LoopContext):
             self._iterator = messages._reading_from(messages._first + skipped)
 
     def changed(self, *value: Any) -> bool:
-        """Ask Jinja2: the answer depends on all iterations before, so that none may be skipped."""
+        """Return whether the value changed; note that this depends on all earlier iterations."""
         self._run.note(_ALL)
         return super().changed(*value)
 
 
 @dataclass
 class _Site:
-    """What the run over all messages has seen at one loop; entries are of the starts of its iterations."""
+    """The notes of the whole run about one loop; each list has one entry per start of an iteration."""
 
-    first: int
-    lengths: list[int] = field(default_factory=list)
+    first: int  # number of the loop's first message
+    lengths: list[int] = field(default_factory=list)  # length of the text written so far
     states: list[_State] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)  # the highest message read by the iterations before
-    end: _State = None
+    reads: list[int] = field(default_factory=list)  # highest number of a message read by earlier iterations
+    end: _State = None  # state after the loop
 
 
 class _Run:
-    """One rendering of the first `stop` messages; `whole` is that of all, if it may skip what that has done.
+    """One rendering of the first `stop` messages; may skip iterations that are known from the `whole` run.
 
-    `parts` are what it wrote, and (begin, end) in the whole's text for what it skipped.
+    `parts` has the text that the run wrote and, for skipped iterations, (begin, end) in the whole run's text.
     """
 
     def __init__(self, messages: list[Any], stop: int, whole: _Run | None, work: Work) -> None:
@@ -151,12 +151,12 @@ class _Run:
         self.parts: list[str | tuple[int, int]] = []
         self.text = ""
         self._length = 0
-        self._differs = False  # whether something was read that has another answer in the whole
+        self._differs = False  # whether a read returned something else than in the whole run
         self._is_following = False
-        self._highest = -1  # message read in the loop that is followed
+        self._highest = -1  # highest number of a message read in the loop that is followed
 
     def write(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
-        """Render; raises whatever the template does."""
+        """Render the messages; raises any exception of the template."""
         for chunk in template.chunks(self._work, {"messages": Messages(self), **variables}):
             self.parts.append(chunk)
             self._length += len(chunk)
@@ -164,14 +164,14 @@ class _Run:
             self.text = "".join(part for part in self.parts if isinstance(part, str))
 
     def note(self, message: int) -> None:
-        """Take down that a message was read, or whether there is one."""
+        """Note that the template read a message, or tested whether it exists."""
         if self._is_following:
             self._highest = max(self._highest, message)
         elif message >= self.stop:
             self._differs = True
 
     def follow(self, messages: Any, site: int) -> Iterator[tuple[Any, Any]]:
-        """Yield what a loop gets: each item, and the `loop`."""
+        """Yield (item, `loop`) for each iteration of a template's loop, without the skipped ones."""
         if not isinstance(messages, Messages):
             yield from LoopContext(messages, Undefined)
             return
@@ -191,16 +191,15 @@ class _Run:
             yield pair
         self._is_following = False
         end = self._state(entry, None)
-        del self.namespaces[
-            entry:
-        ]  # out of reach, unless one outside has one of them, which is no plain state
+        # Namespaces made in the loop are out of reach now; an outer one that holds them has no plain state.
+        del self.namespaces[entry:]
         if self._whole is None:
             seen.end, self.sites[site] = end, seen
         elif known is None or end is None or known.end is None or not _same(end, known.end):
             self._differs = True
 
     def _skip(self, known: _Site) -> int:
-        """Go to the last iteration that is known, of those before this run's last one; returns its number."""
+        """Skip to the last iteration that is known, at most to this run's last one; return its number."""
         most = min(self.stop - known.first - 1, bisect_right(known.reads, self.stop - 1) - 1)
         if self._differs or most <= 0 or (state := known.states[most]) is None:
             return 0
@@ -212,7 +211,7 @@ class _Run:
         return most
 
     def _state(self, count: int, before: _State) -> _State:
-        """The attributes of the first namespaces; None if they have what a later run could not compare."""
+        """Return the attributes of the first `count` namespaces, or None if any of them is not plain data."""
         state = [dict(namespace_values(one)) for one in self.namespaces[:count]]
         for number, values in enumerate(state):
             old = before[number] if before is not None else {}
@@ -238,7 +237,7 @@ class _Run:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether a template cannot tell two plain values from each other."""
+    """Return whether a template cannot tell two plain values from each other."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -251,7 +250,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _Template:
-    """A compiled template whose loops over messages are followed where that is possible."""
+    """A compiled template that hands its loops to the current run, where they can be followed."""
 
     def __init__(self, source: str) -> None:
         self.run: _Run | None = None
@@ -271,7 +270,7 @@ class _Template:
         return made
 
     def render(self, run: _Run, variables: Mapping[str, Any]) -> None:
-        """Write a run."""
+        """Render the messages of a run."""
         self.run = run
         run.write(self.compiled, variables)
 
@@ -301,7 +300,7 @@ def _is_simple(node: jinja2.nodes.For) -> bool:
 
 
 def _rename_loop(nodes: Sequence[Any]) -> None:
-    """Give `loop` its other name, except where it is that of a loop inside."""
+    """Rename the variable `loop`, except inside inner loops, which have their own."""
     for node in nodes:
         if isinstance(node, jinja2.nodes.Name) and node.name == "loop":
             node.name = _LOOP
@@ -310,7 +309,7 @@ def _rename_loop(nodes: Sequence[Any]) -> None:
 
 
 def _keeps_lazy(node: Any, *, is_read: bool = False) -> bool:
-    """Whether a lazy result may be kept in a variable: whether it goes elsewhere than to a filter or loop."""
+    """Return whether the template may keep a lazy result, rather than pass it to a filter or loop at once."""
     is_filter = isinstance(node, jinja2.nodes.Filter)
     if is_filter and node.name in _LAZY and not is_read:
         return True
@@ -327,14 +326,14 @@ def _keeps_lazy(node: Any, *, is_read: bool = False) -> bool:
 
 @lru_cache(maxsize=8)
 def _compiled(source: str, thread: int) -> _Template:
-    return _Template(source)  # which renders one conversation at a time, so each thread has its own
+    return _Template(source)  # one per thread, because a template renders one conversation at a time
 
 
 class Prefixes:
-    """The text of a conversation, and how the texts of its beginnings compare with it.
+    """The text of a conversation, and the lengths of those rendered prefixes with which it begins.
 
-    `variables` are for all renderings. Raises what a template may raise, which is anything, RecipeError for
-    one that cannot be compiled, and TemplateLimitError when the steps of `work` are spent.
+    `variables` are passed to every rendering. Raises any exception of the template, RecipeError if the
+    template cannot be compiled, and TemplateLimitError when the steps of `work` are used up.
     """
 
     def __init__(self, source: str, messages: list[Any], variables: Mapping[str, Any], work: Work) -> None:
@@ -345,14 +344,14 @@ class Prefixes:
         self._common: dict[bool, int] = {}
 
     def _render_list(self, stop: int, *, prompt: bool) -> str:
-        """Render a list of Python, as transformers does."""
+        """Render the first `stop` messages as a plain list, as transformers does."""
         run = _Run([], 0, None, self._work)
         variables = {**self._variables, "add_generation_prompt": prompt}
         self._template.render(run, {**variables, "messages": self._messages[:stop]})
         return run.text
 
     def _whole(self, *, prompt: bool) -> _Run | None:
-        """The noted run over all messages; None if notes would change what the template does."""
+        """Return the run over all messages, or None if it fails, or a plain list gives another text."""
         if prompt not in self._wholes:
             run = _Run(self._messages, len(self._messages), None, self._work)
             made: _Run | None = run
@@ -360,7 +359,7 @@ class Prefixes:
                 self._template.render(run, {**self._variables, "add_generation_prompt": prompt})
             except (RecipeError, TemplateLimitError):
                 raise
-            except Exception:  # the template's own: what it says of all says nothing of beginnings
+            except Exception:  # an error for all messages says nothing about the prefixes
                 made = None
             if made is not None and not prompt and made.text != self.text:
                 made = None
@@ -369,9 +368,10 @@ class Prefixes:
         return self._wholes[prompt]
 
     def length_of(self, stop: int, *, prompt: bool, tail: str = "") -> int | None:
-        """How long the text of the first messages is; None if it is no beginning of the whole text.
+        """Return the length of the text of the first `stop` messages; None if it is not a prefix of `text`.
 
-        With `prompt` it has the prompt of the answer that follows. `tail` is left out where it ends so.
+        With `prompt`, that text ends with the prompt of the next answer. If it is not a prefix and ends with
+        `tail`, it is compared again without `tail`.
         """
         parts: list[str | tuple[int, int]]
         if self._whole(prompt=False) is None:
@@ -387,7 +387,7 @@ class Prefixes:
         return length
 
     def _extent(self, parts: Sequence[str | tuple[int, int]], other: str, common: int) -> int | None:
-        """How long the parts are; None if the whole text does not begin with them."""
+        """Return the total length of the parts, or None if `text` does not begin with them."""
         at = 0
         for part in parts:
             if isinstance(part, str):
@@ -395,7 +395,7 @@ class Prefixes:
                     return None
                 at += len(part)
             else:
-                begin, end = part
+                begin, end = part  # in `other`, whose first `common` characters are the same in `text`
                 if not (begin == at and end <= common) and not self.text.startswith(other[begin:end], at):
                     return None
                 at += end - begin
@@ -403,7 +403,7 @@ class Prefixes:
 
 
 def _without(parts: Sequence[str | tuple[int, int]], tail: str) -> list[str | tuple[int, int]] | None:
-    """The parts without a text at their end; None if it is not there."""
+    """Return the parts without the text `tail` at their end, or None if they do not end with it."""
     rest, last = list(parts), ""
     while rest and isinstance(part := rest[-1], str) and len(last) < len(tail):
         last = part + last
@@ -412,7 +412,7 @@ def _without(parts: Sequence[str | tuple[int, int]], tail: str) -> list[str | tu
 
 
 def _common(a: str, b: str) -> int:
-    """The length of the beginning that two texts share."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

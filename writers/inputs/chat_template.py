@@ -1,15 +1,16 @@
 """Run a chat template: Jinja2's sandbox, with limits on the work that one record may cause.
 
-Templates come with models that were downloaded, and what they render comes from raw inputs, so neither is
-trusted to end. The sandbox keeps a template from the machine, but not from `9**9**7`, nested loops, or
-strings that double. Here a template spends *steps* of a `Work`: for a loop's iterations, calls, attributes,
-filters, and for the sizes of values, which are limited before they are made. Steps are counted, so a record
-that is refused is refused on every machine. Time is not, so it never decides about a record: a rendering that
-takes ten minutes although it has steps left stops the build.
+Templates come with downloaded models and render raw inputs, so neither is trusted to let a rendering end. The
+sandbox keeps a template away from the machine, but allows `9**9**7`, nested loops, and strings that double.
+Here a template takes *steps* from a `Work`: for the iterations of loops, calls, attributes, filters, and the
+sizes of values, which are checked before the values are made. The number of steps is the same on every
+machine, so a record is refused on all of them or on none. Time differs between machines, so it never decides
+about a record: a rendering that takes ten minutes although it has steps left stops the build.
 
-The environment is that of transformers, with its options, `raise_exception` and `tojson`. Missing are what
-differs from run to run (`random`, `lipsum`), and filters for HTML that need time quadratic in a text
-(`striptags`, `urlize`). `strftime_now` gives the date of the variable of that name, and is refused without.
+The environment is the one of transformers, with the same options, `raise_exception` and `tojson`. It lacks
+functions whose results differ from run to run (`random`, `lipsum`), and filters for HTML whose time is
+quadratic in the length of a text (`striptags`, `urlize`). `strftime_now` formats the date in the template
+variable of that name, and fails without it.
 
 Import this module only where templates are rendered: it needs the extra `chat`.
 """
@@ -40,39 +41,40 @@ from shardkit.writers.inputs.chat_work import (
 )
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Noncharacters that enclose what `{% generation %}` blocks write."""
+"""Noncharacters that enclose the text of `{% generation %}` blocks."""
 
-_LOOKED_AT_PER_STEP_BITS = 3  # to look at 8 characters one by one takes a step
-_MOST_DEPTH = (
-    64  # of macros that call macros: far below Python's limit, which counts the caller's frames, too
-)
+_LOOKED_AT_PER_STEP_BITS = 3  # log2 of the characters examined per step, one by one
+# Depth of macros that call macros: far below Python's recursion limit, which counts the caller's frames, too.
+_MOST_DEPTH = 64
 _MOST_INDENT = 64
-_LONG_TEXT = 1 << 10  # of the template itself: counted each time it is written, as values are
+_LONG_TEXT = 1 << 10  # minimum length of literal text that takes steps when it is written
 
-# Names of filters that no template can spell.
+# Names of our own filters; the space keeps templates from using them.
 EACH, _CONCAT, _LITERAL, _WEIGH = " each", " concat", " literal", " weigh"
 
 _MISSING = ("random", "striptags", "urlize")
-# Filters that take containers without writing them out as text.
+# Filters that do not convert a container to text.
 _ITEMWISE = frozenset((
     "attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "join", "last",
     "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
     "sort",
     "sum", "unique",
 ))  # fmt: skip
+# Filters that take constant time.
 _AT_ONCE = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
 _COMPARING = frozenset((
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan",
     "lower", "lt", "ne", "upper",
 ))  # fmt: skip
-_MOST_BITS = 1 << 16  # of an integer: Python shows no longer ones, and divides in quadratic time
+_MOST_BITS = 1 << 16  # maximum size of an integer: dividing larger ones takes Python too long
 _LONG_NUMBER = re.compile(r"\d{4,}|\*")
 
 
 class ChatTemplate:
-    """A compiled template; RecipeError if it cannot be compiled. Renders one conversation at a time.
+    """A compiled template, which renders one conversation at a time.
 
-    `rewrite` may change the syntax tree before it is compiled; `hooks` are its filters.
+    `rewrite` may change the syntax tree before it is compiled, and `hooks` are the filters that it inserts.
+    Raises RecipeError if the template cannot be compiled.
     """
 
     def __init__(
@@ -91,27 +93,27 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(f"tokenizer.chat_template: line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
-            raise RecipeError("tokenizer.chat_template: it is nested too deeply to be compiled") from error
-        except Exception as error:  # whatever Python's compiler says of what Jinja2 has written
-            raise RecipeError(f"tokenizer.chat_template: it cannot be compiled: {error}") from error
+            raise RecipeError("tokenizer.chat_template: the template is nested too deeply") from error
+        except Exception as error:  # Python's compiler may fail in any way on the code that Jinja2 generates
+            raise RecipeError(f"tokenizer.chat_template: the template cannot be compiled: {error}") from error
 
     def chunks(self, work: Work, variables: Mapping[str, Any]) -> Iterator[str]:
-        """Render; yields text as it is written. Raises whatever the template does."""
+        """Render with `variables` and yield the text piece by piece; raises any exception of the template."""
         self.environment.work, self.environment.depth = work, 0
         written = 0
         for chunk in self._template.generate(variables):
             work.spend(1 + (len(chunk) >> CHARACTERS_PER_STEP_BITS))
             if (written := written + len(chunk)) > work.largest:
                 raise TemplateLimitError(
-                    f"the chat template writes more than {work.largest:,} characters for it"
+                    f"the chat template writes more than {work.largest:,} characters for the record"
                 )
             yield chunk
 
 
 class _Counted(NodeTransformer):
-    """Makes loops, `~` and literals of containers spend steps."""
+    """Adds filters that take steps to loops, `~`, comparisons, long texts and literals of containers."""
 
-    def visit_For(self, node: Any) -> Any:  # noqa: N802  # as jinja2 names it
+    def visit_For(self, node: Any) -> Any:  # noqa: N802  # the name that jinja2 prescribes
         self.generic_visit(node)
         node.iter = _filtered(node.iter, EACH)
         return node
@@ -157,9 +159,9 @@ def _filtered(node: Any, name: str, *arguments: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: what a template says is generated."""
+    """The block `{% generation %}...{% endgeneration %}`, which encloses text that a model generates."""
 
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012  # a plain set, as in the base class of jinja2
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -171,12 +173,12 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox as transformers sets it up, where all work is counted."""
+    """Jinja2's sandbox as transformers configures it, with all work counted in steps."""
 
     intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self) -> None:
-        # Without the optimizer: it computes constants, such as a filter of one, while a template is compiled.
+        # No optimizer: it would apply filters to constants while the template is compiled, without limits.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -199,7 +201,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": _no_date}
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, a method or a macro of the template."""
+        """Call a function, a method or a macro for the template; overrides the sandbox to take steps."""
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         self.work.spend(1)
         if isinstance(owner, str | bytes | int):
@@ -208,7 +210,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.work.make(size_of([*args, kwargs], self.work))
         if self.depth == _MOST_DEPTH:
             raise TemplateLimitError(
-                f"macros of the chat template call each other more than {_MOST_DEPTH} deep"
+                f"macro calls of the chat template are nested more than {_MOST_DEPTH} deep"
             )
         self.depth += 1
         try:
@@ -217,7 +219,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.depth -= 1
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute with an operator whose result may be larger than what it is made of."""
+        """Take steps for the result of an operator, which may be larger than its operands, then apply it."""
         work = self.work
         if isinstance(left, int) and isinstance(right, int):
             _check_bits(operator, left, right)
@@ -233,7 +235,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """The sandbox's `str.format`, of which each width is a number of characters."""
+        """Wrap `str.format` as the sandbox does, and take steps for the widths in the format first."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -244,7 +246,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 given = [*chain.from_iterable(one.values() for one in args if isinstance(one, Mapping))]
             has_widths = re.search(r":[^{}]*\{", value.__self__)
             if has_widths and not all(isinstance(one, str | int | float) for one in given):
-                raise TemplateLimitError("the chat template takes widths of `format` from objects")
+                raise TemplateLimitError("the chat template takes a width for `format` from an object")
             self._format_with(value.__self__, given if has_widths else ())
             self.work.make(size_of([*args, kwargs], self.work))
             return str(wrapped(*args, **kwargs))
@@ -252,16 +254,16 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return run
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may have an attribute: not those that make texts of any length from tables."""
+        """Return whether a template may read an attribute; `translate` and `from_bytes` are unsafe, too."""
         self.work.spend(1)
-        if isinstance(obj, Namespace):  # which has nothing of its own
+        if isinstance(obj, Namespace):  # all its attributes without "_" were set by the template
             return not attr.startswith("_")
         if (isinstance(obj, str | bytes) and attr == "translate") or attr == "from_bytes":
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def _format_with(self, text: str | bytes, arguments: Any) -> None:
-        """Spend what the widths in a format may ask for, those among its arguments included."""
+        """Take steps for all widths in a format and among its arguments."""
         shown = text.decode("latin-1") if isinstance(text, bytes) else text
         found = _LONG_NUMBER.findall(shown)
         self.work.make(len(shown) + sum(int(one[:20]) for one in found if one != "*"))
@@ -272,7 +274,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _method(
         self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Spend what a method of a text or number makes; returns its arguments."""
+        """Take steps for the result of a method of a text or number; return the arguments to call it with."""
         work, numbers = self.work, [one for one in (*args, *kwargs.values()) if isinstance(one, int)]
         length = 1 if isinstance(owner, int) else len(owner)
         work.make(length)
@@ -290,8 +292,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return args
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that spends what it is given and what it makes."""
-        at = int(hasattr(function, "jinja_pass_arg"))  # of the value among the arguments
+        """Return a filter that also takes steps for its input and its result."""
+        at = int(hasattr(function, "jinja_pass_arg"))  # position of the value among the arguments
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -322,7 +324,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     self._format_with(str(value), rest)
                     work.make(size_of(rest, work))
                 case "sum" if any(isinstance(one, list | tuple) for one in rest):
-                    raise TemplateLimitError("the chat template adds lists with the filter `sum`")
+                    raise TemplateLimitError(
+                        "the chat template adds lists with the filter `sum`, in quadratic time"
+                    )
             made = function(*args, **kwargs)
             if isinstance(made, list | str):
                 work.make(len(made))
@@ -331,9 +335,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return run
 
     @jinja2.pass_context
-    def _shown(
-        self, _context: Any, value: Any
-    ) -> Any:  # with a context, so that no constant is computed early
+    def _shown(self, _context: Any, value: Any) -> Any:
+        # Without the context, Jinja2 would call this for constants at compile time, where no limit applies.
         self.work.make(size_of(value, self.work))
         return value
 
@@ -347,7 +350,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def _weigh(self, value: Any) -> Any:
-        """Spend what comparing or searching a value may take; a dict is searched at once."""
+        """Take steps for comparing or searching a value (none for a dict); return the value."""
         if isinstance(value, str | bytes):
             self.work.spend(len(value) >> CHARACTERS_PER_STEP_BITS)
         elif isinstance(value, list | tuple):
@@ -371,7 +374,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if indent is not None and not (isinstance(indent, int) and indent <= _MOST_INDENT):
             raise TemplateLimitError(f"the chat template indents JSON by more than {_MOST_INDENT} spaces")
         if separators is not None and sum(map(len, separators)) > _MOST_INDENT:
-            raise TemplateLimitError("the chat template separates JSON by long texts")
+            raise TemplateLimitError("the chat template passes separators to `tojson` that are too long")
         made = json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -385,7 +388,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _check_bits(operator: str, left: int, right: int) -> None:
-    """Raise TemplateLimitError if an operator may make an integer that is too long."""
+    """Raise TemplateLimitError if the result of an operator may be an integer of too many bits."""
     sizes = left.bit_length(), right.bit_length()
     made = max(sizes) + 1
     if operator == "*":
@@ -397,10 +400,10 @@ def _check_bits(operator: str, left: int, right: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a sequence, such as a list of messages, as a list for JSON; TypeError for other values."""
+    """Return a sequence, such as `Messages`, as a list for JSON; raise TypeError for other values."""
     if isinstance(value, Sequence):
         return list(value)
-    raise TypeError(f"an object of type {type(value).__name__} is no JSON")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
 
 
 def _refuse(message: str) -> None:
@@ -409,19 +412,21 @@ def _refuse(message: str) -> None:
 
 def _no_date(_: str) -> None:
     raise jinja2.TemplateError(
-        "it asks for today's date, with which a build could not be repeated; give one, such as "
+        "the template uses today's date, with which a build could not be repeated; set a date, such as "
         'tokenizer.chat_template_kwargs: {strftime_now: "2026-01-31"}, or the variable that the template '
         "reads (Llama 3: date_string)"
     )
 
 
 def date_of(day: object) -> Callable[[str], str]:
-    """Return a `strftime_now` for which it is always this day (ISO 8601); ValueError if it is none."""
+    """Return a `strftime_now` that always formats `day`; raise ValueError if it is not an ISO 8601 date."""
     moment = datetime.fromisoformat(str(day))
 
     def formatted(form: str) -> str:
         if _LONG_NUMBER.search(form):
-            raise TemplateLimitError("the chat template asks for a date of more than 999 characters")
+            raise TemplateLimitError(
+                "the chat template formats a date with a width of more than 999 characters"
+            )
         return moment.strftime(form)
 
     return formatted

@@ -1,6 +1,6 @@
-"""What rendering a record by a chat template may cost: steps, and sizes of values, counted as it goes.
+"""Limits on the work of rendering one record by a chat template: a number of steps, and the sizes of values.
 
-See shardkit.writers.inputs.chat_template, which spends them.
+shardkit.writers.inputs.chat_template counts the steps while a template runs.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from jinja2.utils import Namespace
 
 from shardkit.errors import RecipeError
 
-# A step takes 0.2 to 2 microseconds. A usual template takes 50 to 150 for a message, in five renderings, and
-# a message takes 30 characters at least: so the first steps are for templates whose work is not linear.
+# A step takes 0.2 to 2 microseconds. A typical template takes 50 to 150 steps per message, in five
+# renderings, and a message has at least 30 characters: so _FIRST_STEPS are for templates whose work is not
+# linear.
 _FIRST_STEPS, _STEPS_PER_CHARACTER, _MOST_STEPS = 4_000_000, 32, 64_000_000
 _FIRST_LARGEST, _LARGEST_PER_CHARACTER = 16 << 20, 4
-CHARACTERS_PER_STEP_BITS = 6  # to copy 64 characters takes less than a step
+CHARACTERS_PER_STEP_BITS = 6  # log2 of the characters copied per step: copying 64 takes less than a step
 _MOST_SECONDS = 600.0
-_CLOCK_EVERY = 1 << 12  # calls of Work
+_CLOCK_EVERY = 1 << 12  # calls of `Work.spend` per reading of the clock
 
 
 class TemplateLimitError(Exception):
-    """A template needs more steps than a record has, or asks for something without bounds."""
+    """A template exceeds the limit of steps for a record, or does something whose cost has no bound."""
 
 
 class Work:
-    """What a record whose values have so many characters may still cost: steps, and the size of a value.
+    """The remaining steps of one record, and the largest value it may make; both grow with `characters`.
 
-    `limit` are the steps that it began with, `largest` the characters or items of a value or the output.
+    `limit` is the number of steps at the start, `largest` the most characters or items of a value or the
+    output.
     """
 
     def __init__(self, characters: int, *, first: int = _FIRST_STEPS, seconds: float = _MOST_SECONDS) -> None:
@@ -39,7 +41,7 @@ class Work:
         self._calls = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps; TemplateLimitError without any left, RecipeError when the last resort is reached."""
+        """Take steps; raise TemplateLimitError if too few are left, or RecipeError after ten minutes."""
         self._left -= steps
         if self._left < 0:
             raise TemplateLimitError(
@@ -48,12 +50,13 @@ class Work:
         self._calls += 1
         if self._calls % _CLOCK_EVERY == 0 and time.monotonic() > self._deadline:
             raise RecipeError(
-                f"tokenizer.chat_template: one record has been rendered for {self._seconds:.0f} s, within "
-                f"its steps; the build stops, because dropping it would depend on this machine's speed"
+                f"tokenizer.chat_template: rendering one record has taken {self._seconds:.0f} s, within its "
+                f"limit of steps; the build stops, because dropping the record would depend on the speed of "
+                f"this machine"
             )
 
     def make(self, size: int) -> None:
-        """Take the steps for a value of so many characters or items; TemplateLimitError if too many."""
+        """Take the steps for a value of `size` characters or items; raise TemplateLimitError if too large."""
         if size > self.largest:
             raise TemplateLimitError(
                 f"the chat template makes a value of more than {self.largest:,} characters or items"
@@ -62,9 +65,10 @@ class Work:
 
 
 def size_of(value: object, work: Work) -> int:
-    """Characters and items of a value, those inside of containers included, as often as they are in it.
+    """Return the number of characters and items in a value, including its nested containers.
 
-    Spends a step for each item, so that it ends for containers that have themselves many times over.
+    An object that occurs twice counts twice. Takes one step per item, so it ends even if containers repeat
+    each other exponentially often.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -87,6 +91,6 @@ def size_of(value: object, work: Work) -> int:
 
 
 def namespace_values(namespace: Namespace) -> dict[str, Any]:
-    """The attributes of a `namespace()`, to read and to set."""
+    """Return the attributes of a Jinja2 `namespace()`; changes to the dict change the namespace."""
     values: dict[str, Any] = object.__getattribute__(namespace, "_Namespace__attrs")
     return values

@@ -1,4 +1,4 @@
-"""Where large files are cut into splits: at line ends, and between the row groups of Parquet."""
+"""Finds where large files are cut into splits: at line ends, and between the row groups of Parquet."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _CUTS_FORMAT = 1
 _READ_BYTES = 1 << 20
 
 
-_NEWLINE_BYTES = 1 << 16  # a line or a few
+_NEWLINE_BYTES = 1 << 16  # size of a read that looks for a newline: usually at least one line
 
 
-UNCOUNTED = -1  # `Split.first_record` that a stage has to find out
+UNCOUNTED = -1  # value of `Split.first_record` until tasks have counted the records (stages/record_counts.py)
 
 
 Cut = tuple[int, int, int, int]
-"""(start, end, first record, stored bytes) of a split."""
+"""Where one split is: (start, end, number of its first record, stored bytes); see `Split`."""
 
 
 class KeptCuts:
-    """The cuts of files that had to be read for them, as a work folder keeps them from start to start."""
+    """The cuts of files that had to be read to find them, kept in a work folder from start to start."""
 
     def __init__(self, data: bytes | None = None) -> None:
-        """`data` is what `to_bytes` gave; if it cannot be read, nothing is known."""
+        """Load the result of `to_bytes`; if `data` cannot be read, start without any cuts."""
         self._files: dict[str, list[Any]] = {}
         self.changed = False
         if data is not None:
@@ -46,25 +46,25 @@ class KeptCuts:
                 self._files = dict(found["files"]) if found["format"] == _CUTS_FORMAT else {}
 
     def get(self, file: InputFile, split_bytes: int) -> list[Cut] | None:
-        """The cuts of this version of a file, if they are known."""
+        """Return the cuts of this version of a file, or None if they are not known."""
         match self._files.get(file.path):
             case [file.bytes, file.version, int(size), list(cuts)] if size == split_bytes:
                 return [tuple(cut) for cut in cuts]
         return None
 
     def put(self, file: InputFile, split_bytes: int, cuts: Sequence[Cut]) -> None:
-        """Remember the cuts of a file."""
+        """Store the cuts of a file."""
         self._files[file.path] = [file.bytes, file.version, split_bytes, [list(cut) for cut in cuts]]
         self.changed = True
 
     def to_bytes(self) -> bytes:
-        """All of it, compressed."""
+        """Return all cuts as compressed JSON."""
         text = json.dumps({"format": _CUTS_FORMAT, "files": self._files}, sort_keys=True)
         return zstandard.ZstdCompressor(write_checksum=True).compress(text.encode())
 
 
 def read_cuts(file: InputFile, format: str, split_bytes: int) -> list[Cut]:
-    """Read the cuts of a file that takes reading for them."""
+    """Read a file to find its cuts."""
     if format != "parquet" and not _has_lines(file, format):
         return [(0, file.bytes, 0, file.bytes)]
     line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
@@ -72,7 +72,7 @@ def read_cuts(file: InputFile, format: str, split_bytes: int) -> list[Cut]:
 
 
 def _has_lines(input: InputFile, format: str) -> bool:
-    """Whether the first bytes are of plain UTF-8 with a record a line, as the name says."""
+    """Return whether the file begins as plain UTF-8 with one record per line, as its format requires."""
     try:
         with open_input(input) as file:
             return look(file.read(HEAD_BYTES)).has_lines(format)
@@ -81,12 +81,15 @@ def _has_lines(input: InputFile, format: str) -> bool:
 
 
 def unreadable_cut(file: InputFile) -> Cut:
-    """The cut of a Parquet file without a footer: the reader meets the same damage and books it."""
+    """Return the cut of a Parquet file without a readable footer.
+
+    The reader meets the same damage and quarantines it.
+    """
     return 0, 0, 0, file.bytes
 
 
 def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """Cut after the first newline that makes a split of `split_bytes` or more, counting lines."""
+    """Yield cuts after the first newline that makes a split of `split_bytes` or more; count the lines."""
     size = input.bytes
     start = first_record = lines = at = 0
     aim = split_bytes
@@ -96,7 +99,7 @@ def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
             while at + len(piece) >= aim:
                 newline = piece.find(b"\n", max(aim - 1 - at, done))
                 if newline < 0:
-                    aim = at + len(piece) + 1  # the line goes on: look in the next piece
+                    aim = at + len(piece) + 1  # the line continues: search the next piece
                     break
                 lines += piece.count(b"\n", done, newline + 1)
                 done = newline + 1
@@ -111,7 +114,7 @@ def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
 
 
 def _remote_line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """The cuts of `_line_cuts`, by a small read at each; records are not counted."""
+    """Yield the same cuts as `_line_cuts` with one small read per cut; records are not counted."""
     size, start = input.bytes, 0
     try:
         with open_input(input) as file:
@@ -124,7 +127,7 @@ def _remote_line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
 
 
 def _line_end(file: BinaryIO, at: int, size: int) -> int:
-    """Return where the line with the byte `at` ends, after its newline; `size` if it has none."""
+    """Return the end of the line that contains byte `at`, after its newline; `size` if it has no newline."""
     if at < size:
         file.seek(at)
         while piece := file.read(_NEWLINE_BYTES):
@@ -146,8 +149,8 @@ def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
             raise BuildError(f"{input.path}: cannot be read: {getattr(error, 'strerror', error)}") from error
         yield unreadable_cut(input)
         return
-    # What a split has of the stored bytes is its part of the decoded ones: sizes of columns are not asked
-    # for, because metadata that contradict themselves end the process there (formats.parquet_limits).
+    # Stored bytes are divided in proportion to decoded bytes. The stored sizes of columns are not read,
+    # because inconsistent metadata would crash the process there (formats.parquet_limits).
     sizes = [max(metadata.row_group(group).total_byte_size, 0) for group in range(metadata.num_row_groups)]
     start = first_record = rows = held = done = stored = 0
     for group, size in enumerate(sizes):

@@ -1,17 +1,18 @@
-"""Folders that are datasets: which of the files below them hold documents.
+"""Finds out which files below a dataset folder hold documents, by the file that lists the others.
 
-    index.json    MDS: the shards that it lists, each raw or, if only that is there, compressed
-    state.json    Hugging Face `save_to_disk`: the Arrow files that it lists
-    shards.json   tars as shardkit writes them: those that it lists
-    documents.json   text as shardkit writes it: the Parquet or JSON lines that it lists
+    index.json    MDS: the listed shards, each raw or, if only the compressed file exists, compressed
+    state.json    Hugging Face `save_to_disk`: the listed Arrow files
+    shards.json   tars written by shardkit: the listed tars
+    documents.json   text written by shardkit: the listed files of Parquet or JSON lines
 
-Of such a folder only the files that its list names are read, because others are no documents (notes, reports,
-`cache-*.arrow` of `map`). A file that the list names and that is not there, or has another size than the list
-states, is an error, because documents would be missing in silence. A folder is one of these only if it has
-both the list and a file of the kind, and the input has that format or none; a glob of shards names files and
-needs no list.
+Only the listed files of such a folder are read, because other files are not documents (notes, reports,
+`cache-*.arrow` of `map`). A listed file that does not exist, or whose size differs from the one in the list,
+is an error, because documents would be missing silently. A folder is a dataset folder only if it has both the
+list and a file of that kind, and the input has that format or none. A glob of shards names the files itself
+and needs no list.
 
-A folder with splits (dataset_splits.py) is read by the same rule: those of the split to train on.
+A dataset folder may have dataset splits, such as `train` (dataset_splits.py): then only the files of the
+split to train on are read.
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.manifest import UNKNOWN, checked_basename
 from shardkit.writers.inputs.dataset_splits import CACHE_INFO, README, Splits, of_cache, of_folders, of_readme
 
-MAX_LIST_BYTES = 1 << 31  # what an index of MDS may have
-_SPLITS = "dataset_dict.json"  # of a save_to_disk folder whose subfolders are datasets
+MAX_LIST_BYTES = 1 << 31  # maximum size of a list; an index of MDS may be this large
+_SPLITS = "dataset_dict.json"  # file in a save_to_disk folder whose subfolders are dataset splits
 Listed = Sequence[tuple[str, int]]
-"""Name and bytes (-1: not stated) of one file in a list, raw before compressed: the first that is there."""
+"""The names under which one listed file may exist, raw before compressed, each with its size in bytes.
+
+A size that the list does not contain is -1. The first file that exists is read.
+"""
 
 
 class Chosen(NamedTuple):
-    """Which files of an input hold documents."""
+    """The files of an input that hold documents, and those of other dataset splits."""
 
     kept: set[str]
-    left_out: dict[str, str]  # files of other splits: why, by name
-    of_splits: set[str]  # those kept files of which a dataset says that they are to train on
+    left_out: dict[str, str]  # for each file of another dataset split, the reason why it is not read
+    of_splits: set[str]  # the kept files that a dataset declares as its split to train on
 
 
 class _Kind(NamedTuple):
     """A kind of dataset folder."""
 
-    format: str  # of the input
+    format: str  # value of InputConfig.format
     list_name: str  # name of the file that lists the others
-    part: str  # of the names of these
-    names: Callable[
-        [str, bytes], list[Listed] | None
-    ]  # reads a list; None if it is data with the name of one
+    part: str  # substring of the names of the listed files
+    # Parses the list, from its name and content; returns None if the file is not a list, despite its name.
+    names: Callable[[str, bytes], list[Listed] | None]
 
 
 def data_files(
@@ -60,11 +63,11 @@ def data_files(
     read: Callable[[str], bytes],
     is_excluded: Callable[[str], bool],
 ) -> Chosen:
-    """Choose the files that hold documents, by names and sizes; `format` is that of the input (None: any).
+    """Choose the files that hold documents, by their names and sizes.
 
-    `read` gives a file's content, `is_excluded` says whether the recipe leaves out a file that was not found.
-    RecipeErrors, which begin with `key`: a list that is damaged, or names a file that is not there or has
-    another size.
+    `format` is the format of the input, or None for any. `read` returns a file's content, and `is_excluded`
+    whether the recipe excludes a name. Raises RecipeError, with a message that begins with `key`, if a list
+    is damaged, or a listed file does not exist or has another size.
     """
     listed: set[str] = set()
     folders: set[str] = set()
@@ -105,7 +108,7 @@ def _of_splits(
     key: str,
     read: Callable[[str], bytes],
 ) -> list[tuple[str, Splits]]:
-    """[(folder, its splits)] of the folders that state splits, with whole names."""
+    """Return (folder, its splits) for each folder that declares dataset splits, with paths as in `sizes`."""
     made = []
     for name in lists:
         last = _last(name)
@@ -131,7 +134,7 @@ def _of_splits(
 
 
 def _saved_splits(names: Iterable[str]) -> dict[str, set[str]]:
-    """{split: its data files} of a folder of `DatasetDict.save_to_disk`."""
+    """Return {split: its data files} for a folder of `DatasetDict.save_to_disk`."""
     splits: dict[str, set[str]] = {}
     for name in names:
         if "/" in name and name.endswith(".arrow"):
@@ -144,7 +147,7 @@ def _last(name: str) -> str:
 
 
 def _folders_above(names: Iterable[str]) -> set[str]:
-    """All folders that the files lie in, each with a slash at its end; "" is the topmost."""
+    """Return all folders above the files, each with a slash at its end; "" is the topmost folder."""
     folders: set[str] = set()
     for name in names:
         folder = name[: name.rfind("/") + 1]
@@ -161,21 +164,24 @@ def _present(
     key: str,
     is_excluded: Callable[[str], bool],
 ) -> set[str]:
-    """Which of the listed files are there."""
+    """Return the listed files that exist.
+
+    Raises RecipeError if a listed file does not exist and is not excluded, or has another size than listed.
+    """
     folder, present = list_name[: list_name.rfind("/") + 1], set()
     for part in parts:
         there = next(((name, size) for name, size in part if folder + name in sizes), None)
         if there is None:
             if any(is_excluded(folder + name) for name, _ in part):
                 continue
-            problem = f"lists {part[-1][0]}, which is not there"
+            problem = f"lists {part[-1][0]}, which does not exist"
         else:
             name, stated = there
             present.add(folder + name)
             if stated in (UNKNOWN, sizes[folder + name]):
                 continue
-            problem = f"states {stated:,} bytes for {name}, which has {sizes[folder + name]:,}"
-        advice = "fetch the dataset again, or leave the file out with exclude"
+            problem = f"lists {name} with {stated:,} bytes, but the file has {sizes[folder + name]:,}"
+        advice = "download the dataset again, or leave the file out with exclude"
         raise RecipeError(f"{key}: {list_name} {problem}; {advice}")
     return present
 
@@ -196,10 +202,11 @@ def _arrow_names(file: str, data: bytes) -> list[Listed]:
         raise ShardError(file, f"not JSON: {error}") from error
     entries = state.get("_data_files") if isinstance(state, Mapping) else None
     if not isinstance(entries, list) or not entries:
-        raise ShardError(file, "names no data files: it is no dataset of save_to_disk")
+        raise ShardError(file, "names no data files, so the folder is not a dataset of save_to_disk")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ShardError(
-            file, "keeps its order in an indices file: flatten_indices() and save_to_disk() first"
+            file,
+            "the dataset has an indices file, which is not read; call flatten_indices() and save_to_disk()",
         )
     found = [entry.get("filename") if isinstance(entry, Mapping) else None for entry in entries]
     return [[(checked_basename(name, file), UNKNOWN)] for name in found]

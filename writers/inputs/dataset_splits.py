@@ -1,15 +1,16 @@
-"""The splits of a dataset: which of its files are to train on, and which must not be without a word.
+"""Finds the splits of a dataset: which files are to train on, and which may be training data by mistake.
 
-    README.md          clone of a Hub repository: what `configs` in its front matter says
+    README.md          clone of a Hub repository: the splits in `configs` of its front matter
     dataset_info.json  cache of Hugging Face datasets: Arrow files that are named after their splits
-    dataset_dict.json  `DatasetDict.save_to_disk`: a folder for each split
+    dataset_dict.json  `DatasetDict.save_to_disk`: one folder per split
 
-The split `train` is read, or the only one; other splits are left out and named. A repository with several
-configs is read by its default one. Where that does not decide it is an error that says what to name.
+The split `train` is read, or the only one; files of other splits are left out and reported. For a repository
+with several configs, the default config is used. If these rules do not decide, it is an error that says which
+files the recipe can name.
 
-Other files tell only by their names: `held_out_names` finds files called test, validation and so on that lie
-beside files called train. They are read, because the recipe names them; the build warns, and `shardkit init`
-leaves them out.
+Elsewhere only names indicate splits: `held_out_names` finds files called test, validation and so on next to
+files called train. They are read, because the recipe names them; the build warns, and `shardkit init` leaves
+them out.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from shardkit.writers.inputs.patterns import Match, alternatives, grade_of
 
 README, CACHE_INFO = "README.md", "dataset_info.json"
 TRAIN = "train"
-_SHOWN = 12  # names in an error
+_SHOWN = 12  # maximum number of names in an error message
 _FRONT_MATTER = re.compile(rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?\n)---[ \t]*\r?(?:\n|\Z)", re.DOTALL)
 _MAX_FRONT_MATTER = 1 << 20
-# As Hugging Face datasets has them; a word stands between characters that are neither letters nor digits.
+# The words for splits in Hugging Face datasets; no letter or digit may precede a word, and no letter follow.
 _HELD_OUT = re.compile(
     r"(?<![a-z0-9])(?:test|testing|eval|evaluation|validation|valid|dev|val)(?![a-z])", re.IGNORECASE
 )
 _TRAINED = re.compile(r"(?<![a-z0-9])train(?:ing)?(?![a-z])", re.IGNORECASE)
 _NUMBERS = re.compile(r"(?:[-_.]?\d+(?:-of-\d+)?)+")
-_TEXT_ENDINGS = frozenset(
-    {".txt", ".text", ".md", ".py", ".html"}
-)  # a document each, whatever they are called
+# Suffixes of files that are usually one document each, so the word "test" rarely means a split.
+_TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".py", ".html"})
 
 
 class Splits(NamedTuple):
-    """The files of the split that is read, and for each file of another one why it is not."""
+    """The files of the split that is read, and for each file of another split why it is left out."""
 
     read: set[str]
     left_out: dict[str, str]
 
 
 def of_readme(data: bytes, names: Collection[str]) -> Splits | None:
-    """Choose among the files of a repository, by paths from its folder; None if README.md has no `configs`.
+    """Choose among the files of a repository by `data`, the content of its README.md.
 
-    ValueError says what is not decided, or names no file.
+    `names` are paths relative to the repository. Returns None if README.md has no `configs`. Raises
+    ValueError if `configs` does not decide on a config or split, or names only files that do not exist.
     """
     configs = _configs(data)
     if not configs:
@@ -70,7 +71,7 @@ def of_readme(data: bytes, names: Collection[str]) -> Splits | None:
         below = [name for name in names if name.startswith(f"{folder}/" if folder else "") and name != README]
         held_out = set(held_out_names(below))
         splits = {TRAIN: set(below) - held_out, "test or validation": held_out}
-    found = _chosen({split: files for split, files in splits.items() if files}, "configs states")
+    found = _chosen({split: files for split, files in splits.items() if files}, "configs declares")
     others = [one for one in configs if one is not config]
     for other in others:
         for globs in (_patterns_of(other) or {}).values():
@@ -81,7 +82,7 @@ def of_readme(data: bytes, names: Collection[str]) -> Splits | None:
 
 
 def of_cache(data: bytes, names: Iterable[str]) -> Splits | None:
-    """Choose among the Arrow files of a cache folder of Hugging Face datasets; None if it is none."""
+    """Choose among the files in a cache of Hugging Face datasets; None if no file is named after a split."""
     try:
         splits = load_json(data).get("splits")
     except (ValueError, RecursionError, AttributeError):
@@ -96,32 +97,36 @@ def of_cache(data: bytes, names: Iterable[str]) -> Splits | None:
             files[max(fitting, key=len)].add(name)
     if not any(files.values()):
         return None
-    return _chosen({split: of_split for split, of_split in files.items() if of_split}, f"{CACHE_INFO} states")
+    return _chosen(
+        {split: of_split for split, of_split in files.items() if of_split}, f"{CACHE_INFO} declares"
+    )
 
 
 def of_folders(splits: Mapping[str, set[str]]) -> Splits:
-    """Choose among the folders of `DatasetDict.save_to_disk`; ValueError if none is to train on."""
-    return _chosen(splits, "there are")
+    """Choose among the folders of `DatasetDict.save_to_disk`; raise ValueError if no split is to train on."""
+    return _chosen(splits, "the folder has")
 
 
 def _chosen(splits: Mapping[str, set[str]], who: str) -> Splits:
     shown = ", ".join(sorted(splits)[:_SHOWN])
     if not splits:
-        raise ValueError("configs names files of which none is there; fetch the dataset again")
+        raise ValueError("none of the files that configs names exists; download the dataset again")
     if TRAIN in splits:
         name = TRAIN
     elif len(splits) == 1 and not _HELD_OUT.search(next(iter(splits))):
         [name] = splits
     else:
         example = min(next(iter(splits.values())), default="")
-        raise ValueError(f"{who} the splits {shown}, and none is {TRAIN}; name the files, such as {example}")
+        raise ValueError(
+            f"{who} the splits {shown}, and none is {TRAIN}; set `path` to certain files, such as {example}"
+        )
     read = splits[name]
     others = {file: split for split, files in sorted(splits.items()) for file in files - read}
     return Splits(set(read), {file: f"in the split {split}" for file, split in others.items()})
 
 
 def _configs(data: bytes) -> list[Mapping[str, Any]]:
-    """The entries of `configs` in the front matter of a dataset card; none if it cannot be read."""
+    """Return the entries of `configs` in the front matter of a dataset card; [] if it cannot be read."""
     found = _FRONT_MATTER.match(data[:_MAX_FRONT_MATTER])
     if found is None:
         return []
@@ -143,11 +148,14 @@ def _default_config(configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     names = ", ".join(str(one.get("config_name")) for one in configs[:_SHOWN])
     patterns = _patterns_of(configs[0]) or {}
     example = next((globs[0] for globs in patterns.values() if globs), "")
-    raise ValueError(f"configs states {names}, none as the default; name the files of one, such as {example}")
+    raise ValueError(
+        f"configs declares {names}, none as the default; set `path` to the files of one of them, such as "
+        f"{example}"
+    )
 
 
 def _patterns_of(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """{split: globs} of a config; None if it names no files."""
+    """Return {split: globs} for a config, or None if the config names no files."""
     given = config.get("data_files")
     folder = str(config.get("data_dir") or "").strip("/")
     if not given:
@@ -172,15 +180,16 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def names_a_split(path: str) -> bool:
-    """Whether a path spells the name of a split that is not to train on: then it is meant."""
+    """Return whether a recipe's path names a test or validation split, which is then read on purpose."""
     return _HELD_OUT.search(path) is not None
 
 
 def held_out_names(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
-    """Return the files that are called test, validation, ... where others are called train, sorted.
+    """Return the files called test, validation and so on if other files are called train, sorted.
 
-    `known` are left alone. A file of plain text must have a sibling of the same name but for that word, since
-    test.py beside train.py may be two documents of many.
+    Names in `known` are ignored. A file of plain text counts only if replacing that word by "train" gives the
+    name of another file (numbers aside), because such files may be ordinary documents that happen to be
+    called test.
     """
     names = [name for name in names if name not in known]
     held_out = [name for name in names if _word_in(_HELD_OUT, name)]
@@ -200,7 +209,7 @@ def held_out_names(names: Iterable[str], known: Collection[str] = ()) -> list[st
 
 
 def _word_in(word: re.Pattern[str], name: str) -> bool:
-    """Whether a file's name has a word, or a folder above it is called so."""
+    """Return whether a file's own name contains the word, or the name of a folder above it is the word."""
     *folders, last = name.split("/")
     return word.search(last) is not None or any(word.fullmatch(folder) for folder in folders)
 

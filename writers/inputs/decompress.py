@@ -1,18 +1,18 @@
-"""Decompressed bytes of an input file, in bounded pieces, with damage found and named.
+"""Decompresses input files in pieces of bounded size; finds damage and says what and where it is.
 
 gzip, zstd, bz2, xz and lz4 files are sequences of members (zstd and lz4 call them frames, bz2 and xz
-streams), which one loop decodes. Members may be empty, zstd and lz4 frames skippable, gzip and xz padded with
-zeros. Every byte before the damage is handed out, then `ContainerError` is raised: for truncation, damaged
-data, a bad checksum, garbage after the last member.
+streams), which one loop decodes. Members may be empty, zstd and lz4 frames may be skippable, and gzip and xz
+may be padded with zeros. Every byte before the damage is yielded, then `ContainerError` is raised: for
+truncation, damaged data, a bad checksum, or garbage after the last member.
 
-A decoder discards what it made in the call that fails. So a damaged member is decoded once more, byte by byte
-where it failed, to hand out the rest: damage costs the time of one member, sound files cost nothing extra.
-Memory is one read buffer, one output piece and the decoder's own window. A zstd frame whose content needs a
-larger window than is allowed is a MemoryError. A first frame to be skipped that holds a zstd dictionary,
-compressed or not, gives the frames after it theirs, as in `.warc.zst` files.
+A decoder discards the output of the call that fails. So a damaged member is decoded a second time, byte by
+byte where it failed, to yield the rest: damage costs the time of one member, intact files cost nothing extra.
+Memory is one read buffer, one output piece and the decoder's own window. A zstd frame that needs a larger
+window than allowed raises MemoryError. If the first frame is skippable and contains a zstd dictionary,
+compressed or not, the frames after it are decoded with that dictionary, as in `.warc.zst` files.
 
-`ConfirmedMembers` reads a gzip file in which every member begins with a record, as web archives are written:
-it hands out nothing that a checksum has not confirmed, and continues after damage at the next such member.
+`ConfirmedMembers` reads a gzip file in which every member begins with a record, as in web archives. It yields
+only bytes that a checksum has confirmed, and continues after damage at the next such member.
 """
 
 from __future__ import annotations
@@ -47,31 +47,34 @@ COMPRESSIONS = {
 }
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 1 << 13  # less than a block takes: how far a file was decoded is known closely (estimates)
-# A decoder of xz holds a dictionary as large as the file says: -9 has 64 MiB, hostile files say 4 GiB.
+_ZSTD_READ_BYTES = 1 << 13  # less than one block, so that estimates get a precise position in the file
+# An xz decoder allocates the dictionary size in the file's header: 64 MiB for -9, 4 GiB in hostile files.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
-_WINDOW_BYTES = 1 << 27  # of zstd, the most that levels up to 22 use without `--long`
-_ZSTD_HEADER_BYTES = 18  # the longest header of a frame
+_WINDOW_BYTES = 1 << 27  # zstd window limit: the largest that levels up to 22 use without `--long`
+_ZSTD_HEADER_BYTES = 18  # maximum length of a frame header
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
 _DICTIONARY_MISMATCH = "Dictionary mismatch"
-_SKIPPED_HEADER_BYTES = 8  # of a frame to be skipped: its magic and size
+_SKIPPED_HEADER_BYTES = 8  # header of a skippable frame: its magic number and size
 _OUT_OF_MEMORY = (ZSTD_WINDOW_ERROR, "not enough memory")
-_CONFIRMED_BYTES = 1 << 24  # content of a member that is held until it is confirmed; more is decoded twice
+_CONFIRMED_BYTES = 1 << 24  # maximum content of a member held until confirmed; longer ones are decoded twice
 _GZIP_START = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL)
 _SEARCH_BYTES = 1 << 14
-_MAX_FIRST_LINE = 1 << 13  # of a record: WARC's is some ten bytes, ARC's holds a URL
-_MAX_WASTE = 2  # times the file's size, and `_FREE_WASTE`: hostile files could make each search as long
+_MAX_FIRST_LINE = 1 << 13  # a record's first line: about ten bytes in WARC, in ARC it contains a URL
+# The search for members after damage stops after reading _MAX_WASTE times the file's size + _FREE_WASTE bytes
+# in vain, because a hostile file could make each of many searches as long as the file.
+_MAX_WASTE = 2
 _FREE_WASTE = 1 << 26
 _CHECKSUM = re.compile(r"(?:data|length) check|checksum")
 
 
 class ContainerError(Exception):
-    """A file's container is damaged or cut short.
+    """A file's container is damaged or truncated.
 
-    `rest_bytes` of it, as stored, could not be used. The last `suspect_bytes` that were handed out are of the
-    damaged member: its checksum does not confirm them. If it `resumes`, sound data follows.
+    `rest_bytes` is the number of stored bytes that could not be used. The last `suspect_bytes` of the content
+    that was yielded are from the damaged member, so its checksum does not confirm them. If `resumes` is true,
+    intact data follows after the damage.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ContainerError(Exception):
 
 
 def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first bytes of a content for `look`, and all of it; damage is met where it is reached."""
+    """Return a content's first bytes, for `look`, and an iterator over all of it, which raises any damage."""
     held: list[bytes] = []
     damage: ContainerError | None = None
     try:
@@ -104,9 +107,10 @@ def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 def decompressed(
     file: BinaryIO, compression: str | None, size: int, *, window_bytes: int = _WINDOW_BYTES
 ) -> Iterator[bytes]:
-    """Yield the content of an open file of `size` bytes in pieces; ContainerError after the last good byte.
+    """Yield the decompressed content of an open file of `size` bytes in pieces.
 
-    MemoryError if a zstd frame needs a window of more than `window_bytes`.
+    Raises ContainerError after the last good byte if the file is damaged, and MemoryError if a zstd frame
+    needs a window of more than `window_bytes`.
     """
     if compression is None:
         yield from plain_range(file, 0, size)
@@ -116,7 +120,7 @@ def decompressed(
         with suppress(*fast.errors):
             yield from reader.read_on(fast)
         if reader.complete:
-            return  # else zlib decides: it reads the member again
+            return  # otherwise zlib reads the current member again, to decide whether it is damaged
     try:
         yield from reader.read_on(codec)
     except codec.errors as error:
@@ -133,18 +137,19 @@ def decompressed(
 
 
 class ConfirmedMembers(Iterator[bytes]):
-    """The content of a gzip file of records, each member after its checksum has confirmed all of it.
+    """Iterates over the content of a gzip file of records, each member only once its checksum confirms it.
 
-    Iterating raises ContainerError at a damaged member and may be continued if that `resumes`: with the next
-    member whose first line `begins` recognizes. `rest_bytes` are then the stored bytes between the two, so
-    that these and the sound members add up to the file. A member that lies inside a damaged one, because a
-    record holds an archive, is taken for one of the file's.
+    At a damaged member, iterating raises ContainerError. If the error `resumes`, iterating may go on, at the
+    next member whose first line `begins` recognizes. The error's `rest_bytes` is the number of stored bytes
+    from the damaged member to that one, so these and the intact members add up to the file. If a damaged
+    member contains gzip members, because a record holds an archive, these are mistaken for members of the
+    file.
     """
 
     def __init__(self, file: BinaryIO, size: int, begins: Callable[[bytes], bool]) -> None:
         self._file, self._size, self._begins = file, size, begins
         self._members = _MemberReader(file)
-        self._wasted = 0  # stored bytes that were read to no effect
+        self._wasted = 0  # stored bytes that were read in vain, in damaged members and searches
         self._pieces: Iterator[bytes] | None = self._confirmed()
 
     def __next__(self) -> bytes:
@@ -157,7 +162,7 @@ class ConfirmedMembers(Iterator[bytes]):
             raise
 
     def _confirmed(self) -> Iterator[bytes]:
-        """The content up to a damaged member, then ContainerError."""
+        """Yield the content up to a damaged member, then raise ContainerError."""
         members = self._members
         slow = _codec("gzip")
         for codec in (_igzip(), slow):
@@ -168,14 +173,14 @@ class ConfirmedMembers(Iterator[bytes]):
             except codec.errors as error:
                 if codec is slow:
                     raise self._damage(_problem(members, codec, error)) from None
-                members.given = 0  # none of it was handed out: zlib decides, from its start
+                members.given = 0  # nothing of this member was yielded; zlib reads it again from its start
                 continue
             if not members.complete:
                 raise self._damage(_truncated(members, codec))
             return
 
     def _checked(self, codec: _Codec) -> Iterator[bytes]:
-        """The content of member after member, each once it is known to be sound; errors of the codec."""
+        """Yield the content by members, each once its checksum confirms it; raise errors of the codec."""
         members = self._members
         held: list[bytes] = []
         number, size, is_sound = members.members, 0, False
@@ -193,14 +198,14 @@ class ConfirmedMembers(Iterator[bytes]):
                     yield from held
                     held = []
         except codec.errors:
-            if members.members > number:  # the damage is in the member after what is held
+            if members.members > number:  # what is held belongs to a complete member before the damaged one
                 yield from held
             raise
         if members.members > number:
             yield from held
 
     def _check_rest(self, codec: _Codec) -> None:
-        """Decode the current member to its end for its checksum; errors of the codec, or if it is cut."""
+        """Verify the checksum of the current member by decoding it to its end; raise a codec error if bad."""
         place, probe = self._file.tell(), _MemberReader(self._file)
         probe.start = self._members.start
         try:
@@ -208,14 +213,14 @@ class ConfirmedMembers(Iterator[bytes]):
                 if probe.members:
                     break
         except codec.errors:
-            if not probe.members:  # else it is the next member that is damaged
+            if not probe.members:  # otherwise the error is in the next member, not in this one
                 raise
         if not probe.members:
             raise codec.errors[0](f"Error -3: the file ends inside {codec.name} {codec.member}")
         self._file.seek(place)
 
     def _damage(self, problem: str) -> ContainerError:
-        """The error of the current member; moves to where the next sound one may begin."""
+        """Return the error for the current member; move on to the next offset where a member may begin."""
         members, start = self._members, self._members.start
         self._wasted += max(members.failed_at - start, 0) + _READ_BYTES
         end = self._size
@@ -227,7 +232,7 @@ class ConfirmedMembers(Iterator[bytes]):
         return ContainerError(f"{problem}; {place}", end - start, resumes=end < self._size)
 
     def _next_start(self, at: int) -> int:
-        """The first place from `at` on where a member begins with a record; the file's size if none does."""
+        """Return the first offset from `at` on where a member begins with a record, or the file's size."""
         while at < self._size:
             self._file.seek(at)
             data = self._file.read(_SEARCH_BYTES)
@@ -237,7 +242,7 @@ class ConfirmedMembers(Iterator[bytes]):
                     return at + found.start()
             if len(data) < 4:
                 break
-            at += len(data) - 3  # a magic may lie across the end
+            at += len(data) - 3  # the 4 bytes of a member's start may straddle two reads
         return self._size
 
     def _is_start(self, at: int) -> bool:
@@ -251,7 +256,7 @@ class ConfirmedMembers(Iterator[bytes]):
 
 
 def plain_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
-    """Bytes [start, end) of an uncompressed file; ContainerError when the file has become shorter."""
+    """Yield bytes [start, end) of an uncompressed file; raise ContainerError if the file became shorter."""
     file.seek(start)
     left = end - start
     while left:
@@ -264,34 +269,34 @@ def plain_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class _Codec:
-    """A format whose decoders are like those of Python's bz2: needs_input, eof, unused_data."""
+    """A compression format; its decoders have bz2's interface (needs_input, eof, unused_data)."""
 
     name: str
     member: str
     decoder: Callable[[], Any]
     errors: tuple[type[Exception], ...]
-    magic: re.Pattern[bytes]  # how a member begins
-    padded: bool = False  # zeros may stand between members
+    magic: re.Pattern[bytes]  # matches the start of a member
+    padded: bool = False  # whether zeros may be between members
     read_bytes: int = _READ_BYTES
 
 
 class _MemberReader:
-    """Decodes members one after the other and remembers where in the file it is.
+    """Decodes members one after the other and keeps track of its position in the file.
 
     `read_on` may be called again after an error, with another decoder or in smaller steps: it starts again at
-    the member that failed and hands out only what has not been handed out before.
+    the member that failed, and yields only those of its bytes that it has not yielded before.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.members = 0  # complete ones
-        self.start = 0  # of the member that is being read, in the file
-        self.given = 0  # bytes of it that were handed out
-        self.failed_at = 0  # where in the file the data begins that is being decoded
-        self.complete = False  # the file ends where a member ends
+        self.members = 0  # number of complete members so far
+        self.start = 0  # offset of the current member in the file
+        self.given = 0  # decoded bytes of the current member that were yielded
+        self.failed_at = 0  # offset in the file of the data that was passed to the decoder last
+        self.complete = False  # whether the file ends exactly at the end of a member
 
     def read_on(self, codec: _Codec, *, bytewise_from: int = sys.maxsize) -> Iterator[bytes]:
-        """The content from the current member on; ends early, not `complete`, where a member is cut short."""
+        """Yield the content from the current member on; stop without `complete` if a member is truncated."""
         read = self.start
         self.file.seek(read)
 
@@ -316,7 +321,7 @@ class _MemberReader:
             pending = decoder.unused_data or b""
             read -= len(pending)
             self.members += 1
-            while True:  # to where the next member begins
+            while True:  # skip padding up to the next member
                 content = pending.lstrip(b"\0") if codec.padded else pending
                 read += len(pending) - len(content)
                 pending = content or more()
@@ -326,7 +331,7 @@ class _MemberReader:
 
 
 class _ZstdFrames:
-    """Makes the decoders of a file's frames; those after a frame with a dictionary have it."""
+    """Makes the decoders of a file's zstd frames; a dictionary in one frame is used for all later ones."""
 
     def __init__(self, window_bytes: int) -> None:
         self._window_bytes = 1 << (window_bytes.bit_length() - 1)
@@ -347,11 +352,11 @@ class _ZstdFrames:
 
 
 def _codec(compression: str, window_bytes: int = _WINDOW_BYTES) -> _Codec:
-    """The codec of a value of COMPRESSIONS; MissingExtraError if its package is missing."""
+    """Return the codec for a value of COMPRESSIONS; raise MissingExtraError if its package is missing."""
     if compression == "gzip":
         return _Codec("gzip", "member", _ZlibDecoder, (zlib.error,), re.compile(rb"\x1f\x8b"), padded=True)
     if compression == "zstd":
-        magic = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # frames, and those to be skipped
+        magic = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or a skippable frame
         errors = (zstandard.ZstdError,)
         decoder = _ZstdFrames(window_bytes)
         return _Codec("zstd", "frame", decoder, errors, magic, read_bytes=_ZSTD_READ_BYTES)
@@ -371,7 +376,7 @@ def _codec(compression: str, window_bytes: int = _WINDOW_BYTES) -> _Codec:
 
 
 def _igzip() -> _Codec | None:
-    """gzip by ISA-L, twice as fast as zlib, where it is installed."""
+    """Return a gzip codec that uses ISA-L, twice as fast as zlib, or None if it is not installed."""
     try:
         from isal import igzip_lib
     except ImportError:
@@ -382,7 +387,7 @@ def _igzip() -> _Codec | None:
 
 
 class _ZlibDecoder:
-    """A decoder of zlib for one gzip member, with the interface of bz2's."""
+    """Decodes one gzip member by zlib, with the interface of bz2's decoder."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(wbits=31)
@@ -403,20 +408,20 @@ class _ZlibDecoder:
 
 
 def _window_problem(reader: _MemberReader, codec: _Codec) -> str:
-    """Say what window the current zstd frame asks for."""
+    """Describe the zstd window that the current frame needs, and the value of `memory` that allows it."""
     reader.file.seek(reader.start)
     needs = f"{codec.name} {codec.member} {reader.members + 1} needs"
     try:
         window = zstandard.get_frame_parameters(reader.file.read(_ZSTD_HEADER_BYTES)).window_size
     except zstandard.ZstdError:
-        return f"{needs} more memory than there is; raise `memory`"
-    least = math.ceil(window * 4 / 3e8) / 10  # GB; three quarters of `memory` may be a window
+        return f"{needs} more memory than is available; raise `memory`"
+    least = math.ceil(window * 4 / 3e8) / 10  # in GB: a window may take three quarters of `memory`
     return f"{needs} a window of {window / (1 << 30):.3g} GiB; raise `memory` to {least:g}GB, or leave it out"
 
 
 def _truncated(reader: _MemberReader, codec: _Codec) -> str:
     if not reader.file.seek(0, os.SEEK_END):
-        return f"truncated: the file has 0 bytes, which is no {codec.name} file"
+        return f"truncated: the file is empty (0 bytes), which is not a valid {codec.name} file"
     return f"truncated: the file ends inside {codec.name} {codec.member} {reader.members + 1}"
 
 
@@ -427,7 +432,7 @@ def _problem(reader: _MemberReader, codec: _Codec, error: Exception) -> str:
         if reason == _DICTIONARY_MISMATCH:
             reader.file.seek(reader.start)
             wanted = "another dictionary"
-            with suppress(zstandard.ZstdError):  # damaged, its header may make no sense
+            with suppress(zstandard.ZstdError):  # the header of a damaged frame may be invalid
                 parameters = zstandard.get_frame_parameters(reader.file.read(_ZSTD_HEADER_BYTES))
                 wanted = f"dictionary {parameters.dict_id}"
             return (

@@ -1,13 +1,14 @@
-"""Fields of records by name or by dotted path: "text", or "meta.url" for field "url" inside an object "meta".
+"""Finds fields of records by name or dotted path: "text", or "meta.url" for field "url" in an object "meta".
 
-A field whose own name has the dots in it comes first. A field that the recipe names and that no record of a
-file has is an error, because a misspelt name would leave a column of nulls. A table shows it at its first
-row; of other files each split reports what it saw, and `check_named_fields` merges that.
+A field whose own name contains the dots takes precedence. It is an error if the recipe names a field that no
+record of a file has, because a misspelled name would leave a column of nulls. In a table this is detected at
+the first row; for other files each split reports the fields it saw, and `check_named_fields` merges the
+reports.
 
-A field that is carried along (id, url, metadata) never costs the text beside it: `field_text` takes whatever
-a reader found there. Binary values are hexadecimal digits unless they are readable text, UUIDs have their
-canonical form, and what neither text nor JSON can hold is null: NaN and infinities, halves of surrogate
-pairs, and values inside more than `MAX_DEPTH` others.
+The *carried fields* of a document (id, url, metadata) are never a reason to reject its text: `field_text`
+accepts any value of theirs. Binary values become hexadecimal digits unless they are readable text, and UUIDs
+their canonical form. Whatever neither text nor JSON can represent becomes null: NaN and infinities, halves of
+surrogate pairs, and values nested more than `MAX_DEPTH` deep.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.recipe import InputConfig
 
 MISSING: Any = object()
-MAX_DEPTH = 400  # of values inside each other; Python's own limit is 1,000 calls
-_MAX_SEEN = 1000  # names of fields that a split reports
-_SHOWN = 40
-_WARNED = 5  # files
+MAX_DEPTH = 400  # maximum nesting of values; Python allows 1,000 nested calls
+_MAX_SEEN = 1000  # maximum number of field names that a split reports
+_SHOWN = 40  # maximum number of field names in an error message
+_WARNED = 5  # maximum number of warnings about files; the others are only counted
 
 
 def field_at(fields: Mapping[str, Any], path: str) -> Any:
-    """The value at `path`, or MISSING."""
+    """Return the value at `path`, or MISSING."""
     value = fields.get(path, MISSING)
     if value is not MISSING or "." not in path:
         return value
@@ -46,7 +47,7 @@ def field_at(fields: Mapping[str, Any], path: str) -> Any:
 
 
 def type_at(schema: pa.Schema, path: str) -> pa.DataType | None:
-    """The type of the column or struct field at `path`; None unless there is exactly one."""
+    """Return the type of the column or struct field at `path`; None unless exactly one matches."""
     if schema.get_field_index(path) >= 0:
         return schema.field(path).type
     first, *rest = path.split(".")
@@ -61,7 +62,7 @@ def type_at(schema: pa.Schema, path: str) -> pa.DataType | None:
 
 
 def column_at(batch: pa.RecordBatch, path: str) -> pa.Array:
-    """The values at `path`, which `type_at` knows; null where a struct above is null."""
+    """Return the values at `path`, null where an enclosing struct is null; `type_at` must find the path."""
     if batch.schema.get_field_index(path) >= 0:
         return batch.column(path)
     first, *rest = path.split(".")
@@ -69,7 +70,7 @@ def column_at(batch: pa.RecordBatch, path: str) -> pa.Array:
 
 
 def field_text(value: object) -> str | None:
-    """Return a field as text: strings as they are, everything else as JSON; None for null and no text."""
+    """Return a value as text, or as JSON if not a string; None for null, MISSING and invalid values."""
     if not isinstance(value, str | int | float | dict | list | tuple):
         value = None if value is MISSING or value is None else _plain(value)
     if isinstance(value, str):
@@ -78,12 +79,12 @@ def field_text(value: object) -> str | None:
         return None
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
-    except orjson.JSONEncodeError:  # an integer of more than 64 bits, half a surrogate pair, or many levels
+    except orjson.JSONEncodeError:  # an integer of over 64 bits, half a surrogate pair, or deep nesting
         return json.dumps(_sound(value), ensure_ascii=False, separators=(",", ":"))
 
 
 def _plain(value: object) -> object:
-    """Return what stands for a value that JSON does not know."""
+    """Convert a value of a type unknown to JSON to a type that JSON has."""
     match value:
         case bytes() | bytearray() | memoryview():
             return _binary_text(bytes(value))
@@ -116,7 +117,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _sound(value: object, depth: int = MAX_DEPTH) -> object:
-    """Return the value with null for all in it that JSON cannot hold."""
+    """Return the value with null in place of everything that JSON cannot represent."""
     if isinstance(value, str):
         return value if _is_unicode(value) else None
     if isinstance(value, float):
@@ -133,18 +134,18 @@ def _sound(value: object, depth: int = MAX_DEPTH) -> object:
         return fields
     if isinstance(value, list | tuple):
         items: list[object] = []
-        for inner in value:  # no comprehension: its calls would count against Python's limit
+        for inner in value:  # not a comprehension, whose calls would count against Python's recursion limit
             items.append(_sound(inner, depth - 1))
         return items
     return _sound(_plain(value), depth - 1)
 
 
 class NamedFields:
-    """Which of the fields that the recipe names for an input no record of a split has had so far.
+    """Tracks which fields named in the recipe have not occurred in any record of a split so far.
 
-    `missing` has their paths by key of the recipe (`url`, `metadata[0]`), `seen` the names of the fields that
-    the records had while any was missing. A sample of the input may lack a rare field, so it names none.
-    `notes` are warnings of the reader about the file (`RecordSink.note`).
+    `missing` maps keys of the recipe (`url`, `metadata[0]`) to the paths of these fields; `seen` has the
+    names of the fields that occurred while any was missing. For a sample of an input, which may lack a rare
+    field, `missing` is empty. `notes` are the reader's warnings about the file (`RecordSink.note`).
     """
 
     def __init__(self, config: InputConfig) -> None:
@@ -156,27 +157,27 @@ class NamedFields:
         self.notes: list[str] = []
 
     def look(self, fields: Mapping[str, object]) -> None:
-        """Look at a record."""
+        """Count a record, and remove its fields from `missing`."""
         self.records += 1
         if self.missing:
             self.seen.update(fields)
             self.missing = {k: path for k, path in self.missing.items() if field_at(fields, path) is MISSING}
 
     def check_columns(self, split: Split, columns: Collection[str]) -> None:
-        """RecipeError if a table with these columns lacks any, after a `look` at its first record."""
+        """Raise RecipeError if a field is still missing; for tables, after `look` at the first row."""
         if self.missing:
             raise _missing(split, self.missing, columns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
+        """Return plain data that a task can commit."""
         seen = sorted(self.seen)[:_MAX_SEEN] if self.missing else []
         return {"records": self.records, "missing": self.missing, "seen": seen, "notes": self.notes}
 
 
 def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
-    """RecipeError if a file has records and none has a field that the recipe names.
+    """Raise RecipeError if a file has records, but a field named in the recipe occurs in none of them.
 
-    `found` is what `NamedFields.to_dict` gave for each split.
+    `found` has the result of `NamedFields.to_dict` for each split.
     """
     files: dict[str, tuple[Split, dict[str, str], set[str]]] = {}
     for split, part in zip(splits, found, strict=True):
@@ -191,12 +192,12 @@ def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any
 
 
 def warn_of_notes(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
-    """Issue the warnings about files, those of the first few one by one; `found` as above."""
+    """Issue the readers' warnings in `found`: the first few in full, then only the number of the others."""
     noted = [(split.file, note) for split, part in zip(splits, found, strict=True) for note in part["notes"]]
     for file, note in noted[:_WARNED]:
         warn_user(f"{file}: {note}")
     if len(noted) > _WARNED:
-        warn_user(f"{len(noted) - _WARNED:,} more warnings like these, about files up to {noted[-1][0]}")
+        warn_user(f"{len(noted) - _WARNED:,} more warnings of this kind, the last about {noted[-1][0]}")
 
 
 def _missing(split: Split, missing: Mapping[str, str], seen: Collection[str]) -> RecipeError:
@@ -204,5 +205,5 @@ def _missing(split: Split, missing: Mapping[str, str], seen: Collection[str]) ->
     names = ", ".join(sorted(seen)[:_SHOWN]).encode("utf-8", "backslashreplace").decode() or "none"
     return RecipeError(
         f"inputs[{split.source}].{key}: no record of {split.file} has a field {path!r}; its fields: {names}; "
-        "correct the name, or make files without the field an input of their own"
+        "correct the name, or move files without the field to an input of their own"
     )

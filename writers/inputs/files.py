@@ -1,22 +1,24 @@
-"""The input files of a recipe: what its paths name, what the files are called, and how they are opened.
+"""Finds the input files that a recipe's paths match, gives them names, and opens them.
 
 A path is a file, a folder (all files below it), a glob or a list in braces, on this machine or in a store
-(patterns.py). Of a folder that is a dataset only the files are read that its list names, and of its splits
-the one to train on (dataset_folders.py).
+(patterns.py). In a dataset folder only the listed files are read, and only those of the dataset split to
+train on (dataset_folders.py).
 
-The name of a file is what its documents' ids are made from:
-- of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
-  between the parts (without `base`, an absolute path outside that folder stays absolute);
-- of a URL what follows the input's `base`, or without one the whole URL, without the query of a web address.
+Documents' ids are made from the names of their files:
+- The name of a local file is its path relative to the input's `base`, or without one to the recipe's folder,
+  with "/" between the parts (without `base`, an absolute path outside that folder stays absolute).
+- The name of a URL is the part after the input's `base`, or without one the whole URL; the query of a web
+  address is left out.
 So documents keep their ids, and the dataset its shards, when recipe and corpus move together, or with a
 `base` that moves with the corpus: from data/ next to the recipe to /mnt/data/ with `base: /mnt`, or to
 s3://bucket/corpus/data/ with `base: s3://bucket/corpus`.
 
-A file in a store is one version of an object: the size and version (of S3 the ETag) that the listing stated
-when the build began. Every read asks for that version, so an object that is replaced meanwhile stops the
-build and is never mixed into it. Nothing of it is stored on this machine. A branch of a repository (hf://) is
-looked up once for each input; all is read at its commit, and later commits are not seen. Names have the
-branch as the recipe writes it, and versions are hashes of contents: so what is the same stays the same.
+A file in a store is one version of an object: the size and version (S3: the ETag) that the listing contained
+when the build began. Every read requires that version, so if an object is replaced during the build, the
+build stops and never mixes the two. Objects are not copied to this machine. The branch of a repository
+(hf://) is looked up once per input; all its files are read at that commit, and later commits are ignored.
+Names contain the branch as written in the recipe, and versions are hashes of contents, so a new commit
+changes neither for files that it does not touch.
 """
 
 from __future__ import annotations
@@ -54,25 +56,25 @@ from shardkit.writers.inputs.patterns import (
 )
 from shardkit.writers.recipe.recipe import InputConfig, Recipe
 
-_STORES = 16
+_STORES = 16  # maximum number of stores whose connections are kept
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-# s3://bucket, gs://bucket, https://host: what a connection is made to; hdfs:///folder has no host.
+# The root of a URL, to which a connection is made: s3://bucket, gs://bucket, https://host, hdfs:///folder.
 _ROOT = re.compile(r"([^:/]+://(?:[^/]+|/[^/]+))(?:/(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file as it was found. Plain data: may be pickled, compared and hashed."""
+    """A file as it was found; plain data that may be pickled, compared and hashed."""
 
-    name: str  # what its documents' ids are made from
-    path: str  # or a URL
+    name: str  # the name from which the ids of its documents are made
+    path: str  # path or URL
     bytes: int
-    version: str  # another one when the content is another one: `local_version`, or the ETag of an object
+    version: str  # changes whenever the content does: `local_version`, or the ETag of an object
     storage: StorageOptions | None = None
 
     @property
     def content(self) -> str:
-        """Digest of its name and version, wherever it is."""
+        """The digest of the file's name, size and version, but not of its location."""
         return digest_of([self.name, self.bytes, self.version])
 
     @property
@@ -81,7 +83,7 @@ class InputFile:
 
 
 def identities(files: Iterable[InputFile]) -> Iterator[str]:
-    """Yield the identity of each file, the same for two ways to name one file."""
+    """Yield an identity for each file: two paths to the same file have the same identity."""
     folders: dict[str, str] = {}
     for file in files:
         if file.is_remote or Path(file.path).is_symlink():
@@ -95,18 +97,18 @@ def identities(files: Iterable[InputFile]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an input's path stands for: the files that are read, by name and sorted, and what is not."""
+    """The files that an input's path matches: those that are read, and those that are not."""
 
-    files: Mapping[str, InputFile]
-    hidden: Sequence[str] = ()  # files whose names, or those of their folders, begin with a dot or underscore
-    left_out: Mapping[str, str] = field(default_factory=dict)  # other splits of a dataset: why, by name
-    held_out: Sequence[str] = ()  # files that are read, though their names are those of test splits
+    files: Mapping[str, InputFile]  # files that are read, by name, sorted
+    hidden: Sequence[str] = ()  # not read: a name in the path begins with a dot or underscore
+    left_out: Mapping[str, str] = field(default_factory=dict)  # not read: {name of a file: why}
+    held_out: Sequence[str] = ()  # read, although their names suggest a test split
 
 
 def find_files(recipe: Recipe, config: InputConfig, key: str, storage: StorageOptions | None = None) -> Found:
-    """Find the files of an input; `key` is its key path in the recipe, for errors.
+    """Find the files of an input; `key` is the key path of its `path` in the recipe, for errors.
 
-    RecipeError if it matches nothing, or something that is not a regular file or cannot be reached.
+    Raises RecipeError if the path matches nothing, or something that is not a regular file or cannot be read.
     """
     if is_remote(config.path):
         files, hidden = _find_remote(config, key, storage)
@@ -124,12 +126,12 @@ def find_files(recipe: Recipe, config: InputConfig, key: str, storage: StorageOp
 
 
 def _choose(files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig, key: str) -> Chosen:
-    """Leave out files that only describe a dataset that the others make up, and those of its other splits."""
+    """Choose the files that hold documents; skip files of other dataset splits or that describe a dataset."""
 
     def read(name: str) -> bytes:
         file = files[name]
         if file.bytes > MAX_LIST_BYTES:
-            raise RecipeError(f"{key}: {file.path} has {file.bytes:,} bytes, the limit is {MAX_LIST_BYTES:,}")
+            raise RecipeError(f"{key}: {file.path} has {file.bytes:,} bytes; the limit is {MAX_LIST_BYTES:,}")
         try:
             with open_input(file) as stored:
                 return stored.read(file.bytes)
@@ -148,9 +150,10 @@ def _choose(files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig,
 
 
 def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
-    """Find the fields of `path_fields` in a file's name; ValueError if its expression does not match.
+    """Return the fields that `path_fields` finds in a file's name; raise ValueError if it does not match.
 
-    Values of hive folders are unquoted as Spark and Hive quote them; their mark of a null gives no field.
+    Values of hive folders (key=value) are unquoted, as Spark and Hive quote them; a null value gives no
+    field.
     """
     if config.path_fields is None or config.is_sample:
         return {}
@@ -159,12 +162,12 @@ def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
         return {unquote(key): unquote(value) for key, _, value in parts if key and value != _HIVE_NULL}
     found = re.search(config.path_fields, name)
     if found is None:
-        raise ValueError(f"the expression {config.path_fields!r} matches nothing in the name {name}")
+        raise ValueError(f"the expression {config.path_fields!r} does not match the name {name}")
     return {key: value for key, value in found.groupdict().items() if value is not None}
 
 
 def open_input(file: InputFile) -> BinaryIO:
-    """Open the file for reading, seekable; OSError with an errno if it cannot be read."""
+    """Open a file for reading, with seeks; raise OSError with an errno if it cannot be read."""
     if file.is_remote:
         root, key = _split_url(file.path)
         return open_object(_connect(root, file.storage), ObjectInfo(key, file.bytes, str(file.version)))
@@ -172,12 +175,12 @@ def open_input(file: InputFile) -> BinaryIO:
 
 
 def local_version(status: os.stat_result) -> str:
-    """Return the version of a local file, as `InputFile.version` has it."""
+    """Return the value of `InputFile.version` for a local file."""
     return "-".join(map(str, file_version(status)[1:]))
 
 
 def version_now(file: InputFile) -> tuple[int, str] | None:
-    """Return the bytes and version that a local file has now; None for an object, and if there is no file."""
+    """Return the current (bytes, version) of a local file; None if it is remote or does not exist."""
     if file.is_remote:
         return None
     try:
@@ -188,7 +191,7 @@ def version_now(file: InputFile) -> tuple[int, str] | None:
 
 
 def _find_local(recipe: Recipe, config: InputConfig, key: str) -> tuple[dict[str, InputFile], list[str]]:
-    """{name: file}, and the names of those that are hidden."""
+    """Return {name: file}, and the names of hidden files."""
     files, hidden = {}, []
     base = f"{normpath(recipe.folder.absolute() / (config.base or '')).rstrip('/')}/"
     try:
@@ -220,7 +223,7 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> tuple[dict[str
 def _find_remote(
     config: InputConfig, key: str, storage: StorageOptions | None
 ) -> tuple[dict[str, InputFile], list[str]]:
-    """{name: object}, and the names of those that are hidden."""
+    """Return {name: object}, and the names of hidden objects."""
     try:
         found = expand_url(config.path, storage)
     except FileNotFoundError as error:
@@ -244,14 +247,17 @@ def _find_remote(
 def _nothing_left(noun: str, matched: int, hidden: Sequence[str]) -> str:
     if hidden:
         return (
-            f"no {noun}, but {len(hidden):,} whose names begin with . or _, such as {hidden[0]}; spell that"
+            f"no {noun} except {len(hidden):,} whose names begin with . or _, such as {hidden[0]}; to read "
+            f"these, write that character in the path"
         )
-    return f"{matched:,} {noun}s, and exclude leaves none" if matched else f"no {noun}"
+    return f"{matched:,} {noun}s, but all are excluded by `exclude`" if matched else f"no {noun}"
 
 
 def _is_excluded(config: InputConfig, place: str, folder: Path | None = None) -> bool:
-    """Whether a file is left out: a URL, or an absolute path if `folder` is where local patterns start."""
+    """Return whether the recipe excludes a file.
 
+    `place` is a URL, or an absolute path if `folder` is given, to which local patterns are relative.
+    """
     if not config.exclude:
         return False
 
@@ -275,27 +281,28 @@ def _name_of(path: Path, recipe: Recipe, config: InputConfig, key: str) -> str:
     relative = os.path.relpath(path, recipe.folder / (config.base or ""))
     outside = relative in (".", "..") or relative.startswith(".." + os.sep)
     if outside and config.base is not None:
-        raise RecipeError(f"{key.removesuffix('path')}base: {path} does not lie below {config.base}")
+        raise RecipeError(f"{key.removesuffix('path')}base: {path} is not below {config.base}")
     return Path(path if outside and Path(config.path).is_absolute() else relative).as_posix()
 
 
 def _name_of_url(url: str, base: str | None, key: str) -> str:
     if urlsplit(url).scheme.lower() in ("http", "https"):
-        url = url.partition("?")[0]  # may hold a signature: it changes, and is a secret
+        url = url.partition("?")[0]  # the query may be a signature, which changes and is a secret
     if base is None:
         return url
     name = url.removeprefix(base.rstrip("/") + "/")
     if name == url:
-        raise RecipeError(f"{key.removesuffix('path')}base: {url} does not lie below {base}")
+        raise RecipeError(f"{key.removesuffix('path')}base: {url} is not below {base}")
     return name
 
 
 def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo, Match]]:
-    """{URL: (where to read it, object, whether it is hidden)} of what `url` stands for (patterns.py).
+    """Return {URL: (URL to read from, object, match)} for the objects that `url` matches (patterns.py).
 
-    An object of this very name wins over a pattern. http(s) has no listings: a file, or a list in braces.
-    Where to read it is the URL itself, or that of the commit which its branch has now. StoreError;
-    FileNotFoundError names the first item of a list in braces for which there is no object.
+    If an object has exactly this name, only that one matches. http(s) has no listings, so its only patterns
+    are lists in braces. The URL to read from is the URL itself or, for a branch, the URL at its current
+    commit. Raises StoreError, or FileNotFoundError with the first item of a list in braces that matches no
+    object.
     """
     root, pattern = _split_url(url)
     connected = _connect(root, storage)
@@ -312,13 +319,13 @@ def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str,
         if is_web:
             return {f"{root}/{one}": (f"{start}/{one}", store.head(one), Match.YES) for one in names}
     elif is_web:
-        raise StoreError(url, "is no file, and http has no listings")
+        raise StoreError(url, "names no file, and folders cannot be listed over http")
     found = _matching(store, pattern.rstrip("/"))
     return {f"{root}/{info.key}": (f"{start}/{info.key}", info, match) for info, match in found}
 
 
 def _matching(store: Store, pattern: str) -> list[tuple[ObjectInfo, Match]]:
-    """List the objects that a pattern stands for; braces are taken literally if some names have them."""
+    """Return the objects that a pattern matches; braces are taken literally if that matches any name."""
     fixed = fixed_part(pattern)
     listed = list(store.list(f"{pattern}/" if pattern and fixed == pattern else fixed))
     graded = _graded([pattern or "**"], listed)[0]
@@ -331,7 +338,7 @@ def _matching(store: Store, pattern: str) -> list[tuple[ObjectInfo, Match]]:
 
 
 def _graded(patterns: Sequence[str], listed: Sequence[ObjectInfo]) -> tuple[dict[str, Match], list[str]]:
-    """({key: match}, patterns that match nothing)."""
+    """Return {key: match} for the listed objects that match, and the patterns that match nothing."""
     globs = [one for one in patterns if is_glob(one)]
     names = dict.fromkeys(one for one in patterns if not is_glob(one))
     graded: dict[str, Match] = {}
@@ -346,17 +353,17 @@ def _graded(patterns: Sequence[str], listed: Sequence[ObjectInfo]) -> tuple[dict
 
 
 def _split_url(url: str) -> tuple[str, str]:
-    """(what a store is opened at, the key of the object or the pattern)."""
+    """Return the root URL at which to open a store, and the rest: the key of an object, or a pattern."""
     if url.lower().startswith("hf://"):
         place = HubPlace.parse(url)
         return place.root, f"{place.path}/" if place.path and url.endswith("/") else place.path
     found = _ROOT.fullmatch(url)
     if found is None:
-        raise StoreError(url, "is no URL of a file, such as s3://bucket/folder/file.jsonl")
+        raise StoreError(url, "is not the URL of a file, such as s3://bucket/folder/file.jsonl")
     return found[1], found[2] or ""
 
 
 @lru_cache(maxsize=_STORES)
 def _connect(root: str, storage: StorageOptions | None) -> ResilientStore:
-    """One store for all files of a bucket: connections are kept, and a client takes long to make."""
+    """Connect to a store, once for all files of a bucket: a new client takes long to make."""
     return connect(root, storage)

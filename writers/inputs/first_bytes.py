@@ -1,13 +1,14 @@
-"""Recognizes what a file is by its first bytes, whatever its name says.
+"""Recognizes the kind of a file by its first bytes, independently of its name.
 
-`look` is given the first bytes of a file as stored, and again those of its content if it is compressed. It
-recognizes compressions, containers (Parquet, Arrow, tar, zip, ...), documents of other programs (PDF, Word),
-pointers of Git LFS, and kinds of text: the encoding by a byte order mark or by NUL bytes, and JSON, HTML and
-XML. `FirstBytes.problem` then says why a reader cannot take the file and what to do.
+`look` is called with the first bytes of a file as stored and, if these are compressed, again with the first
+bytes of the content. It recognizes compressions, containers (Parquet, Arrow, tar, zip, ...), documents of
+other programs (PDF, Word), pointers of Git LFS, and kinds of text: the encoding by a byte order mark or by
+NUL bytes, and JSON, HTML and XML. `FirstBytes.problem` then says why a reader cannot read the file and what
+to do.
 
-A format is only recognized by what text cannot begin with: a signature of letters (PAR1, ORC) must be
-followed by bytes that are not text, so a document that begins with these letters stays a document. Whatever
-is not recognized is text, which its reader checks. Nothing is opened or read here.
+A binary format is recognized only by bytes with which no text begins: a signature of letters (PAR1, ORC) must
+be followed by bytes that are not text, so a document that begins with these letters stays a document. A file
+that is not recognized is treated as text, which its reader checks. Nothing is opened or read here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import BinaryIO
 from shardkit.errors import BuildError
 
 HEAD_BYTES = 1 << 12
-"""How much of a file `look` should be given: all of a shorter one."""
+"""How many bytes of a file to pass to `look`; of a shorter file, all."""
 
 _EXTRACT = "extract its text first, or leave the file out"
 _READ_AS = "name it {ending} or set {key}.format: {format}"
@@ -30,12 +31,12 @@ _READ_AS = "name it {ending} or set {key}.format: {format}"
 @dataclass(frozen=True, slots=True)
 class _Kind:
     name: str
-    what: str  # "it is ..."
-    starts: re.Pattern[bytes]
-    has_letters: bool = False  # a signature that text may begin with: bytes that are not text must follow
+    what: str  # completes the message "it is ..."
+    starts: re.Pattern[bytes]  # matches the first bytes of such a file
+    has_letters: bool = False  # text may begin with the signature, so bytes that are not text must follow
     remedy: str = _EXTRACT
-    compression: str | None = None  # the value of COMPRESSIONS that reads it
-    format: str | None = None  # the value of InputConfig.format that reads it
+    compression: str | None = None  # value of COMPRESSIONS for such files
+    format: str | None = None  # value of InputConfig.format for such files
     ending: str = ""
 
 
@@ -62,7 +63,7 @@ _BINARY = (
         "Feather of version 1",
         re.compile(rb"FEA1"),
         True,
-        "with pyarrow.feather, write_feather(read_table(OLD), NEW) makes version 2 of it, which is read",
+        "convert it to version 2, which is read, by pyarrow.feather's write_feather(read_table(OLD), NEW)",
     ),
     _Kind("orc", "ORC", re.compile(rb"ORC"), True, "convert it to Parquet"),
     _Kind("avro", "Avro", re.compile(rb"Obj\x01"), False, "convert it to Parquet or JSON lines"),
@@ -129,7 +130,7 @@ _LFS = _Kind(
     False,
     "run `git lfs pull` where the data was cloned",
 )
-# The kinds of text. All of a page that comes before its first element may be comments and an XML declaration.
+# The kinds of text. Before its first element, an HTML page may have an XML declaration and comments.
 _TEXTUAL = (
     _LFS,
     _Kind("warc", "a web archive", re.compile(rb"WARC/\d\.\d\r?\n"), False, _READ_AS, None, "warc", ".warc"),
@@ -148,8 +149,8 @@ _TEXTUAL = (
         "HTML",
         _starts(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)[\s>]"),
         False,
-        "if these are pages, name them .html or set {key}.format: html; "
-        "if not, such as the error page of a server, leave the file out",
+        "if the input is web pages, name the files .html or set {key}.format: html; "
+        "if not, for example because it is the error page of a server, leave the file out",
         None,
         "html",
         ".html",
@@ -178,11 +179,11 @@ _JSON_LINES = _Kind(
 )
 _PRETTY = _Kind("json", "JSON over several lines", re.compile(rb""), False, _READ_AS, None, "json", ".json")
 _TEXT = _Kind("text", "text", re.compile(rb""))
-# Text of which a reader of plain text says that it is something else, unless the recipe says `format: text`.
+# Kinds of text that are not read as plain text unless the recipe sets `format: text`.
 _MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc"})
 _PACKED = frozenset({"parquet", "arrow", "wds"})
-_ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, kind)
-# An unfinished first line of JSON, and a second one with which no record begins.
+_ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, other kind that its reader can read)
+# A first line of JSON that is incomplete, and a second line that cannot begin a record.
 _UNFINISHED = re.compile(rb"\s*\{[^\n]*(?<=[{\[,:])[ \t\r]*\n\s*?(?:[ \t]|[\"}\]])")
 
 _MARKS = (
@@ -193,25 +194,26 @@ _MARKS = (
     (b"\xfe\xff", "utf-16be"),
     (b"\x84\x31\x95\x33", "gb18030"),
 )
-_CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})  # which text does not have; escapes color terminals
+# Control characters that do not occur in text; ESC does, in colored terminal output.
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})
 _LEAST_BYTES = 8
-_LEAST_UNITS = 16  # of UTF-16 that is told from its characters alone
+_LEAST_UNITS = 16  # minimum length of UTF-16 text that is recognized by its characters alone, in code units
 _BLANKS = "\t\n\r \u3000\u3001\u3002\uff0c"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstBytes:
-    """What a file is, judged by how it begins."""
+    """The kind and encoding of a file, judged by its first bytes."""
 
     _kind: _Kind
     encoding: str = "utf-8"
-    """Of text: what a byte order mark says, or the arrangement of NUL bytes if there is none."""
+    """The encoding of text, by its byte order mark or, without one, by the positions of NUL bytes."""
     mark: bytes = b""
     """The byte order mark."""
 
     @property
     def kind(self) -> str:
-        """text, html, xml, json (an array, or over several lines), jsonl, warc, lfs, gzip, parquet, ..."""
+        """The kind: text, html, xml, json (an array, or over several lines), jsonl, warc, lfs, gzip, ..."""
         return self._kind.name
 
     @property
@@ -221,34 +223,34 @@ class FirstBytes:
 
     @property
     def compression(self) -> str | None:
-        """The value of COMPRESSIONS that reads it, if it is compressed."""
+        """The value of COMPRESSIONS for the file; None if it is not compressed."""
         return self._kind.compression
 
     @property
     def format(self) -> str | None:
-        """The value of `inputs[].format` that reads it; None for plain text and what cannot be read."""
+        """The value of `inputs[].format` for the file; None for plain text and unreadable kinds."""
         return self._kind.format
 
     @property
     def is_text(self) -> bool:
-        """Whether it may be read as text of any kind."""
+        """Whether the file may be read as text of any kind."""
         return self._kind in (*_TEXTUAL[1:], _JSON_LINES, _PRETTY, _TEXT)
 
     @property
     def lacks_mark(self) -> bool:
-        """Whether it is evidently UTF-16 or UTF-32 and has no byte order mark that says so."""
+        """Whether the file is evidently UTF-16 or UTF-32 but has no byte order mark."""
         return self.encoding != "utf-8" and not self.mark
 
     def has_lines(self, format: str) -> bool:
-        """Whether it is plain UTF-8 with a record a line, so that it can be cut at newlines."""
+        """Return whether the file is plain UTF-8 with one record per line, and can be cut at newlines."""
         is_json = format == "jsonl" and self.kind == "json"
         return self.compression is None and self.encoding == "utf-8" and not is_json
 
     def problem(self, format: str, key: str, *, is_chosen: bool = False) -> str | None:
-        """Return why a reader of `format` cannot take it and what to do; None if it can.
+        """Return why a reader of `format` cannot read the file and what to do, or None if it can.
 
-        `key` is the input's key path in the recipe. `is_chosen`: the recipe says the format, so that text
-        which is JSON, HTML or XML is meant to be read as it is.
+        `key` is the input's key path in the recipe. With `is_chosen`, the recipe itself sets the format, so
+        with `format: text` even JSON, HTML or XML is read as plain text.
         """
         kind = self._kind
         if kind is _TEXT or format == kind.format or (format, kind.name) in _ALSO_READ:
@@ -257,12 +259,12 @@ class FirstBytes:
             return None
         remedy = kind.remedy.format(key=key, ending=kind.ending, format=kind.format)
         if format == "text" and kind.name in _MARKUP:
-            remedy += f"; {key}.format: text reads it as it is"
+            remedy += f"; or set {key}.format: text to read it as plain text"
         return f"it is {kind.what}; {remedy}"
 
 
 def look(head: bytes) -> FirstBytes:
-    """Return what a file is that begins with `head`: at least `HEAD_BYTES` of it, or all."""
+    """Return what a file is, by its first `HEAD_BYTES` bytes or more; by all of a shorter file."""
     for mark, encoding in _MARKS:
         if head.startswith(mark):
             return FirstBytes(_kind_in(head[len(mark) :], encoding), encoding, mark)
@@ -274,10 +276,11 @@ def look(head: bytes) -> FirstBytes:
 
 
 def compression_in(head: bytes, named: str | None) -> str | None:
-    """Return how a file that begins with `head` is compressed; `named` is what its name says.
+    """Return the compression of a file that begins with `head`, or None; `named` is the one in its name.
 
-    The signature decides. Text under the name of a compressed file was decompressed on its way, as servers
-    and browsers do; anything else is left to the decoder, which says what is wrong.
+    The signature decides. Text in a file with the name of a compressed one was decompressed in transit, as
+    servers and browsers do, and is not compressed. For any other content, `named` is returned, and the
+    decoder reports what is wrong.
     """
     found = look(head)
     if found.compression is not None or named is None:
@@ -286,7 +289,7 @@ def compression_in(head: bytes, named: str | None) -> str | None:
 
 
 def compression_of(file: BinaryIO, named: str | None) -> str | None:
-    """Return how a file is compressed, by its first bytes; `named` is what its name says."""
+    """Return the compression of an open file, or None, by its first bytes; `named` is the one in its name."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     file.seek(0)
@@ -294,9 +297,9 @@ def compression_of(file: BinaryIO, named: str | None) -> str | None:
 
 
 def raise_if_pointer(found: FirstBytes, path: str) -> None:
-    """Raise BuildError if a file is a pointer of Git LFS: whatever else is allowed, its data is not here."""
+    """Raise BuildError if a file is a pointer of Git LFS, because its data is not here."""
     if found.kind == "lfs":
-        raise BuildError(f"{path}: is {_LFS.what}: {_LFS.remedy}")
+        raise BuildError(f"{path}: the file is {_LFS.what}: {_LFS.remedy}")
 
 
 _PYTHON = {"utf-16le": "utf-16-le", "utf-16be": "utf-16-be", "utf-32le": "utf-32-le", "utf-32be": "utf-32-be"}
@@ -326,7 +329,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _holds_no_text(head: bytes) -> bool:
-    """Whether there are control characters or bytes that are not UTF-8."""
+    """Return whether `head` has control characters or is not UTF-8; its last character may be truncated."""
     if len(head.translate(None, _CONTROLS)) < len(head):
         return True
     try:
@@ -337,10 +340,11 @@ def _holds_no_text(head: bytes) -> bool:
 
 
 def _wide_encoding(head: bytes) -> str | None:
-    """Return UTF-16 or UTF-32 if `head` is evidently text in it, without a byte order mark.
+    """Return utf-16le, -16be, -32le or -32be if `head` is evidently such text without a byte order mark.
 
-    Latin letters, digits and blanks have their NUL bytes at one place of each unit. Other texts are told by
-    their characters: bytes that are no UTF-8 would hardly give assigned ones only in a wrong encoding.
+    Latin letters, digits and blanks have NUL bytes at a fixed position in each code unit. Other UTF-16 text
+    is recognized by its characters: in a wrong encoding, bytes that are not UTF-8 would hardly ever decode to
+    assigned characters only.
     """
     if len(head) < _LEAST_BYTES or not _holds_no_text(head):
         return None
@@ -356,21 +360,21 @@ def _wide_encoding(head: bytes) -> str | None:
 
 
 def _is_latin(low: bytes) -> bool:
-    """Whether the low bytes of wide characters have no control characters among them."""
+    """Return whether no low byte of a wide character is a control character."""
     return len(low.translate(None, _CONTROLS)) == len(low)
 
 
 def _is_plausible(head: bytes, encoding: str) -> bool:
-    """Whether `head` is UTF-16 of assigned characters, of a few scripts and with blanks between them."""
+    """Return whether `head` decodes to assigned characters of a few scripts, with blanks between them."""
     whole = head[: len(head) & ~1]
     try:
         text = whole.decode(_PYTHON[encoding])
     except UnicodeDecodeError as error:
-        if error.start < len(whole) - 2:  # else a surrogate pair is cut at the end
+        if error.start < len(whole) - 2:  # an error at the very end is a surrogate pair that `head` cuts
             return False
         text = whole[: error.start].decode(_PYTHON[encoding])
     blanks = sum(one in _BLANKS for one in text)
-    rows = len({ord(one) >> 8 for one in text})  # wrongly paired bytes are spread over all of Unicode
+    rows = len({ord(one) >> 8 for one in text})  # in a wrong encoding, characters spread over all of Unicode
     return (
         len(text) >= _LEAST_UNITS
         and blanks > len(text) // 100

@@ -1,26 +1,26 @@
-"""Lines, and reads of a number of bytes, from pieces of a file's content."""
+"""Turns the pieces of a file's content into lines, or into a stream with `read` and `skip`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-HEAD_BYTES_OF_LINE = 256  # of one that is longer than is allowed
+HEAD_BYTES_OF_LINE = 256  # bytes that are kept of a line over the limit
 Line = tuple[int, int, bytes, bool]
-"""Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
+"""Offset, length without the newline, the bytes, and whether these are the whole line or only its head."""
 
 
 class Lines:
-    """Iterate over the lines in pieces of bytes: split at b"\\n" only, no line held beyond a limit.
+    """Iterates over the lines in pieces of bytes; splits at b"\\n" only, and truncates overlong lines.
 
-    JSON text may hold U+2028, U+0085 and other characters that str.splitlines takes for line ends, so lines
-    are cut on bytes before anything is decoded.
+    JSON text may contain U+2028, U+0085 and other characters that str.splitlines treats as line ends, so
+    lines are split as bytes, before they are decoded.
     """
 
     def __init__(self, pieces: Iterable[bytes], *, offset: int = 0, max_line_bytes: int) -> None:
         self._pieces = pieces
         self._max_line_bytes = max_line_bytes
-        self._held_bytes = 0  # of the line that has begun, however few of them are held
-        self.offset = offset  # where the line after the last one handed out begins
+        self._held_bytes = 0  # length of the current line so far, also of bytes that were not kept
+        self.offset = offset  # offset of the line after the last one that was yielded
 
     def __iter__(self) -> Iterator[Line]:
         held: list[bytes] = []
@@ -60,20 +60,20 @@ class Lines:
 
 
 class PieceReader:
-    """Reads pieces of bytes as a file, from front to back."""
+    """Reads pieces of bytes like a file, forward only."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._held = b""
-        self._at = 0  # of the next byte in what is held
-        self._before = 0  # bytes of pieces that were read
+        self._at = 0  # index of the next byte in `_held`
+        self._before = 0  # total length of the pieces before `_held`
 
     def tell(self) -> int:
-        """How many bytes have been read."""
+        """Return how many bytes have been read."""
         return self._before + self._at
 
     def read(self, size: int) -> bytes:
-        """`size` bytes, fewer only at the end."""
+        """Return the next `size` bytes, fewer only at the end."""
         parts, left = [], size
         while left and self._fill():
             part = self._held[self._at : self._at + left]
@@ -83,7 +83,7 @@ class PieceReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def skip(self, size: int) -> int:
-        """Skip `size` bytes; the number there were."""
+        """Skip up to `size` bytes; return how many were skipped, fewer only at the end."""
         left = size
         while left and self._fill():
             step = min(left, len(self._held) - self._at)

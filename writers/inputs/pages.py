@@ -1,16 +1,16 @@
-"""Web pages: the body of an HTTP response decoded to a page, and the main text of a page.
+"""Decodes web pages: an HTTP response's body to the page's bytes, these to text, and that to the main text.
 
-Bodies are decoded as browsers and crawlers do it: chunks joined, gzip, deflate, br and zstd undone. A body
-that says it is chunked or compressed and is not is taken as it is (many crawlers undo both and leave the
-header), and one that was cut short gives what there is of it. Damaged data and a page over the limit raise
-BodyError.
+Bodies are decoded as by browsers and crawlers: chunks are joined, and gzip, deflate, br and zstd are undone.
+A body that is not chunked or compressed although its headers say so is used as it is (many crawlers undo both
+and keep the header), and a truncated body is decoded as far as it goes. Damaged data and a page over the
+limit raise BodyError.
 
-A page's bytes are decoded as the HTML standard says (13.2.3), by the tables of the Encoding Standard: by its
-byte order mark, the HTTP header, its own <meta> element, or its XML declaration, in this order.
-Where nothing usable is declared, bytes that are UTF-8 are UTF-8, and a statistical detector decides on others
-only. Bytes that the encoding does not have become U+FFFD. A page whose encoding browsers refuse to decode, or
-that no guess fits, is not read. Main text is found by a library made for that: resiliparse, or trafilatura as
-FineWeb used it. Results depend on the page alone.
+A page's bytes are decoded according to the HTML standard (13.2.3), with the tables of the Encoding Standard:
+by the byte order mark, the HTTP header, the page's <meta> element, or its XML declaration, in this order. If
+none of them declares a usable encoding, bytes that are valid UTF-8 are decoded as UTF-8; only for other
+bytes, a statistical detector may decide. Bytes that are invalid in the encoding become U+FFFD. A page is not
+read if browsers refuse to decode its encoding, or if no guess fits. Main text is extracted by a library for
+that purpose: resiliparse, or trafilatura as FineWeb used it. Results depend on the page alone.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 from shardkit.writers.recipe.inputs import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
-_CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # a head that the body ends in
+_CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # a truncated chunk head at the end
 _MAX_ENCODINGS = 4
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class BodyError(Exception):
-    """A body cannot be decoded; the message says why."""
+    """The body of a response cannot be decoded; the message says why."""
 
 
 def decode_body(body: bytes, transfer_encoding: str, content_encoding: str, limit: int) -> bytes:
-    """The content of a body with these headers ("" where there is none), at most `limit` bytes."""
+    """Decode a body by its Transfer-Encoding and Content-Encoding headers ("" for none).
+
+    Raises BodyError if it is damaged, or decodes to more than `limit` bytes.
+    """
     if "chunked" in transfer_encoding.lower():
         body = join_chunks(body)
     encodings = [name.strip().lower() for name in content_encoding.split(",") if name.strip()]
     if len(encodings) > _MAX_ENCODINGS:
-        raise BodyError(f"{len(encodings)} content encodings")
+        raise BodyError(f"the body has {len(encodings)} content encodings; the limit is {_MAX_ENCODINGS}")
     for name in reversed(encodings):
         body = _undo(body, name, limit)
         if len(body) > limit:
-            raise BodyError(f"more than {limit:,} bytes when decoded")
+            raise BodyError(f"the body decodes to more than {limit:,} bytes")
     return body
 
 
 def join_chunks(body: bytes) -> bytes:
-    """Join the contents of the chunks; from where no chunk begins on, keep the bytes as they are."""
+    """Join the contents of the chunks; keep all bytes from the first place where no chunk begins."""
     parts: list[bytes] = []
     at = 0
     while at < len(body):
@@ -84,7 +87,7 @@ def _undo(body: bytes, encoding: str, limit: int) -> bytes:
         return _unzstd(body, limit) if body.startswith(_ZSTD_MAGIC) else body
     if encoding in ("identity", "none", "utf-8", "utf8"):
         return body
-    raise BodyError(f"content encoding {encoding[:40]!r} is not known")
+    raise BodyError(f"content encoding {encoding[:40]!r} is unknown")
 
 
 def _inflate(body: bytes, wbits: int, limit: int) -> bytes:
@@ -119,8 +122,8 @@ _ISO_2022_JP = re.compile(rb"\x1b\$[@B][^\x1b]*\x1b\([BJ]")
 _PRESCANNED_BYTES = 1024
 _ASCII = bytes(range(128))
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\f\r"))
-_MOST_CONTROLS = 1 / 64  # of the bytes of a text
-_MOST_BAD = 0.1  # of the bytes that are not ASCII: with more, a guess was none
+_MOST_CONTROLS = 1 / 64  # maximum fraction of control characters among the bytes of a text
+_MOST_BAD = 0.1  # maximum ratio of U+FFFD to bytes that are not ASCII; above it, the guess is rejected
 _HEAD_BYTES = 1 << 16
 _HEAD_END = re.compile(rb"</head[\s>]|<body[\s>]", re.IGNORECASE)
 _RAW_TEXT = re.compile(rb"<(script|style|title|textarea)\b", re.IGNORECASE)
@@ -132,23 +135,23 @@ _ATTRIBUTE = re.compile(
 )
 _META_CONTENT = re.compile(rb"charset\s*=\s*" + _VALUE.replace(b"%s", b";"), re.IGNORECASE)
 _XML_ENCODING = re.compile(rb"<\?xml\s.*?encoding\s*=\s*([\"'])(?P<label>[^\x00-\x20\"']*)\1", re.DOTALL)
-# A tree takes some thirty times its page, and finding the main content time as the square of its depth: 0.3 s
-# for 2,000 elements inside each other, hours for a megabyte of <div>. Real pages are some 50 deep.
+# A parsed tree takes about thirty times the memory of its page. Finding the main content takes time quadratic
+# in its depth: 0.3 s for 2,000 nested elements, hours for a megabyte of <div>. Real pages are about 50 deep.
 _MAX_PAGE_CHARACTERS = 1 << 24
 _MAX_DEPTH = 2048
 _TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
-_NOT_NESTED = frozenset(  # elements that are empty, or end where the next of their kind begins
+_NOT_NESTED = frozenset(  # elements that have no content, or end where the next one of their kind begins
     re.split(" ", "area base br col embed hr img input link meta source track wbr p li dt dd tr td th option")
 )
 
 
 def decode_page(body: bytes, charset: str | None, encoding: str | None = None) -> str | None:
-    """Return a page as text; None if browsers do not decode its encoding, or nothing says which it has.
+    """Decode a page to text; return None if browsers refuse its encoding, or the encoding is unknown.
 
-    `charset` is what the HTTP header says, if anything; `encoding` is the recipe's, for pages whose header
-    says nothing: a label, or `GUESS` for a guess where the page declares nothing either and is not UTF-8.
-    Without it such a page is refused, because guesses are wrong for a part of the pages: for half of those in
-    GBK and Big5.
+    `charset` is the one in the HTTP header, if any. `encoding` comes from the recipe and applies to pages
+    whose header has none: the label of an encoding, or `GUESS` to guess if the page declares no encoding
+    either and is not UTF-8. If `encoding` is None, such a page is refused, because guesses are often wrong:
+    for half of the pages in GBK and Big5.
     """
     guesses = encoding == GUESS
     charset = charset or (None if guesses else encoding)
@@ -163,7 +166,7 @@ def decode_page(body: bytes, charset: str | None, encoding: str | None = None) -
     if _ISO_2022_JP.search(body) and BAD not in (text := decode(body, "iso-2022-jp")):
         return text
     if len(body) - len(body.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(body):
-        return None  # UTF-16 of scripts whose characters are two bytes of ASCII, such as Thai
+        return None  # may be UTF-16 of a script whose characters consist of two ASCII bytes, such as Thai
     try:
         return body.decode()
     except UnicodeDecodeError as error:
@@ -187,26 +190,27 @@ def _decoded(body: bytes, encoding: str) -> str | None:
 
 
 def _usable(label: str) -> str | None:
-    """Return the encoding of a label; None if it has none, or x-user-defined, which is not for text."""
+    """Return the encoding for a label; None for an unknown label or x-user-defined, which is not for text."""
     found = encoding_of(label)
     return None if found == _USER_DEFINED else found
 
 
 def _guessed(body: bytes) -> str:
-    """Return the encoding that the bytes look like."""
+    """Guess the encoding of the bytes."""
     try:
         from resiliparse.parse.encoding import detect_encoding
     except ImportError:
         raise MissingExtraError("resiliparse", "html", "reading web pages") from None
-    guess = detect_encoding(body, from_html_meta=False) or ""  # in Python's spelling: euc_jp
+    guess = detect_encoding(body, from_html_meta=False) or ""  # Python's name for it, such as euc_jp
     return _usable(guess.replace("_", "-")) or "windows-1252"
 
 
 def _declared(body: bytes) -> str | None:
-    """Return the encoding that a page itself declares; None if it declares none that is known.
+    """Return the encoding that a page itself declares, or None if it declares no known one.
 
-    The prescan of the HTML standard looks at 1,024 bytes. Browsers change to what a later <meta> says once
-    they have parsed it, so the rest of the head is looked at, too, but not into scripts and titles.
+    The prescan of the HTML standard searches the first 1,024 bytes. Browsers switch to the encoding of a
+    later <meta> element when they parse it, so the rest of the head is searched, too, except for scripts and
+    titles.
     """
     for start, encoding in ((b"<\0?\0x\0", "utf-16le"), (b"\0<\0?\0x", "utf-16be")):
         if body.startswith(start):
@@ -219,7 +223,7 @@ def _declared(body: bytes) -> str | None:
 
 
 def _without_raw_text(head: bytes) -> bytes:
-    """Return a head without the elements in which tags are text."""
+    """Return a head without elements such as <script>, in which tags are text."""
     parts, at = [], 0
     while (element := _RAW_TEXT.search(head, at)) is not None:
         parts.append(head[at : element.start()])
@@ -229,7 +233,7 @@ def _without_raw_text(head: bytes) -> bytes:
 
 
 def _of_meta(head: bytes) -> str | None:
-    """Return the encoding of the first <meta> that names a known one."""
+    """Return the encoding of the first <meta> element that declares a known one."""
     at = 0
     while (tag := _TAG_START.search(head, at)) is not None:
         at = tag.end()
@@ -244,7 +248,7 @@ def _of_meta(head: bytes) -> str | None:
             at = one.end()
             value = one["double"] or one["single"] or one["bare"] or b""
             attributes.setdefault(one["name"].lower(), value)
-        if at == len(head):  # the page, or what is looked at of it, ends inside the tag
+        if at == len(head):  # the head ends inside the tag
             return None
         if tag["name"].lower() == b"meta" and (found := _of_attributes(attributes)) is not None:
             return found
@@ -252,7 +256,7 @@ def _of_meta(head: bytes) -> str | None:
 
 
 def _of_attributes(attributes: Mapping[bytes, bytes]) -> str | None:
-    """Return the encoding that a <meta> with these attributes declares."""
+    """Return the encoding that a <meta> element with these attributes declares."""
     label = attributes.get(b"charset")
     if label is None:
         if attributes.get(b"http-equiv", b"").lower() != b"content-type":
@@ -264,17 +268,18 @@ def _of_attributes(attributes: Mapping[bytes, bytes]) -> str | None:
 
 
 def _of_xml(head: bytes) -> str | None:
-    """Return the encoding of an XML declaration."""
+    """Return the encoding that an XML declaration declares."""
     named = _XML_ENCODING.match(head.partition(b">")[0])
     found = encoding_of(named["label"].decode("latin-1")) if named else None
     return {"utf-16le": "utf-8", "utf-16be": "utf-8"}.get(found or "", found)
 
 
 def main_text_by(extractor: str | ExtractConfig) -> Callable[[str], str | None]:
-    """A function from a page to its main text: "" if there is none, None if the library cannot read the page.
+    """Return a function that extracts the main text of a page.
 
-    `extractor` is the name of a library, which stands for its default options, or has options.
-    MissingExtraError without the package.
+    It returns "" if a page has none, and None if the library cannot read the page. `extractor` is the name of
+    a library, for its default options, or its settings. Raises MissingExtraError if the library is not
+    installed.
     """
     if isinstance(extractor, str):
         extractor = ExtractConfig.model_validate({extractor: {}})
@@ -290,7 +295,7 @@ def main_text_by(extractor: str | ExtractConfig) -> Callable[[str], str | None]:
         try:
             text = extract(page)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            return None  # on hostile markup the libraries fail in many ways
+            return None  # hostile markup makes the libraries fail in many ways
         return (text or "").encode("utf-8", "replace").decode()
 
     return main_text
@@ -330,6 +335,6 @@ def _trafilatura(options: TrafilaturaOptions) -> Callable[[str], str | None]:
         include_links=options.links,
         include_images=options.images,
         include_formatting=options.formatting,
-        # It remembers other pages for this: what it gave would depend on the order of reading.
+        # Deduplication remembers other pages, so the result would depend on the order of reading.
         deduplicate=False,
     )

@@ -1,13 +1,13 @@
-"""The names that an input's path stands for: a file, a folder, a glob or a list in braces.
+"""Expands an input's path to names: a file, a folder, a glob or a list in braces.
 
-A folder stands for all files below it, also one that a glob matches: Spark, Dask and Ray write folders
-such as `part.parquet/`. `**` crosses folders; unlike the standard library's glob it never follows a link into
-a folder that it is already inside, so a loop of links ends. `{a,b}` and `{000..123}` are lists of names, as
-the shell and WebDataset have them. A file whose literal name is the pattern wins over everything.
+A folder means all files below it, also a folder that a glob matches: Spark, Dask and Ray write folders such
+as `part.parquet/`. `**` crosses folders; unlike the standard library's glob it never follows a link into a
+folder that it is already inside, so a loop of links ends. `{a,b}` and `{000..123}` are lists of names, as in
+the shell and WebDataset. If a file's literal name is the pattern, only that file matches.
 
-Names that begin with a dot or an underscore are hidden, as they are for Hadoop, Spark and Arrow (`_SUCCESS`,
-`.part-0.crc`, `_temporary/`): they are skipped unless the pattern spells that character, and reported. The
-keys of a bucket are matched by the same rules.
+Names that begin with a dot or an underscore are hidden, as for Hadoop, Spark and Arrow (`_SUCCESS`,
+`.part-0.crc`, `_temporary/`): they are skipped and reported, unless the pattern contains that character at
+the same place. The keys of a bucket are matched by the same rules.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ _PATTERN = re.compile(r"[*?\[{]")
 
 
 class Match(IntEnum):
-    """Whether a pattern stands for a file."""
+    """Whether a pattern matches a file."""
 
     NO = 0
-    HIDDEN = 1  # it would, if no name began with a dot or an underscore
+    HIDDEN = 1  # it matches, but a name in the path begins with a dot or an underscore
     YES = 2
 
 
 def alternatives(pattern: str) -> list[str]:
-    """Return the patterns that a pattern with lists in braces stands for; itself if it has none."""
+    """Return all patterns that result from expanding lists in braces; the pattern itself if it has none."""
     try:
         return list(dict.fromkeys(expand_braces(pattern)))
     except ValueError:
-        return [pattern]  # of a literal name: a brace without its other half
+        return [pattern]  # an unbalanced brace is part of a literal name
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a pattern has *, ? or [ in it."""
+    """Return whether a pattern contains *, ? or [."""
     return _GLOB.search(pattern) is not None
 
 
 def fixed_part(pattern: str) -> str:
-    """Return the prefix of all that matches; the whole pattern if it is neither glob nor list."""
+    """Return the literal prefix of a pattern; all of it if it is neither a glob nor a list in braces."""
     found = _PATTERN.search(pattern)
     return pattern[: found.start()] if found else pattern
 
 
 def expand_path(folder: Path, pattern: str) -> dict[Path, Match]:
-    """Return the files that `pattern`, relative to `folder`, stands for, sorted, hidden ones marked as such.
+    """Return the files that `pattern`, relative to `folder`, matches, sorted, each with YES or HIDDEN.
 
-    FileNotFoundError names the first item of a list in braces for which there is no file.
+    Raises FileNotFoundError with the first item of a list in braces that matches no file.
     """
     graded: dict[Path, Match] = {}
-    found = list(_expand(folder, pattern))  # braces that are in the names of files
+    found = list(_expand(folder, pattern))  # first with literal braces, which file names may contain
     for one in [] if found else alternatives(pattern):
         more = list(_expand(folder, one))
         if not more and one != pattern:
@@ -86,20 +86,20 @@ def _expand(folder: Path, pattern: str) -> Iterator[tuple[Path, Match]]:
 
 
 def key_matches(pattern: str, key: str) -> bool:
-    """Whether the glob `pattern` names `key`; both relative to the same place, with "/" between the parts."""
+    """Return whether the glob `pattern` matches `key`; both are relative to the same place, and use "/"."""
     return grade_of(pattern, key) is Match.YES
 
 
 def grade_of(pattern: str, key: str) -> Match:
-    """Return whether the glob `pattern` names `key`, and whether only hidden names are in its way."""
+    """Return whether the glob `pattern` matches `key`, or would match it if its names were not hidden."""
     if key.endswith("/"):
-        return Match.NO  # a marker that some tools write to show an empty folder
+        return Match.NO  # an object that some tools write as a marker for an empty folder
     parts = pattern.split("/")
     return _parts_match([*parts, "*"] if parts[-1] == "**" else parts, key.split("/"))
 
 
 def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> Match:
-    if not pattern:  # `key` is what lies below a folder that the pattern matched
+    if not pattern:  # the pattern matched a folder, and `key` is the rest of the path below it
         return min(map(_shown, key), default=Match.YES)
     if not key:
         return Match.NO
@@ -114,7 +114,7 @@ def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> Match:
 
 
 def _name_matches(part: str, name: str) -> Match:
-    """Whether a part of a glob names a file or folder; a hidden one only if it spells the first character."""
+    """Return whether a part of a glob matches a name; HIDDEN if a wildcard matches its leading dot or "_"."""
     if not is_glob(part):
         return Match.YES if part == name else Match.NO
     if not fnmatchcase(name, part):
@@ -145,14 +145,14 @@ def _matches(base: Path, parts: list[str], above: Match) -> Iterator[tuple[Path,
         if rest:
             yield from _matches(path, rest, match)
         elif is_folder:
-            if not base.resolve().is_relative_to(path.resolve()):  # else a link to where it lies in
+            if not base.resolve().is_relative_to(path.resolve()):  # otherwise a link to a folder above itself
                 yield from _below(path, match)
         elif exists:
             yield path, match
 
 
 def _below(folder: Path, above: Match) -> Iterator[tuple[Path, Match]]:
-    """All files below a folder."""
+    """Yield all files below a folder."""
     for base, match in ((folder, above), *_folders_below(folder, above)):
         for entry in _entries(base):
             if not entry.is_dir():
@@ -173,9 +173,9 @@ def _folders_below(
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List the entries of a folder by name; [] if there is no such folder.
+    """List the entries of a folder, sorted by name; [] if there is no such folder.
 
-    An entry knows whether it is a folder, mostly without asking the disk.
+    For most entries, `is_dir` needs no further access to the disk.
     """
     try:
         with os.scandir(folder) as found:
@@ -185,5 +185,5 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _exists(path: Path) -> bool:
-    """Also true for a broken link, which the caller reports rather than skips."""
+    """Return whether a path exists; true for a broken link, too, so that the caller reports it."""
     return path.exists() or path.is_symlink()

@@ -1,14 +1,14 @@
-"""Rows of Parquet files and of Arrow files (IPC files and streams, Feather of version 2) as documents.
+"""Reads documents from the rows of Parquet and Arrow files (IPC files and streams, Feather version 2).
 
-The text column may be any string or binary type, dictionary-encoded or not, also inside structs. Each value
-is checked to be UTF-8, because Arrow does not. A null text, bad UTF-8 or an oversized text costs its row.
-Columns that are carried along may have any type, and never cost the text: a value that Python or UTF-8 cannot
-hold is null, and binary data are made text by `fields.field_text`.
+The text column may have any string or binary type, dictionary-encoded or not, also inside structs. Each value
+is checked to be UTF-8, because Arrow does not check. A row whose text is null, not UTF-8 or too long is
+quarantined. Carried fields (fields.py) may have any type and never cost a row its text: a value that Python
+or UTF-8 cannot represent becomes null, and `fields.field_text` converts binary data to text.
 
-Damage in a Parquet file costs the rows that had not been read yet, whose number is in the footer. Every
-record batch of an Arrow file is validated before anything is taken out of it, because Arrow trusts offsets
-and a damaged file would read memory that is not its own. Damage costs the rows after it, whose number is not
-known. Memory is one record batch as it was written: Arrow cannot read parts of one.
+Damage in a Parquet file costs the rows that had not been read yet; the footer has their number. Every record
+batch of an Arrow file is validated before it is used, because Arrow trusts offsets, and a damaged file could
+make it read foreign memory. Damage costs the rows after it; their number is unknown. Memory is one record
+batch as it was written, because Arrow cannot read a part of one.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe.recipe import InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 
-# Arrow reports damage as ArrowException (a ValueError or its kin) or as OSError without an errno.
+# Arrow reports damage by one of these exceptions; an OSError then has no errno.
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotImplementedError)
-# What converting a value to Python's raises, beside bugs: out of range, not UTF-8, or a type it has none for.
+# Conversion to a Python value raises these if the value is out of range or not UTF-8, or has no Python type.
 _NO_VALUE = (pa.ArrowException, ValueError, ArithmeticError, TypeError, LookupError, AttributeError)
 _FILE_MAGIC = b"ARROW1"
-_FILE_START_BYTES = 8  # the magic and padding, then a stream
+_FILE_START_BYTES = 8  # the magic number and padding, before a stream begins
 _FEATHER_MAGIC = b"FEA1"
 
 
 def _raise_unless_damage(error: Exception) -> None:
-    """A disk that fails and memory that runs out say nothing about the file."""
+    """Raise an error again that is about memory, a cancellation or the disk, not damage of the file."""
     if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None) is not None:
         raise error
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error of Arrow, which adds its C++ context to it."""
+    """Return the first line of an error from Arrow; the others are C++ context."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _wanted_paths(schema: pa.Schema, config: InputConfig) -> list[str]:
-    """The columns and struct fields that the recipe wants and the file has."""
+    """Return the paths of all columns and struct fields to read: those in the recipe that the file has."""
     paths = dict.fromkeys((*_text_paths(config), config.id or "id", config.url or "url", *config.metadata))
     paths |= {} if config.document_id is None else {config.document_id: None}
     return [path for path in paths if type_at(schema, path) is not None]
 
 
 def _text_paths(config: InputConfig) -> list[str]:
-    """Return the columns that the text is, or is rendered from."""
+    """Return the paths of the columns that contain the text, or from which it is rendered."""
     if not config.is_masked:
         return [config.text]
     own = (config.tools, config.chat_template_kwargs)
@@ -66,7 +66,7 @@ def _text_paths(config: InputConfig) -> list[str]:
 
 
 def _text_problem(schema: pa.Schema, text: str) -> str | None:
-    """Why `text` is no column of text; None if it is one."""
+    """Return why the path `text` is not exactly one column of text, or None if it is."""
     kind = type_at(schema, text)
     if kind is None:
         repeated = text in schema.names
@@ -76,7 +76,7 @@ def _text_problem(schema: pa.Schema, text: str) -> str | None:
 
 
 def _problem(schema: pa.Schema, config: InputConfig) -> str | None:
-    """Why a table has not what the recipe reads; None if it has."""
+    """Return why a table lacks a column that the recipe requires, or None if it has all of them."""
     if not config.is_masked:
         return _text_problem(schema, config.text)
     wanted = [path for path in (config.messages, config.prompt, config.completion) if path is not None]
@@ -105,7 +105,7 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
         _take_masked_rows(sink, config, batch)
         return
     others = {path: _carried(sink, column_at(batch, path)) for path in _carried_paths(batch.schema, sink)}
-    holds_bytes = "binary" in str(type_at(batch.schema, config.text))  # a page may say how it is encoded
+    holds_bytes = "binary" in str(type_at(batch.schema, config.text))  # may be pages, in any encoding
     for row, raw in enumerate(_as_binary(column_at(batch, config.text)).to_pylist()):
         if raw is None:
             sink.bad("no_text", f"column {config.text!r} is null")
@@ -123,12 +123,12 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
 
 
 def _carried_paths(schema: pa.Schema, sink: RecordSink) -> list[str]:
-    """Return the columns and struct fields beside the text that the recipe names and the file has."""
+    """Return the paths of the carried fields that the file has."""
     return [path for path in dict.fromkeys(sink.carried) if type_at(schema, path) is not None]
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values, without what says how they are encoded."""
+    """Return the type of a column's values, without dictionary or run-end encoding and extension types."""
     while True:
         if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
             kind = kind.value_type
@@ -139,7 +139,7 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _decoded(column: pa.Array) -> pa.Array:
-    """Return the values of a column that is encoded by a dictionary or by runs, in full."""
+    """Return a column without dictionary or run-end encoding."""
     while True:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -164,7 +164,7 @@ def _is_textual(kind: pa.DataType) -> bool:
 
 
 def _as_binary(column: pa.Array) -> pa.Array:
-    """Return strings and binary values as large_binary, whose bytes are still to be checked."""
+    """Return a column of strings or binary values as large_binary, not yet checked to be UTF-8."""
     column = _decoded(column)
     while isinstance(column, pa.ExtensionArray):
         column = _decoded(column.storage)
@@ -172,15 +172,15 @@ def _as_binary(column: pa.Array) -> pa.Array:
 
 
 def _carried(sink: RecordSink, column: pa.Array) -> list[object]:
-    """Return the values of a column beside the text as Python has them, times as ISO text; null for no value.
+    """Return the values of a carried column as Python objects, times as ISO text.
 
-    Nothing about a value is an error: the text of its row is sound.
+    A value that cannot be converted becomes None, never an error, because the text of its row is valid.
     """
     column, kind = _decoded(column), _value_type(column.type)
     if _is_string(kind):
         return [_text_or_null(sink, value) for value in _as_binary(column).to_pylist()]
     if pa.types.is_temporal(kind) and kind == column.type:
-        with suppress(pa.ArrowException, ValueError):  # such as intervals, which have no text
+        with suppress(pa.ArrowException, ValueError):  # some, such as intervals, cannot be cast to text
             return list(column.cast(pa.string()).to_pylist())
     try:
         return list(column.to_pylist())
@@ -207,8 +207,8 @@ def _value_or_null(value: pa.Scalar) -> object:
 
 
 def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the rows of the row groups [start, end) of the sink's split to the sink."""
-    with open_input(sink.split.input) as stored:  # outside of what counts as damage
+    """Read a Parquet file: pass the rows of row groups [start, end) of the sink's split to the sink."""
+    with open_input(sink.split.input) as stored:  # an error here is not damage of the file
         yield from _read_open(sink, config, stored)
 
 
@@ -237,7 +237,7 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
                 yield
             if sink.record != end:
                 read = sink.record - split.first_record
-                raise ValueError(f"row groups hold {read:,} rows where the footer says {expected:,}")
+                raise ValueError(f"the row groups have {read:,} rows, but the footer says {expected:,}")
         except _DAMAGE as error:
             _raise_unless_damage(error)
             left = max(end - sink.record, 1)
@@ -246,7 +246,7 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
 
 
 def _other_format(stored: BinaryIO, sink: RecordSink) -> str | None:
-    """Return what a file is that cannot be read as its format, and what to do; None if nobody knows."""
+    """Return the real kind of a file that is not of its format, and what to do; None if not recognized."""
     stored.seek(0)
     found = look(stored.read(HEAD_BYTES))
     raise_if_pointer(found, sink.split.path)
@@ -256,13 +256,13 @@ def _other_format(stored: BinaryIO, sink: RecordSink) -> str | None:
 def _batches(
     file: pq.ParquetFile, groups: range, columns: list[str], batch_rows: int
 ) -> Iterator[pa.RecordBatch]:
-    # Group by group: a batch that reached into a damaged group would take sound rows with it.
+    # One row group at a time: a batch that extended into a damaged group would lose intact rows.
     for group in groups:
         yield from file.iter_batches(batch_rows, row_groups=[group], columns=columns, use_threads=False)
 
 
 def _rows_per_batch(file: pq.ParquetFile, groups: range) -> int:
-    """How many rows make a decoded batch of about BATCH_TEXT_BYTES, judged by the footer."""
+    """Estimate by the footer how many rows decode to about BATCH_TEXT_BYTES."""
     rows = size = 0
     for group in groups:
         metadata = file.metadata.row_group(group)
@@ -272,7 +272,7 @@ def _rows_per_batch(file: pq.ParquetFile, groups: range) -> int:
 
 
 def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the rows of a whole file to the sink."""
+    """Read an Arrow file: pass all of its rows to the sink."""
     split = sink.split
     with open_input(split.input) as stored:
         try:
@@ -295,14 +295,14 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 
 
 def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Return the schema of the file, and the record batches of the columns that are wanted."""
+    """Return the schema of the file, and its record batches with only the columns to read."""
     magic = stored.read(len(_FILE_MAGIC))
     stored.seek(0)
     if magic.startswith(_FEATHER_MAGIC):
-        # Arrow checks none of its metadata: a damaged file would end the process.
+        # Arrow does not check the metadata of Feather version 1, so a damaged file would crash the process.
         raise ValueError(
-            "it is Feather of version 1, which is not read; with pyarrow.feather, "
-            "write_feather(read_table(OLD), NEW) makes version 2 of it"
+            "it is Feather of version 1, which is not read; convert it to version 2 by pyarrow.feather's "
+            "write_feather(read_table(OLD), NEW)"
         )
     if magic == _FILE_MAGIC:
         try:
@@ -318,7 +318,7 @@ def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa
 def _without_footer(
     stored: BinaryIO, config: InputConfig, error: Exception
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The batches of a file that was cut short: it is a stream with a frame. Raises `error` after them."""
+    """Return the schema and batches of a truncated file, read as a stream; raise `error` after the last."""
     schema, stream = _reader(pa.ipc.open_stream, stored, _FILE_START_BYTES, config)
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -331,7 +331,7 @@ def _without_footer(
 def _reader(
     opener: Callable[..., Any], stored: BinaryIO, start: int, config: InputConfig
 ) -> tuple[pa.Schema, Any]:
-    """Return the schema, and a reader of the columns that the recipe wants."""
+    """Return the schema, and a reader of only the columns to read."""
     stored.seek(start)
     schema = opener(pa.PythonFile(stored, "r")).schema
     wanted = _wanted_paths(schema, config)
@@ -342,17 +342,17 @@ def _reader(
 
 
 def _validate(batch: pa.RecordBatch) -> None:
-    """ArrowInvalid unless its buffers fit its lengths; that text is UTF-8 is checked row by row later."""
+    """Raise ArrowInvalid if a buffer does not fit the lengths; UTF-8 is checked later, row by row."""
     for column in batch.columns:
         raw = _raw_type(column.type)
         if raw != column.type:
-            with suppress(NotImplementedError):  # Arrow cannot view it; it is then checked whole
+            with suppress(NotImplementedError):  # for a type without such a view, UTF-8 is checked here, too
                 column = column.view(raw)
         column.validate(full=True)
 
 
 def _raw_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type with binary values where it has strings."""
+    """Return the type with every string type in it replaced by the binary type of the same layout."""
     if _is_string(kind):
         views = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
         return views.get(kind, pa.binary_view())

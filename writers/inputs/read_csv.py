@@ -1,17 +1,17 @@
-"""Rows of CSV and TSV files as documents: UTF-8, quoted as in RFC 4180 or not quoted at all.
+"""Reads documents from the rows of CSV and TSV files: UTF-8, quoted as in RFC 4180 or not quoted at all.
 
-The row of names decides the delimiter where the recipe does not: the usual one of the file's name, unless
-only another one gives the text column. A line `sep=;` before it, as Excel writes, is honored. Line ends are
-LF, CRLF or, in files without LF in front, CR. TSV corpora are seldom quoted, and a quote in front of a field
-would swallow rows up to the next quote, so names with .tsv are read without quoting. Either choice can be
-wrong for a file, so rows that lie inside quotes of another one, and fields that look quoted and are not taken
-for it, are counted and reported.
+The header row decides the delimiter if the recipe does not: the usual one for the file's name, unless only
+another one yields the text column. A line `sep=;` before the header, as Excel writes, is honored. Line ends
+are LF, CRLF or, if the first line ends with CR alone, CR. TSV corpora are rarely quoted, and a quote at the
+start of a field would swallow rows up to the next quote, so files with .tsv in their names are read without
+quoting. Either choice can be wrong for a file, so the reader counts and reports lines inside quotes that look
+like rows of their own, and fields that look quoted but are read unquoted.
 
-Record numbers count rows after the row of names, byte offsets point to a row's first line. A row with more
-or fewer fields than there are columns, of one line with misplaced quotes, or with bytes that are not UTF-8
-costs itself only. Misplaced quotes in a later line of a row, a quote that nothing closes and a row over
-`max_record_bytes` cost the rest of the file: where the next row begins would be a guess. A file is one split,
-because only reading from its start shows what is quoted.
+Record numbers count rows after the header, and byte offsets point to a row's first line. A row is quarantined
+alone if it has more or fewer fields than columns, bytes that are not UTF-8, or is one line with misplaced
+quotes. Misplaced quotes in a later line of a row, an unclosed quote, and a row over `max_record_bytes` cost
+the rest of the file, because the start of the next row would be a guess. A file is one split, because only
+reading from its start shows which text is quoted.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from shardkit.writers.recipe.recipe import InputConfig
 
 _BOM = b"\xef\xbb\xbf"
 _TAB_NAMES = (".tsv",)
-_DELIMITERS = "\t,;|"  # that a row of names is tried with
+_DELIMITERS = "\t,;|"  # candidates for the delimiter
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
 _LINE_END = re.compile(rb"\n|\r\n?")
-_SAMPLE_LINE_BYTES = 1 << 20  # of a row at which a draft looks
-_LINE_END_BYTES = 1 << 20  # in which the first line ends, or it ends with LF
-_LOOKS_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')  # with doubled quotes inside
+_SAMPLE_LINE_BYTES = 1 << 20  # limit for a row that `shardkit init` looks at
+_LINE_END_BYTES = 1 << 20  # if the first line is longer, lines are taken to end with LF
+_LOOKS_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')  # a quoted field with doubled quotes
 
 
 class _TooLongError(Exception):
-    """A row is longer than a record may be."""
+    """A row is longer than the limit for records."""
 
 
 @dataclass(frozen=True)
 class _Dialect:
-    """How lines are taken apart; without a `quote`, every line is a row."""
+    """The delimiter and quote of a file; without a quote, every line is a row."""
 
     delimiter: str
     quote: str | None
 
     def rows(self, lines: Iterator[str]) -> Iterator[list[str]]:
-        """Yield the fields of each row; csv.Error where quotes make no sense."""
+        """Yield the fields of each row; raise csv.Error for misplaced quotes."""
         if self.quote is not None:
             return csv.reader(lines, strict=True, delimiter=self.delimiter, quotechar=self.quote)
         stripped = (line.removesuffix("\n").removesuffix("\r") for line in lines)
@@ -58,7 +58,7 @@ class _Dialect:
 
 
 class _Source:
-    """Lines for the csv module, which takes as many as a row has; knows where the row began."""
+    """Iterates over lines for the csv module, which may take several per row; keeps where the row began."""
 
     def __init__(self, lines: Lines, limit: int) -> None:
         self._lines: Iterator[Line] = iter(lines)
@@ -67,15 +67,15 @@ class _Source:
         self.ended = False
         self.head = b""
         self._fresh = True
-        self.delimiter, self.delimiters = b"", -1  # `delimiters` are in a row of one line
-        self.are_rows = False  # whether each line of the row has as many
+        self.delimiter, self.delimiters = b"", -1  # and the number of delimiters in a line that is one row
+        self.are_rows = False  # whether each line of the current row has that number of delimiters
 
     def next_row(self) -> None:
-        """The next line begins a row."""
+        """Make the next line the first one of a row."""
         self._fresh = True
 
     def first_line(self) -> str:
-        """Return the first line that is not blank, which stays to be read; "" if there is none."""
+        """Return the first line that is not blank, without consuming it; "" if there is none."""
         for offset, length, line, whole in self._lines:
             if line.strip(b"\r") or not whole:
                 self._lines = chain([(offset, length, line, whole)], self._lines)
@@ -83,7 +83,7 @@ class _Source:
         return ""
 
     def skip_line(self) -> None:
-        """Skip a line that belongs to no row."""
+        """Skip the next line."""
         next(self._lines)
 
     def __iter__(self) -> Iterator[str]:
@@ -107,7 +107,7 @@ class _Source:
 
 
 def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the rows of a whole file to the sink."""
+    """Read a CSV or TSV file: pass all of its rows to the sink."""
     split = sink.split
     csv.field_size_limit(sink.max_record_bytes)
     sink.columns = config.columns
@@ -129,7 +129,7 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
                     sink.columns, source.delimiters = row, len(row) - 1
                     if _unfit(sink, config, row):
                         return
-                elif row:  # else a blank line
+                elif row:  # an empty row is a blank line
                     doubts.look(row, source, dialect)
                     _take_row(sink, config, row, source, dialect)
                     sink.record += 1
@@ -144,9 +144,9 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 
 
 def first_rows(name: str, pieces: Iterator[bytes], limit: int) -> list[dict[str, str]]:
-    """Return at most `limit` rows of a file by their columns, taken apart as without keys in the recipe.
+    """Return at most `limit` rows of a file as {column: value}, with the dialect guessed from the file.
 
-    Rows that do not fit are left out; csv.Error where quotes make no sense. `pieces` are UTF-8.
+    `pieces` are UTF-8. Skips rows with too many or too few fields; raises csv.Error for misplaced quotes.
     """
     csv.field_size_limit(_SAMPLE_LINE_BYTES)
     source = _Source(Lines(_with_line_feeds(pieces), max_line_bytes=_SAMPLE_LINE_BYTES), _SAMPLE_LINE_BYTES)
@@ -170,7 +170,7 @@ def first_rows(name: str, pieces: Iterator[bytes], limit: int) -> list[dict[str,
 
 
 def _with_line_feeds(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the pieces; LF replaces CR throughout if the first line ends with CR alone."""
+    """Yield the pieces; if the first line ends with CR alone, with LF in place of every CR."""
     head = b""
     for piece in pieces:
         head += piece
@@ -187,7 +187,7 @@ def _with_line_feeds(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Error | None:
-    """A row, what is wrong with a row of one line, or None at the end."""
+    """Return the next row, the csv.Error of a bad row of one line, or None at the end."""
     source.next_row()
     try:
         return next(rows, None)
@@ -198,9 +198,9 @@ def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Err
 
 
 def _dialect(name: str, config: InputConfig | None, source: _Source) -> _Dialect:
-    """Choose delimiter and quote by the recipe, a line `sep=;`, the row of names, or the file's name.
+    """Choose delimiter and quote by the recipe, a line `sep=;`, the header row, or the file's name.
 
-    Without a recipe, the row of names is taken to be divided by what gives the most of them.
+    Without a recipe, the delimiter that divides the header row into the most columns is chosen.
     """
     is_tsv = any(part in name.lower() for part in _TAB_NAMES)
     line, delimiter = source.first_line(), config.delimiter if config else None
@@ -222,7 +222,7 @@ def _dialect(name: str, config: InputConfig | None, source: _Source) -> _Dialect
 
 
 def _fields(line: str, delimiter: str, quote: str | None) -> list[str]:
-    """Return the fields of a line in this dialect, which need not be its own."""
+    """Return the fields of a line divided by a candidate delimiter; [] if that is impossible."""
     if delimiter == quote:
         return []
     try:
@@ -232,7 +232,7 @@ def _fields(line: str, delimiter: str, quote: str | None) -> list[str]:
 
 
 class _Doubts:
-    """Counts what suggests that the recipe's `quote` is not the file's, for the report."""
+    """Counts signs that the chosen quote is not the one of the file, and reports them."""
 
     def __init__(self, sink: RecordSink, config: InputConfig) -> None:
         self._sink, self._chosen = sink, config.quote
@@ -240,7 +240,7 @@ class _Doubts:
         self._first = {"swallowed": "", "quoted": ""}
 
     def look(self, row: list[str], source: _Source, dialect: _Dialect) -> None:
-        """Look at a row before it is taken."""
+        """Check a row for signs of a wrong quote; count lines swallowed by its quotes as dropped."""
         if dialect.quote is None:
             if self._chosen == "auto" and b'""' in source.head:
                 self._count("quoted", sum(_LOOKS_QUOTED.fullmatch(field) is not None for field in row))
@@ -254,32 +254,32 @@ class _Doubts:
         self._counts[kind] += number
 
     def report(self) -> None:
-        """Hand what was found to the sink, as notes about the file."""
+        """Pass the counts to the sink as notes about the file."""
         key = f"inputs[{self._sink.split.source}].quote"
         if count := self._counts["swallowed"]:
             self._sink.note(
-                f"{count:,} lines that would be rows by themselves lie inside quotes and are no documents of "
-                f"their own, first in {self._first['swallowed']}; if quotes are part of the text, "
+                f"{count:,} lines that would be rows by themselves are inside quotes, and so are not "
+                f"documents; first in {self._first['swallowed']}; if quotes are part of the text, "
                 f"set {key}: null"
             )
         if count := self._counts["quoted"]:
             self._sink.note(
-                f"{count:,} fields are in quotes with doubled quotes inside, and are read as they are, first "
-                f"in {self._first['quoted']}; if the file is quoted, set {key}: '\"'"
+                f"{count:,} fields are in quotes with doubled quotes inside, but are read with all these "
+                f"quotes, first in {self._first['quoted']}; if the file is quoted, set {key}: '\"'"
             )
 
 
 def _unfit(sink: RecordSink, config: InputConfig, names: list[str]) -> bool:
-    """Whether the file has no usable row of names; books it whole."""
+    """Return whether the header row is unusable; if so, quarantine the whole file."""
     if len(set(names)) == len(names) and config.text in names:
         return False
     book, why = (
-        (sink.damaged, "a name twice")
+        (sink.damaged, "a column name occurs twice")
         if len(set(names)) < len(names)
         else (sink.no_column, f"no column {config.text!r}")
     )
     problem = f"{why}; its columns: {', '.join(names[:40])}"
-    sink.offset = None  # it is about the whole file
+    sink.offset = None  # the entry is about the whole file
     book(problem.encode("utf-8", "backslashreplace").decode(), bytes=sink.split.bytes)
     return True
 
@@ -314,7 +314,7 @@ def _is_unicode(value: str) -> bool:
 
 
 def _hint(sink: RecordSink, line: bytes, columns: int, dialect: _Dialect) -> str:
-    """Say which key may be wrong if a row has too many or too few fields, "" if none seems to be."""
+    """Return a hint which key of the recipe may be wrong for a row with too many or too few fields, or ""."""
     key = f"inputs[{sink.split.source}]"
     for other in _DELIMITERS:
         if columns > 1 and other != dialect.delimiter and line.count(other.encode()) == columns - 1:
@@ -325,16 +325,18 @@ def _hint(sink: RecordSink, line: bytes, columns: int, dialect: _Dialect) -> str
 
 
 def _misplaced(error: Exception) -> str:
-    if "new-line character" in str(error):  # Python's message is about how to open a file
+    if "new-line character" in str(error):  # Python's own message is about how to open a file
         return "a carriage return in a field that is not quoted, in a file whose lines end with line feeds"
     if str(error) == "unexpected end of data":
-        return "a quote that nothing closes"
+        return "a quote is never closed"
     return f"misplaced quote: {error}"
 
 
 def _problem(error: Exception, source: _Source, sink: RecordSink) -> str:
     if isinstance(error, _TooLongError):
-        problem = f"a row over max_record_bytes {sink.max_record_bytes:,}, or a quote that nothing closes"
+        problem = (
+            f"a row is longer than max_record_bytes {sink.max_record_bytes:,}, or a quote is never closed"
+        )
     else:
-        problem = f"the row that begins at byte {source.start:,} cannot be taken apart: {_misplaced(error)}"
+        problem = f"the row that begins at byte {source.start:,} cannot be split: {_misplaced(error)}"
     return f"{problem}; if quotes are part of the text, set inputs[{sink.split.source}].quote: null"

@@ -1,11 +1,11 @@
-"""JSON records: an object a line, or the objects of arrays (`[{…}, {…}]`) over any number of lines.
+"""Reads JSON records: one object per line, or the objects of arrays (`[{...}, {...}]`) over several lines.
 
-Arrays are read as a stream: the file is cut between its values by their brackets and quotes, and each value
-is parsed by itself, so memory is one record. A value that is no JSON inside costs itself; NaN, Infinity and
-numbers beyond all limits, which Python and others write, do not, and neither does what is nested too deeply
-for parsers, unless it is the text. Blanks and commas stand between values; anything else there is a bad
-record. A file may also hold objects one after the other without an array around them, as `jq` prints them.
-One that ends inside a value or an array is damaged.
+Arrays are read as a stream: the file is divided into values by their brackets and quotes, and each value is
+parsed by itself, so memory is one record. A value that is not valid JSON is quarantined alone. NaN, Infinity
+and numbers of any size, which Python and others write, are accepted, and so are values nested too deeply for
+parsers, unless the text is among them. Between values there may be blanks and commas; anything else there is
+a bad record. A file may also contain objects one after the other without an array, as `jq` prints them. A
+file that ends inside a value or an array is damaged.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from shardkit.writers.recipe.recipe import InputConfig
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
-_OUT_OF_MEMORY = "Not enough memory"  # which orjson reports as if the text were bad
+_OUT_OF_MEMORY = "Not enough memory"  # beginning of orjson's JSONDecodeError for lack of memory
 _TOO_DEEP = ("depth limit exceeded", "Recursion limit reached")
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
-_BETWEEN = re.compile(rb"(?:[ \t\r\n,]|\xef\xbb\xbf)*+")  # a mark, too, in files that were joined
-_SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # what is no string, array or object; JSON or not
-_EXACT = (str, int, bool, type(None), type(MISSING))  # read without loss
+_BETWEEN = re.compile(rb"(?:[ \t\r\n,]|\xef\xbb\xbf)*+")  # joined files have byte order marks inside
+_SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # anything but a string, array or object; may be invalid
+_EXACT = (str, int, bool, type(None), type(MISSING))  # types that orjson reads without loss
 _STARTS = (b"{", b"[", b'"', b"}", b"]")
 _BRACKETS = re.compile(rb"[^\"\[\]{}]*+([\"\[\]{}])")
 _STRING = re.compile(rb"[^\"\\]*+(?:\\.[^\"\\]*+)*+(\"|\\?\Z)", re.DOTALL)
 
 
 def read_json(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the objects of a whole file to the sink."""
+    """Read a JSON file: pass all of its objects to the sink."""
     with open_input(sink.split.input) as file:
         yield from read_values(sink, config, sink.pieces(file))
 
 
 def read_values(sink: RecordSink, config: InputConfig, pieces: Iterator[bytes]) -> Iterator[None]:
-    """Hand the objects of a content in pieces to the sink."""
+    """Read JSON in pieces: pass all of its objects to the sink."""
     sink.offset = 0
     values = Values(pieces, max_value_bytes=sink.max_record_bytes)
     for offset, length, data, whole in values:
@@ -62,7 +62,7 @@ def read_values(sink: RecordSink, config: InputConfig, pieces: Iterator[bytes]) 
 
 
 def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
-    """Hand the object that is `line` to the sink."""
+    """Parse one JSON object and pass it to the sink."""
     try:
         fields, refused = _parse(sink, config, line)
     except orjson.JSONDecodeError as error:
@@ -70,7 +70,7 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
         return
     if not isinstance(fields, dict):
-        problem = f"a JSON {_kind(fields)} where an object is expected"
+        problem = f"the record is a JSON {_kind(fields)}, but an object is expected"
         sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
         return
     fields_of_chat = (config.messages, config.prompt, config.completion, config.tools)
@@ -91,23 +91,26 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
             problem = f"no field {config.text!r}; its fields: {known}"
             if not sink.records:
                 key = f"inputs[{sink.split.source}]"
-                problem += f"; name the one with the text ({key}.text), or leave the file out ({key}.exclude)"
+                problem += (
+                    f"; set {key}.text to the field with the text, or leave the file out ({key}.exclude)"
+                )
         sink.bad("no_text", problem, head=line)
         return
     carried = [value for path in sink.carried if type(value := field_at(fields, path)) not in _EXACT]
     if carried and refused is None and any(map(_holds_large_number, carried)):
-        # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
+        # orjson reads integers of more than 64 bits as floats. Python's json keeps them, unless nested too
+        # deeply.
         with suppress(RecursionError):
             fields = json.loads(line)
     sink.add(text, fields, bytes=len(line))
 
 
 def _parse(sink: RecordSink, config: InputConfig, line: bytes) -> tuple[Any, orjson.JSONDecodeError | None]:
-    """Return the value of a line, and why orjson refuses it although it can be read: None of most.
+    """Return the value of a line, and the error of orjson if only Python's parser accepts the line.
 
     Python's parser also reads NaN, infinities, numbers of any size and halves of surrogate pairs, which many
-    programs write. Values that are nested deeper than both parsers go are null. Raises orjson.JSONDecodeError
-    if it is no JSON, or text that is not to be replaced.
+    programs write. Values nested too deeply for both parsers become null. Raises orjson.JSONDecodeError if
+    the line is not JSON, or not UTF-8 and the recipe does not replace bad text.
     """
     try:
         return orjson.loads(line), None
@@ -123,13 +126,13 @@ def _parse(sink: RecordSink, config: InputConfig, line: bytes) -> tuple[Any, orj
         raise refused from None
     except RecursionError:
         line, cut = text.encode(), _cut_deep(text.encode())
-        if config.is_masked or cut == line:  # else what is rendered could lack a part
+        if config.is_masked or cut == line:  # a conversation must not be rendered without its deep values
             raise refused from None
         return _parse(sink, config, cut)[0], refused
 
 
 def _integer(digits: str) -> int | float:
-    """Return the integer, or infinity beyond the number of digits that Python reads."""
+    """Return the integer, or infinity if it has more digits than Python converts."""
     try:
         return int(digits)
     except ValueError:
@@ -137,7 +140,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _cut_deep(line: bytes) -> bytes:
-    """Return the line with null for the values that lie in `MAX_DEPTH` others."""
+    """Return the line with null in place of every value that is nested more than `MAX_DEPTH` deep."""
     parts: list[bytes] = []
     depth = at = start = 0
     for token in _TOKEN.finditer(line):
@@ -153,7 +156,7 @@ def _cut_deep(line: bytes) -> bytes:
 
 
 def _is_exact(value: object) -> bool:
-    """Whether a text, or what one is rendered from, has nothing that UTF-8 or JSON cannot hold."""
+    """Return whether a value has no surrogate halves, NaN or infinities in it."""
     held = [value]
     while held:
         value = held.pop()
@@ -170,7 +173,7 @@ def _is_exact(value: object) -> bool:
 
 
 def _hint_of_array(sink: RecordSink, line: bytes) -> str:
-    """Say what to do about a file that begins like an array; "" for its other lines."""
+    """Return a hint for the first line of a file if it looks like the beginning of an array, or ""."""
     if sink.record or sink.split.format == "json" or line.lstrip()[:1] not in (b"[", b"{"):
         return ""
     key = f"inputs[{sink.split.source}].format"
@@ -178,7 +181,7 @@ def _hint_of_array(sink: RecordSink, line: bytes) -> str:
 
 
 def _holds_large_number(value: object) -> bool:
-    """Whether there is a float anywhere in it that may be an integer of more than 64 bits."""
+    """Return whether a value has a float in it that may be an integer of more than 64 bits."""
     held = [value]
     while held:
         value = held.pop()
@@ -200,22 +203,23 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError, charset: str) -> t
 
 
 class Values:
-    """Iterate over the values in pieces of bytes: those of arrays at the top, and others beside them.
+    """Iterates over the JSON values in pieces of bytes: items of top-level arrays, and values outside them.
 
-    A value is (offset, length, bytes, whether these are all or the head of it), as of `Lines`. Afterwards
-    `problem` says what is missing at the end, and `unfinished` where that begins; "" if nothing is.
+    Yields a `Line` tuple (offset, length, bytes, whether these are all) per value. If the content ends inside
+    a value or an array, `problem` says so afterwards, and `unfinished` is the offset of the incomplete part;
+    otherwise `problem` is "".
     """
 
     def __init__(self, pieces: Iterator[bytes], *, max_value_bytes: int) -> None:
         self._pieces, self._limit = pieces, max_value_bytes
-        self.offset = 0  # of what comes after the last value
+        self.offset = 0  # offset after the last value
         self.problem, self.unfinished = "", 0
-        self._depth = 0  # brackets that are open inside the value
+        self._depth = 0  # number of open brackets inside the value
         self._in_string = self._escaped = self._in_scalar = self._in_array = False
 
     def __iter__(self) -> Iterator[Line]:
-        held: list[bytes] = []  # of the value that has begun
-        start, size, before = 0, 0, 0  # of it, and bytes of pieces before this one
+        held: list[bytes] = []  # parts of the current value
+        start, size, before = 0, 0, 0  # its offset and length so far, and the total length of earlier pieces
         inside = False
         for number, piece in enumerate(self._pieces):
             at = 3 if not number and piece.startswith(_BOM) else 0
@@ -243,14 +247,14 @@ class Values:
                         size <= self._limit,
                     )
             before += len(piece)
-        if self._in_scalar:  # a number at the very end
+        if self._in_scalar:  # the content ends with a number, which has no closing bracket or quote
             yield start, size, b"".join(held), size <= self._limit
         elif inside or self._in_array:
             self.unfinished = start if inside else before
             self.problem = f"the file ends inside {'a value' if inside else 'its array'}"
 
     def _begin(self, piece: bytes, at: int) -> int:
-        """Find where the next value begins in `piece`, past brackets of an array; its end if none does."""
+        """Return where in `piece` the next value begins, after brackets of a top-level array, or the end."""
         while at < len(piece):
             blanks = _BETWEEN.match(piece, at)
             assert blanks is not None
@@ -266,7 +270,7 @@ class Values:
         return at
 
     def _end(self, piece: bytes, at: int) -> tuple[int, bool]:
-        """Return (where the value that goes on at `at` ends, whether it goes on behind the piece)."""
+        """Return where in `piece` the current value ends, and whether it continues in the next piece."""
         while at < len(piece):
             if self._in_string:
                 at, ended = self._end_string(piece, at)
@@ -289,12 +293,12 @@ class Values:
         return len(piece), True
 
     def _close(self, step: int) -> bool:
-        """Count a bracket; whether it ends the value, as one does that closes nothing."""
+        """Count a bracket; return whether it ends the value. A closing bracket without an open one does."""
         self._depth = max(self._depth + step, 0)
         return not self._depth
 
     def _end_string(self, piece: bytes, at: int) -> tuple[int, bool]:
-        """Return (where the string, an escape in it or the piece ends, whether the string does)."""
+        """Return where the string, an escape in it, or the piece ends, and whether the string ends there."""
         if self._escaped:
             self._escaped = False
             return at + 1, False

@@ -1,19 +1,21 @@
-"""Samples of MDS shards and of WebDataset tars as documents: text that is held in datasets for loaders.
+"""Reads documents from the samples of MDS shards and WebDataset tars, which were written for loaders.
 
-A column of an MDS shard, or a member of a tar's sample by its extension, is a field; fields inside columns
-and members of JSON are named by dotted paths: `json.text`. Only what the recipe names is decoded: images and
-arrays beside the text are skipped, and pickles are never loaded. Of a tar's sample, `__key__` is its key, and
-its id unless the recipe or a member named `id` gives another.
+A column of an MDS shard, or a member of a tar's sample by its extension, is a field; fields inside JSON
+columns and members are named by dotted paths: `json.text`. Only fields that the recipe names are decoded:
+images and arrays are skipped, and pickles are never loaded. Field `__key__` of a tar's sample is its key,
+which is also its id unless the recipe or a member named `id` gives another.
 
 A shard is read from front to back, compressed or not (a compressed tar twice, because its length has to be
-known), and describes itself: an MDS shard by its header, which lists columns and offsets. A sample whose
-bytes do not fit its columns, a text that is not what its type says, and a tar's sample with two members of
-one extension cost themselves. Values beside the text never cost it: what cannot be decoded is null in MDS
-shards, whose columns have types, and binary data in tars, whose members have none. A header that is no MDS,
-offsets that go back, a tar header whose checksum is wrong or that ends beyond the file cost what comes after
-them, because where the next sample begins would be a guess; nothing of the sample that they lie in is used.
+known), and needs no index: an MDS shard has a header with its columns and offsets. A sample is quarantined
+alone if its bytes do not fit its columns, its text is not of the declared type, or, in a tar, two members
+have the same extension. Carried fields never cost a sample its text: a value that cannot be decoded becomes
+null in MDS shards, whose columns have types, and binary data in tars, whose members have none. An invalid MDS
+header, decreasing offsets, and a tar header with a wrong checksum or a size past the end of the file cost
+everything after them, because the start of the next sample would be a guess; the sample they are in is not
+used at all.
 
-Memory is the offsets of a shard and the named values of one sample, which have `max_record_bytes` together.
+Memory is the offsets of a shard and the named values of one sample, whose total is at most
+`max_record_bytes`.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ from shardkit.writers.inputs.lines import PieceReader
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe.recipe import InputConfig
 
-_MAX_MEMBERS = 4096  # of one sample of a tar; honest ones have a few
-_SHOWN = 20
+_MAX_MEMBERS = 4096  # maximum number of members in a tar's sample; real samples have a few
+_SHOWN = 20  # maximum number of names in a message
 _OF_TEXT = frozenset({"str", "bytes", "json"})
 _PLAIN = _OF_TEXT | {"int", "str_int", "str_float", "str_decimal", *ARRAY_DTYPES.values()}
 _JSON, _NUMBERS = frozenset({"json", "jsn"}), frozenset({"cls", "cls2", "index", "inx", "id"})
 _SMALL = _JSON | _NUMBERS | {"txt", "text", "transcript", "md", "html"}
-_SMALL_BYTES = 1 << 24  # of a sample, or a member, that a draft of a recipe looks at
+_SMALL_BYTES = 1 << 24  # maximum size of a sample or member that `shardkit init` looks at
 
 
 def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the samples of a whole shard to the sink."""
+    """Read an MDS shard: pass all of its samples to the sink."""
     split = sink.split
     sink.offset = 0
     with open_input(split.input) as file:
@@ -76,7 +78,7 @@ def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
                 sink.damaged(f"{left:,} bytes follow the last sample", bytes=left)
         except _CutShortError:
             lost, ends = stream.tell() - int(offsets[sink.record]), int(offsets[-1])
-            problem = f"truncated: it ends at byte {stream.tell():,}, its last sample at {ends:,}"
+            problem = f"truncated: the file ends at byte {stream.tell():,}, but its last sample at {ends:,}"
             sink.damaged(problem, bytes=lost, records=len(offsets) - 1 - sink.record)
         except ContainerError as damage:
             unfinished = sink.position - int(offsets[sink.record])
@@ -88,7 +90,7 @@ class _CutShortError(Exception):
 
 
 class _BadSampleError(Exception):
-    """A sample that cannot be read: the reason as ledgers name it, and a description."""
+    """A sample cannot be read; `reason` is its quarantine reason, and `problem` describes the problem."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -96,13 +98,13 @@ class _BadSampleError(Exception):
 
 
 def _unfit(layout: SampleLayout, sink: RecordSink, config: InputConfig) -> str | None:
-    """Why the text column holds no text; RecipeError if another named column is no plain one."""
+    """Return why there is no usable text column, or None; raise RecipeError if a carried one is unusable."""
     split = sink.split
     for column in layout.columns:
         named = (config.id, config.url, *config.metadata)
         if column.encoding not in _PLAIN and any(path and _within(path, column.name) for path in named):
             problem = f"column {column.name!r} holds {column.encoding}, not text, JSON or numbers"
-            raise RecipeError(f"inputs[{split.source}]: {split.file}: {problem}; name another one")
+            raise RecipeError(f"inputs[{split.source}]: {split.file}: {problem}; name another column")
     held = {column.name: column.encoding for column in layout.columns}
     if config.text in held:
         kind = held[config.text]
@@ -113,7 +115,7 @@ def _unfit(layout: SampleLayout, sink: RecordSink, config: InputConfig) -> str |
 
 
 def _within(path: str, name: str) -> bool:
-    """Whether `path` names the field `name` or something inside of it."""
+    """Return whether `path` names the field `name` or a field inside it."""
     return path == name or path.startswith(f"{name}.")
 
 
@@ -125,7 +127,7 @@ def _take_row(
     offsets: npt.NDArray[np.uint32],
     row: int,
 ) -> None:
-    """Read one sample and hand it to the sink; the stream is behind it then."""
+    """Read one sample, pass it to the sink, and leave the stream at the end of the sample."""
     begin, end = int(offsets[row]), int(offsets[row + 1])
     paths = {config.text, *sink.carried}
     found, size = _Found(), end - begin
@@ -161,7 +163,7 @@ def _value(
     *,
     of_text: bool,
 ) -> object:
-    """Return the value of a column; null if it cannot be decoded and the text is not in it."""
+    """Return the value of a column; None if it cannot be decoded and does not contain the text."""
     name = column.name
     _check_size(size, name, sink, left)
     data = stream.read(size)
@@ -181,30 +183,30 @@ def _value(
 
 
 def _check_size(size: int, name: str, sink: RecordSink, left: int) -> None:
-    """_BadSampleError if a value is larger than what is `left` for the named values of its sample."""
+    """Raise _BadSampleError if a value is larger than the `left` bytes that its sample may still use."""
     if size > left:
         limit = sink.max_record_bytes
-        together = "" if size > limit else f" after the {limit - left:,} of others"
+        together = "" if size > limit else f" after {limit - left:,} bytes of other values"
         problem = f"{name!r} has {size:,} bytes{together}, more than max_record_bytes {limit:,}"
         raise _BadSampleError("too_long", problem)
 
 
 @dataclass
 class _Found:
-    """What has been read of a sample: its fields by name, MISSING for those that were skipped."""
+    """The fields of a sample that have been read so far, by name; MISSING for a skipped field."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    taken: int = 0  # of `max_record_bytes`
+    taken: int = 0  # bytes of `max_record_bytes` used so far
     problem: _BadSampleError | None = None
 
     def put(self, name: str, value: object, size: int, taken: int) -> None:
-        """A field that was decoded from `size` bytes, `taken` once decompressed."""
+        """Add a field that was decoded from `size` bytes, or `taken` bytes after decompression."""
         self.fields[name], self.sizes[name] = value, size
         self.taken += taken
 
     def at(self, path: str) -> Any:
-        """The value at `path`, or MISSING; the names of fields may have dots in them: meta.json."""
+        """Return the value at `path`, or MISSING; a field's own name may contain dots, such as meta.json."""
         if path in self.fields:
             return self.fields[path]
         name = max((name for name in self.sizes if _within(path, name)), key=len, default=None)
@@ -214,7 +216,7 @@ class _Found:
 
 
 def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> None:
-    """Hand a sample of `size` bytes to the sink, or what is wrong with it."""
+    """Pass a sample of `size` bytes to the sink, as a document or as a bad record."""
     try:
         if found.problem is not None:
             raise found.problem
@@ -222,7 +224,7 @@ def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> No
         carried = {path: _carried(sink, value) for path, value in carried.items() if value is not MISSING}
         text = _text(sink, found.at(config.text), config.text)
         if not isinstance(text, str):
-            raise _BadSampleError("no_text", f"no text at {config.text!r}")
+            raise _BadSampleError("no_text", f"the value at {config.text!r} is not text")
     except _BadSampleError as error:
         sink.bad(error.reason, error.problem, bytes=size)
         return
@@ -233,7 +235,7 @@ def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> No
 
 
 def _carried(sink: RecordSink, value: Any) -> Any:
-    """Return a value beside the text, repaired if the recipe says so; `field_text` takes what remains."""
+    """Return the value of a carried field, with bad text replaced if the recipe says so."""
     if sink.replaces and isinstance(value, str | dict | list):
         with suppress(RecursionError):
             return sink.check_value(value)
@@ -241,7 +243,7 @@ def _carried(sink: RecordSink, value: Any) -> Any:
 
 
 def _text(sink: RecordSink, value: Any, path: str) -> Any:
-    """Return the value as text, if it is any; _BadSampleError if it is text that UTF-8 cannot hold."""
+    """Return bytes decoded to text, and any other value checked; raise _BadSampleError if text is invalid."""
     try:
         if isinstance(value, bytes):
             return sink.text_of(value) if path == sink.text_path else sink.decode(value)
@@ -253,7 +255,7 @@ def _text(sink: RecordSink, value: Any, path: str) -> Any:
 
 
 def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the samples of a whole tar to the sink."""
+    """Read a WebDataset tar: pass all of its samples to the sink."""
     split = sink.split
     sink.offset = 0
     with open_input(split.input) as file:
@@ -289,9 +291,9 @@ def _unpacked(sink: RecordSink, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _sound_bytes(sink: RecordSink, file: BinaryIO, *, salvage: bool) -> tuple[int, ContainerError | None]:
-    """Return how many bytes a compressed tar has that a checksum confirms, and what comes after them.
+    """Return how many decompressed bytes of a tar a checksum confirms, and the damage after them, if any.
 
-    With `salvage` also those that none confirms.
+    With `salvage`, the number includes bytes of the damaged member, which no checksum confirms.
     """
     size = 0
     try:
@@ -307,19 +309,19 @@ def _sound_bytes(sink: RecordSink, file: BinaryIO, *, salvage: bool) -> tuple[in
 
 
 def _explain_missing(sink: RecordSink, config: InputConfig, found: _Found) -> None:
-    """Say in the first record without text which members there are, and which key of the recipe names one."""
+    """Add the error of a sample without text: the members it has and, for the first sample, what to do."""
     if found.problem is None and found.at(config.text) is MISSING:
         names = ", ".join(sorted(name for name in found.fields if name not in ("id", "__key__"))[:_SHOWN])
         problem = f"no member .{config.text}; its members: {names or 'none'}"
         if not sink.records:
-            problem += f"; name the one with the text (inputs[{sink.split.source}].text)"
+            problem += f"; set inputs[{sink.split.source}].text to the one with the text"
         found.problem = _BadSampleError("no_text", problem)
 
 
 class _Samples:
-    """The samples of a tar, one by one: (what was found, bytes with headers). ShardError where it is damaged.
+    """Iterates over a tar's samples: (fields, size in bytes with headers); raises ShardError at damage.
 
-    `start` is where the sample after the last one begins.
+    `start` is the offset of the sample after the last one that was yielded.
     """
 
     def __init__(self, sink: RecordSink, config: InputConfig, data: Bytes) -> None:
@@ -346,7 +348,7 @@ class _Samples:
             yield found, self.start - start
 
     def _take(self, found: _Found, extension: str, offset: int, size: int) -> None:
-        """Read a member if it is wanted."""
+        """Read a member if the recipe names a field in it; otherwise note that it exists."""
         repeated = extension in found.sizes or (extension in found.fields and extension != "id")
         if repeated or len(found.fields) > _MAX_MEMBERS:
             problem = f"two members .{extension}" if repeated else f"more than {_MAX_MEMBERS:,} members"
@@ -361,7 +363,7 @@ class _Samples:
             data = bytes(self._data[offset : offset + size])
             if extension.endswith(".gz"):
                 data = gunzip(memoryview(data), left)
-            is_text = extension == self._sink.text_path  # which may be a page
+            is_text = extension == self._sink.text_path  # it may be a page, in any encoding
             value: object = None
             try:
                 value = _member(extension, data, self._sink.text_of if is_text else self._sink.decode)
@@ -380,19 +382,19 @@ class _Samples:
 
 
 def _member(extension: str, data: bytes, decode: Callable[[bytes], str]) -> object:
-    """The value of a member: of JSON, a number, or else text as `decode` gives it; ValueError if it is none.
+    """Return the value of a member by its extension: JSON, a number, or else text by `decode`.
 
-    `data` is decompressed.
+    `data` is decompressed. Raises ValueError if it is not valid for the extension.
     """
     kind = extension.removesuffix(".gz").rpartition(".")[2]
     try:
         return int(data) if kind in _NUMBERS else json.loads(decode(data)) if kind in _JSON else decode(data)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
 
 
 class _FileBytes:
-    """A file of `size` bytes as slices that are read when they are asked for."""
+    """A file of `size` bytes whose slices are read on demand."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -407,7 +409,7 @@ class _FileBytes:
 
 
 class _StreamBytes:
-    """`size` bytes that come in pieces as slices, each at or behind the start of the one before."""
+    """A stream of `size` bytes that can be sliced; a slice must not start before the previous one."""
 
     def __init__(self, pieces: Iterator[bytes], size: int) -> None:
         self._stream, self._size = PieceReader(pieces), size
@@ -428,7 +430,7 @@ class _StreamBytes:
 def first_samples(
     file: InputFile, format: str, compression: str | None, count: int
 ) -> list[dict[str, object]]:
-    """The text, JSON and numbers of the first `count` samples; ShardError, ContainerError or OSError."""
+    """Return text, JSON and numbers of the first samples; raise ShardError, ContainerError or OSError."""
     with open_input(file) as stored:
         if format == "mds":
             pieces = decompressed(stored, compression, file.bytes)
@@ -474,6 +476,6 @@ def _first_members(data: Bytes, file: InputFile, count: int) -> list[dict[str, o
                 held = gunzip(memoryview(held), _SMALL_BYTES) if parts[1].endswith(".gz") else held
                 samples[-1][parts[1]] = _member(parts[1], held, bytes.decode)
     except ShardError:
-        if not samples:  # else it may be that only the beginning of a compressed tar was looked at
+        if not samples:  # after some samples, the error may only be the end of what was decompressed
             raise
     return samples

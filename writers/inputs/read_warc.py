@@ -1,20 +1,21 @@
-"""Pages out of web archives: WARC responses and WET conversions, and ARC, by warcio's parsers.
+"""Reads pages from web archives, by warcio's parsers: WARC responses, WET conversions, and ARC.
 
-Every record of the file has a number and is accounted for. What is sound but no page is dropped: records
-other than responses and conversions (`warc/not_a_response`), statuses but 200 (`warc/http_status`), other
-kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`), pages that nothing tells
-how to decode (`warc/unknown_encoding`). A record whose header or length is unusable is one quarantine entry,
-after which reading goes on at the next line that looks like the beginning of a record. So is a record that is
-followed by bytes that are no record: its length is wrong, and its text is cut or has parts of its neighbors.
-A file that ends inside a record is damaged. gzip files need not have a member for each record; if they do, a
-damaged member is one quarantine entry of the stored bytes up to the next member that begins with a record,
-and nothing of a member is used unless its checksum confirms it. Memory is one record; long ones that are no
-page are skipped.
+Every record of the file has a number and is accounted for. A valid record that is not a page is dropped:
+records other than responses and conversions (`warc/not_a_response`), HTTP statuses other than 200
+(`warc/http_status`), other kinds of content (`warc/not_html`), bodies that cannot be decoded
+(`warc/bad_body`), and pages whose text encoding is unknown (`warc/unknown_encoding`). A record with an
+unusable header or length is one quarantine entry, after which reading continues at the next line that looks
+like the beginning of a record. So is a record that is followed by bytes that begin no record: its length is
+wrong, so its text is truncated or contains parts of its neighbors. A file that ends inside a record is
+damaged. gzip files need not have one member per record; if they do, a damaged member is one quarantine entry
+for the stored bytes up to the next member that begins with a record, and a member is used only if its
+checksum confirms it. Memory is one record; long records that are not pages are skipped.
 
-Of a page or text that is used, the record's own digest is compared (`bad_digest`): WARC-Block-Digest, which
-covers the bytes as stored, or else WARC-Payload-Digest, of which writers disagree whether it is of the body
-as stored or without its transfer and content encoding: one of these has to match. Digests of truncated
-records may be of the whole, and what is no known algorithm or spelling proves nothing; neither is compared.
+For a page or text that is used, the digest in the record's header is verified (`bad_digest`):
+WARC-Block-Digest, which covers the bytes as stored, or otherwise WARC-Payload-Digest. Writers disagree
+whether the latter covers the body as stored or without its transfer and content encoding, so one of these
+must match. Digests of truncated records, which may cover the whole original, payload digests of segmented
+records, and digests in an unknown algorithm or notation are ignored.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _SNIFF_BYTES = 1024
 _DIGEST_BYTES = {"md5": 16, "sha1": 20, "sha256": 32, "sha512": 64}
 _URL_SAFE = str.maketrans("+/", "-_")
 _SHOWN_DIGEST = 80
-_Booking = Callable[[], None]  # hands what a record holds to the sink
+_Booking = Callable[[], None]  # passes the outcome of one record to the sink
 
 
 def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the records of a whole file to the sink."""
+    """Read a web archive: pass all of its records to the sink."""
     with open_input(sink.split.input) as file:
         archive = _Archive(sink, file, config.encoding)
         while archive.read_next():
@@ -67,7 +68,7 @@ def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 
 
 class _RecordError(Exception):
-    """A record that cannot be read: the reason as ledgers name it, and a description."""
+    """A record cannot be read; `reason` is its quarantine reason, and `problem` describes the problem."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -75,10 +76,10 @@ class _RecordError(Exception):
 
 
 class _Archive:
-    """The records of a stream, one by one into the sink."""
+    """Reads the records of a web archive one by one and passes them to the sink."""
 
     def __init__(self, sink: RecordSink, file: BinaryIO, encoding: str | None) -> None:
-        self._encoding = encoding  # the recipe's
+        self._encoding = encoding  # of pages, from the recipe
         pieces = sink.confirmed_pieces(file, lambda line: bool(self._begins(line)))
         self._sink, self._stream = sink, WarcStream(pieces)
         self._parsers = {
@@ -87,16 +88,16 @@ class _Archive:
         }
         self._http = StatusAndHeadersParser([], verify=False)
         self._format = ""
-        self._line = b""  # the first of the next record, if it has been read
-        self._line_start = 0  # where that line begins
+        self._line = b""  # the first line of the next record, if it has been read
+        self._line_start = 0  # offset of that line
         self._begin(0)
 
     def _begin(self, start: int) -> None:
-        """Tell the sink, too, where the record that is being read began."""
+        """Set the offset of the current record, also in the sink."""
         self._start = self._sink.offset = start
 
     def read_next(self) -> bool:
-        """Book one record, or bytes that are none; False at the end."""
+        """Read one record, or bytes that are not a record, into the sink; return False at the end."""
         try:
             return self._read_next()
         except ContainerError as damage:
@@ -114,10 +115,10 @@ class _Archive:
         try:
             known = self._begins(line)
             if not known:
-                raise _RecordError("bad_record", "bytes that are no record")
+                raise _RecordError("bad_record", "these bytes do not begin a record")
             self._book_if_followed(*self._read(line, known))
         except HeaderTooLongError:
-            self._quarantine(_RecordError("bad_record", "a header of more than a megabyte"), line)
+            self._quarantine(_RecordError("bad_record", "the header is longer than one megabyte"), line)
         except _RecordError as error:
             self._quarantine(error, line)
         self._sink.record += 1
@@ -125,7 +126,7 @@ class _Archive:
         return True
 
     def _next_line(self) -> bytes:
-        """The first line after the record that was read; b"" at the end."""
+        """Return the first line after the current record; b"" at the end of the file."""
         stream = self._stream
         self._line_start = stream.tell()
         while (byte := stream.peek()) and byte in b"\r\n":
@@ -135,21 +136,21 @@ class _Archive:
         return stream.readline()
 
     def _book_if_followed(self, book: _Booking, size: int) -> None:
-        """Book a record of `size` bytes if what follows shows that it ends there: a record or the end."""
+        """Call `book` if a record or the file's end follows; else raise _RecordError, as `size` is wrong."""
         try:
             self._line = self._next_line()
-        except ContainerError:  # damage after a sound record
+        except ContainerError:  # the damage is after this record, which is valid
             book()
             self._sink.record += 1
             self._begin(self._line_start)
             raise
         if self._line and not self._begins(self._line):
-            problem = f"its length is {size:,} bytes, and no record begins after it"
+            problem = f"its header says {size:,} bytes, but no record begins after them"
             raise _RecordError("bad_record", problem)
         book()
 
     def _begins(self, line: bytes) -> str:
-        """Whether a "warc" or "arc" record begins with this line; an archive holds one kind."""
+        """Return the kind of record that begins here, "warc", "arc" or ""; a file has only one kind."""
         if self._format != "arc" and _WARC_LINE.match(line):
             return "warc"
         if self._format != "warc" and (line.startswith(_ARC_HEADER) or _ARC_LINE.match(line)):
@@ -157,7 +158,7 @@ class _Archive:
         return ""
 
     def _read(self, line: bytes, known: str) -> tuple[_Booking, int]:
-        """Read the record that begins with `line`: how to book it, and the length of its content."""
+        """Read the record that begins with `line`; return its `_Booking` and the length of its content."""
         stream = self._stream
         stream.last_line = line
         block = stream.header_block() if known == "warc" else b""
@@ -177,7 +178,7 @@ class _Archive:
             raise _RecordError("damaged_file", "the file ends inside a record's header")
         stated = headers.get("length" if known == "arc" else "content-length", "")
         if not (stated.isascii() and stated.isdigit()):
-            raise _RecordError("bad_record", f"its length is {stated[:40]!r}")
+            raise _RecordError("bad_record", f"its header has the length {stated[:40]!r}, not a number")
         size, kind = int(stated), headers.get("warc-type", "")
         if known == "arc":
             header = line.startswith(_ARC_HEADER)
@@ -235,7 +236,7 @@ class _Archive:
         return partial(self._sink.add, text, fields, bytes=len(page))
 
     def _content(self, size: int) -> bytes:
-        """The next `size` bytes."""
+        """Return the next `size` bytes; raise _RecordError if they are too many, or the file ends."""
         if size > self._sink.max_record_bytes:
             if self._stream.skip(size) < size:
                 raise _RecordError("damaged_file", "truncated: the file ends inside the record")
@@ -248,14 +249,14 @@ class _Archive:
         return data
 
     def _dropped(self, reason: str, size: int, left: int) -> _Booking:
-        """Skip the `left` bytes of a record's content that have not been read."""
+        """Skip the `left` unread bytes of a record's content; return the `_Booking` that drops the record."""
         missing = left - self._stream.skip(left)
         if missing:
             raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
         return partial(self._sink.drop, f"warc/{reason}", bytes=size)
 
     def _quarantine(self, error: _RecordError, head: bytes) -> None:
-        """Book a record that cannot be read, with all bytes up to the next one unless its end is known."""
+        """Quarantine an unreadable record; if its end is unknown, with all bytes up to the next record."""
         if error.reason == "damaged_file":
             self._sink.damaged(error.problem, bytes=self._stream.tell() - self._start)
             return
@@ -274,7 +275,7 @@ class _Archive:
 
 
 class _HeldHeader(LimitReader):  # type: ignore[misc]
-    """Keeps the lines that a parser reads, for the digest of the block."""
+    """Keeps the lines of an HTTP header that a parser reads, to verify the block digest."""
 
     def __init__(self, stream: Any, limit: int) -> None:
         super().__init__(stream, limit)
@@ -287,9 +288,9 @@ class _HeldHeader(LimitReader):  # type: ignore[misc]
 
 
 def _digest_problem(headers: Mapping[str, str], http_header: bytes, *bodies: bytes) -> str | None:
-    """Say which digest of a record its content contradicts, None if none does.
+    """Return which digest in a record's header its content does not match; None if all match or are ignored.
 
-    `bodies` are the body as stored, and then without its encodings.
+    `bodies` are the body as stored, and then with its encodings undone.
     """
     if "warc-truncated" in headers:
         return None
@@ -300,18 +301,18 @@ def _digest_problem(headers: Mapping[str, str], http_header: bytes, *bodies: byt
         state.update(bodies[0])
         if state.digest() != wanted:
             return (
-                f"WARC-Block-Digest {headers['warc-block-digest'][:_SHOWN_DIGEST]} is not that of its block"
+                f"WARC-Block-Digest {headers['warc-block-digest'][:_SHOWN_DIGEST]} does not match the block"
             )
     elif payload is not None and "warc-segment-number" not in headers:
         algorithm, wanted = payload
         if all(hashlib.new(algorithm, body, usedforsecurity=False).digest() != wanted for body in bodies):
             stated = headers["warc-payload-digest"][:_SHOWN_DIGEST]
-            return f"WARC-Payload-Digest {stated} is that of no form of its body"
+            return f"WARC-Payload-Digest {stated} does not match the body, stored or decoded"
     return None
 
 
 def _stated(headers: Mapping[str, str], kind: str) -> tuple[str, bytes] | None:
-    """Return a digest of the record as (algorithm of hashlib, bytes); None if it is none that is known."""
+    """Return a digest in a record's header as (algorithm of hashlib, bytes); None if absent or unknown."""
     name, _, text = headers.get(f"warc-{kind}-digest", "").partition(":")
     algorithm = name.strip().lower().replace("-", "").replace("_", "")
     if algorithm not in _DIGEST_BYTES:
@@ -328,9 +329,10 @@ def _stated(headers: Mapping[str, str], kind: str) -> tuple[str, bytes] | None:
 
 
 def _plain_headers(line: bytes, block: bytes) -> dict[str, str] | None:
-    """The headers in `block`, which ends with an empty line, by lower-case name: as warcio reads them.
+    """Return the headers in `block` by lower-case name, as warcio would read them, but faster.
 
-    None of what takes a parser: another first line than WARC's, lines that continue others, mixed charsets.
+    `block` ends with an empty line. Returns None if it needs warcio's parser: the first line is not WARC's, a
+    line continues another one, or bytes are not UTF-8.
     """
     if not block or not line.startswith(_WARC_VERSIONS):
         return None
@@ -349,7 +351,7 @@ def _plain_headers(line: bytes, block: bytes) -> dict[str, str] | None:
 
 
 def _url_of(headers: dict[str, str]) -> str:
-    """The page's address; wget puts it into <>, and spaces in it are not always escaped."""
+    """Return the page's URL without the <> that wget adds, and with spaces escaped."""
     url = headers.get("warc-target-uri") or headers.get("uri") or ""
     if url.startswith("<") and url.endswith(">"):
         url = url[1:-1]
@@ -357,10 +359,7 @@ def _url_of(headers: dict[str, str]) -> str:
 
 
 def _fields(headers: dict[str, str]) -> dict[str, object]:
-    """Return the fields that recipes can name.
-
-    They are id, url, date, and every header of the record by its lower-case name.
-    """
+    """Return the fields of a record: id, url, date, and every header by its lower-case name."""
     return headers | {
         "id": headers.get("warc-record-id"),
         "url": _url_of(headers) or None,
@@ -369,7 +368,7 @@ def _fields(headers: dict[str, str]) -> dict[str, object]:
 
 
 _LINE_BYTES = 1 << 16
-_HEADER_BYTES = 1 << 20  # real headers have a few KB
+_HEADER_BYTES = 1 << 20  # limit for a header; real ones have a few KB
 
 
 class HeaderTooLongError(Exception):
@@ -377,7 +376,7 @@ class HeaderTooLongError(Exception):
 
 
 class WarcStream(PieceReader):
-    """Reads headers by lines, too: `header_begins` starts a count that `readline` holds to a limit."""
+    """Reads pieces of bytes like a file with lines; limits the length of a header, see `header_begins`."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         super().__init__(pieces)
@@ -385,11 +384,11 @@ class WarcStream(PieceReader):
         self.last_line = b""
 
     def header_begins(self) -> None:
-        """From here on lines are a header's."""
+        """Mark the start of a header; `readline` limits the number of bytes from here on."""
         self._header_start = self.tell()
 
     def readline(self, size: int = _LINE_BYTES) -> bytes:
-        """Up to the next newline, at most `size` bytes; HeaderTooLongError after a megabyte of header."""
+        """Return a line with its newline, at most `size` bytes; raise HeaderTooLongError after a megabyte."""
         parts: list[bytes] = []
         left = min(size, _LINE_BYTES)
         while left and self._fill():
@@ -407,15 +406,15 @@ class WarcStream(PieceReader):
         return self.last_line
 
     def header_block(self) -> bytes:
-        """Return the bytes held up to an empty line and with it; b"" if none is. `take` then reads them."""
+        """Return the buffered bytes up to and with an empty line, or b""; `take` then consumes them."""
         end = self._held.find(_HEADER_END, self._at, self._at + _LINE_BYTES)
         return self._held[self._at : end + len(_HEADER_END)] if end >= 0 else b""
 
     def take(self, block: bytes) -> None:
-        """Read what `header_block` gave."""
+        """Consume the bytes that `header_block` returned."""
         self._at += len(block)
         self.last_line = b"\r\n"
 
     def peek(self) -> bytes:
-        """The next byte; b"" at the end."""
+        """Return the next byte without consuming it; b"" at the end."""
         return self._held[self._at : self._at + 1] if self._fill() else b""

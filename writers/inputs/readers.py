@@ -1,12 +1,13 @@
-"""A split of input files as batches of documents, every record accounted for; and the readers of lines.
+"""Reads a split as batches of documents, with every record accounted for; has the readers of plain text.
 
-Each record of the split ends up in a batch or in quarantine, and in the ledger either way. One bad record
-costs itself only. A damaged member of a compressed file costs all its records, because a checksum confirms a
-member as a whole, and what comes after it. Memory is bounded by one batch plus one record. Record numbers are
-line numbers or row numbers within the file, from 0. Blank lines count as lines but are no records.
+Each record of the split ends up in a batch or in quarantine, and is counted in the ledger either way. One bad
+record costs itself only. A damaged member of a compressed file costs all its records, because a checksum
+confirms a member as a whole, and everything after it. Memory is bounded by one batch plus one record. Record
+numbers are line numbers or row numbers within the file, from 0. Blank lines count as lines but are not
+records.
 
-A reader of a format hands records to the sink, in order, and yields between them (between batches of rows, in
-tables), where a full batch may be flushed. Documents of small files that are read together share batches.
+The reader of a format passes records to the sink, in order, and yields between them (in tables: between
+batches of rows); there, a full batch may be flushed. Small files that are read together share batches.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _READERS: dict[str, Reader] = {
     "mds": read_mds,
     "wds": read_wds,
 }
-_RECORD_COPIES = 8  # of a large record, while it is decoded, parsed and put into a batch
-_HEAD_BYTES = 256  # of a paragraph, for the quarantine
-_MAX_WINDOW_BYTES = 1 << 31  # of zstd, on machines of 64 bits
+_RECORD_COPIES = 8  # copies of a large record in memory while it is decoded, parsed and put into a batch
+_HEAD_BYTES = 256  # bytes of a paragraph that are kept for the quarantine
+_MAX_WINDOW_BYTES = 1 << 31  # largest window of zstd on 64-bit machines
 _BOM = b"\xef\xbb\xbf"
 
 
 class SuspectFilesError(Exception):
-    """Of a split, the files with data that is not to be trusted, by name: discard all, and read it again."""
+    """A split has untrusted data in the files `suspects`: discard all of the split, and read it again."""
 
     def __init__(self, suspects: Mapping[str, SuspectDataError]) -> None:
         super().__init__(", ".join(suspects))
@@ -73,13 +74,14 @@ def read_parts(
     masking: Masking | None = None,
     memory_bytes: int = sys.maxsize,
 ) -> Iterator[pa.RecordBatch]:
-    """`read_split` of all parts of a split, each with its own of `fields` and `suspects`.
+    """Read all files of a split by `read_split`.
 
-    BuildError also if more than `max_bad_fraction` of a part is unreadable. SuspectFilesError instead of
-    SuspectDataError, once all other parts have been looked at, so that one more reading is enough.
+    `fields` has one entry per file, `suspects` entries by file name. Raises BuildError also if more than
+    `max_bad_fraction` of a file is unreadable. Raises SuspectFilesError instead of SuspectDataError, after
+    all other files have been read, so that one second reading is enough.
 
-    No batch is read with more than `memory_bytes` of memory, or what eight records of the largest size take:
-    a record or a page that asks for more is a BuildError, which `max_failed_splits` may forgive.
+    Reading a batch takes at most `memory_bytes`, or eight times `max_record_bytes` if that is more. A record
+    or page that needs more memory raises BuildError, which `max_failed_splits` may permit.
     """
     parts = split.parts
     memory_bytes = max(memory_bytes, _RECORD_COPIES * max_record_bytes)
@@ -121,11 +123,11 @@ def read_parts(
 
 
 def within_memory(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Iterator[pa.RecordBatch]:
-    """The batches; reading one raises MemoryError instead of taking more than `memory_bytes`.
+    """Yield the batches; raise MemoryError if reading one would take more than `memory_bytes`.
 
-    The kernel refuses what the libraries ask for: a Parquet page, an Arrow buffer or an image states any size
-    it likes. The limit is one of the process (RLIMIT_DATA, Linux), so it is set where nothing else runs, as
-    in the workers of builds, and only while a batch is read.
+    The kernel refuses further memory to the libraries, which otherwise allocate any size that a Parquet page,
+    an Arrow buffer or an image declares. The limit applies to the whole process (RLIMIT_DATA, Linux only), so
+    it is set only while a batch is read, and only if there are no other threads, as in build workers.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         yield from batches
@@ -145,7 +147,7 @@ def within_memory(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Itera
 
 
 def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The documents of small batches in fewer ones; none becomes larger than two full ones."""
+    """Yield the documents in fewer, larger batches; each is smaller than two full batches."""
     waiting: list[pa.RecordBatch] = []
     documents = size = 0
     for batch in batches:
@@ -175,12 +177,12 @@ def read_split(
     masking: Masking | None = None,
     memory_bytes: int = 2_000_000_000,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
+    """Yield batches of documents in record order; count them in `ledger.read` and `ledger.quarantined`.
 
-    `fields` learns which named fields there are; `masking` renders conversations, and is given in builds with
-    a loss mask, whose batches are MARKED_SCHEMA; the caller books kept and dropped documents.
-    BuildError when the file cannot be opened, or at the first bad record if `quarantine` allows none. If it
-    allows some and a member of a compressed file is damaged, SuspectDataError: discard batches and counts,
+    The schema is DOCUMENT_SCHEMA, or MARKED_SCHEMA with `masking`, which builds with a loss mask pass.
+    `fields` is told which named fields occur. The caller counts kept and dropped documents. Raises BuildError
+    if the file cannot be opened, or at the first bad record if `quarantine` allows none. If it allows some
+    and a member of a compressed file is damaged, raises SuspectDataError: then discard batches and counts,
     and read again with this error as `suspect`.
     """
     named = fields or NamedFields(config)
@@ -199,7 +201,7 @@ def read_split(
     except OSError as error:
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
     except MemoryError as error:
-        problem = "reading it takes more memory than the recipe allows; raise `memory`, or leave the file out"
+        problem = "reading it needs more memory than the recipe allows; raise `memory`, or leave the file out"
         problem = str(error) if "window" in str(error) else problem
         raise BuildError(f"{split.path}: at record {sink.record:,}: {problem}") from error
     yield from sink.flush()
@@ -208,10 +210,10 @@ def read_split(
 def _reader(split: Split, config: InputConfig) -> Reader:
     if config.is_masked and split.format not in ("jsonl", "json", "parquet"):
         key = f"inputs[{split.source}].{'prompt' if config.messages is None else 'messages'}"
-        raise RecipeError(f"{key}: {split.file}: records are read from JSON or Parquet, not {split.format}")
+        raise RecipeError(f"{key}: {split.file} has format {split.format}; this key needs JSON or Parquet")
     if split.format in _READERS:
         return _READERS[split.format]
-    if split.format == "warc":  # its module needs an extra
+    if split.format == "warc":  # imported on demand, because the module needs the extra `warc`
         from shardkit.writers.inputs.read_warc import read_warc
 
         return read_warc
@@ -233,7 +235,7 @@ def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         sink.offset = split.start
         for offset, length, line, whole in lines:
             sink.offset = offset
-            if line.startswith(_BOM):  # also of a later line, in files that were joined
+            if line.startswith(_BOM):  # concatenated files have byte order marks at later lines, too
                 line, length = line[3:], length - 3
             if not whole:
                 sink.too_long(length, head=line)
@@ -253,11 +255,11 @@ def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
 
 
 def _read_paragraphs(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """Hand the runs of lines between blank lines to the sink; record numbers count them."""
+    """Pass each paragraph (lines between blank lines) to the sink; record numbers count paragraphs."""
     with open_input(sink.split.input) as file:
         lines = Lines(sink.pieces(file), max_line_bytes=sink.max_record_bytes)
         held: list[bytes] = []
-        size = 0  # of the paragraph, which may be more than is held of it
+        size = 0  # length of the paragraph, also of lines that were not kept
         sink.offset = 0
         for offset, length, line, whole in lines:
             line = line.removeprefix(_BOM) if not offset else line
@@ -288,7 +290,7 @@ def _take_paragraph(sink: RecordSink, config: InputConfig, lines: list[bytes], s
 
 
 def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
-    """A text file as one document."""
+    """Pass a whole text file to the sink as one document."""
     held: list[bytes] = []
     sink.offset = 0
     with open_input(sink.split.input) as file:

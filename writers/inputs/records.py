@@ -1,8 +1,8 @@
-"""What all readers share: a sink that puts each record into a batch or books it, and lines of a byte stream.
+"""The sink of all readers: it puts each record into a batch, or counts it as dropped or quarantined.
 
 Every record goes through exactly one of the sink's `add`, `drop`, `bad`, `no_column` and `damaged`, so that
-read = kept + dropped + quarantined holds whatever a format's reader meets. The reader says which record it is
-at (`record`, and `offset` in a file of bytes), so that every entry of the quarantine names its place.
+read = kept + dropped + quarantined holds for every file. The reader sets the current record (`record`, and
+`offset` in a file of bytes), so that every quarantine entry has its place in the file.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from shardkit.writers.rows.ledger import BadRecord, Count, Ledger, Quarantine, s
 
 _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SURROGATE_BYTES = 3  # of its code point
+_SURROGATE_BYTES = 3  # length that a surrogate would have in UTF-8
 _OWN_ID = re.compile("[0-9a-f]{32}")
 
 
 class SuspectDataError(Exception):
-    """Records were read from a member of a compressed file that turned out to be damaged or cut short.
+    """Records were read from a member of a compressed file that turned out to be damaged or truncated.
 
-    Its checksum confirms none of them: the split has to be read again, up to where the member begins.
-    `sound_bytes` come before it, `lost_bytes` are in it and after it, `records` were read in all.
+    No checksum confirms these records, so the split has to be read again up to the start of the member.
+    `sound_bytes` is the content before it, `lost_bytes` the size of the member and what follows, and
+    `records` the number of all records that were read.
     """
 
     def __init__(self, problem: str, sound_bytes: int, lost_bytes: int, records: int) -> None:
@@ -59,7 +60,7 @@ class SuspectDataError(Exception):
 
 
 class OtherFormatError(Exception):
-    """A file is not what its name or the recipe says."""
+    """A file does not have the format that its name or the recipe says."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -67,13 +68,13 @@ class OtherFormatError(Exception):
 
 
 class LimitReachedError(Exception):
-    """As many records as a trial wants of a split have been read."""
+    """The number of records that a trial build reads from a split has been reached."""
 
 
 class RecordSink:
-    """Takes what a reader reads: documents into the next batch, unreadable records into quarantine.
+    """Collects the records of a reader: documents in the next batch, unreadable records in quarantine.
 
-    Readers set `record`, the number of the record they are at, and `offset`, where it begins in the
+    The reader sets `record`, the number of the current record, and `offset`, where it begins in the
     decompressed file (None in tables).
     """
 
@@ -93,24 +94,24 @@ class RecordSink:
         self._ledger, self._quarantine = ledger, quarantine
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
         self._named = fields
-        self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
+        self.columns: Sequence[str] | None = None  # fields of all records, if the file is a table
         extract = config.extract or ("resiliparse" if split.format in ("warc", "html") else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
         self.text_path = config.text
         self.extracts = self._extract is not None
-        self.content = look(b"")  # once `pieces` has been called
+        self.content = look(b"")  # kind of the file; set by `look_at` and `pieces`
         self.compression = split.compression
-        self.charset = "UTF-8"  # what text is in, for messages
+        self.charset = "UTF-8"  # encoding of the text, for messages
         self.replaces = config.on_bad_text == "replace"
-        self._replaced = 0  # bytes of the record that is being read
+        self._replaced = 0  # bytes of the current record that were replaced
         self._of_path = fields_of_path(config, split.file)
         own_id = () if config.document_id is None else (config.document_id,)
-        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
-        self.window_bytes = 1 << 27  # that a decoder of zstd may use
+        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # carried fields
+        self.window_bytes = 1 << 27  # limit for the window of zstd
         self.record = split.first_record
         self.offset: int | None = None
-        self.position = split.start  # in the decompressed file, after the last of `pieces`
-        self.records = 0  # read so far from this split, good or bad
+        self.position = split.start  # offset in the decompressed file after the last of `pieces`
+        self.records = 0  # number of records read from this split so far, good or bad
         self._bytes = 0
         self._rows: list[tuple[int, str, str | None, str | None, str | None, bytes | None, bytes | None]] = []
 
@@ -121,7 +122,7 @@ class RecordSink:
         self._replaced = 0
 
     def decode(self, data: builtins.bytes) -> str:
-        """Text of a record; UnicodeDecodeError unless the recipe replaces what is not UTF-8."""
+        """Decode UTF-8 text of a record; raise UnicodeDecodeError unless the recipe replaces bad bytes."""
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -131,7 +132,7 @@ class RecordSink:
         return data.decode("utf-8", "replace")
 
     def check_text(self, text: str) -> str:
-        """The text, with halves of surrogate pairs replaced; UnicodeEncodeError if the recipe does not."""
+        """Replace surrogate halves in the text; raise UnicodeEncodeError if the recipe does not allow it."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -142,7 +143,7 @@ class RecordSink:
         return text
 
     def check_value(self, value: Any) -> Any:
-        """The same of all strings in a value of JSON; RecursionError if it is nested too deeply."""
+        """Apply `check_text` to all strings in a JSON value; raise RecursionError if nested too deeply."""
         if isinstance(value, str):
             return self.check_text(value)
         if isinstance(value, dict):
@@ -158,10 +159,10 @@ class RecordSink:
         markup: bool = True,
         marks: builtins.bytes | None = None,
     ) -> None:
-        """Take a document; `bytes` is its size as read, which decides when a batch is full.
+        """Add a document to the batch; `bytes` is its size as read, which decides when a batch is full.
 
-        `marks` say what of it is trained on (shardkit.writers.inputs.chat). Where the recipe
-        says `extract`, text that is `markup` becomes the main text of the page.
+        `marks` say which parts are trained on (shardkit.writers.inputs.chat). If the recipe sets `extract`,
+        text that is `markup` is replaced by the main text of the page.
         """
         replaced = self._replaced
         self._begin_record()
@@ -178,7 +179,7 @@ class RecordSink:
             self._ledger.drop("html/markup", 0, size - len(text.encode()))
         config, own_id = self._config, None
         if config.document_id is not None and (own_id := _own_id(fields, config.document_id)) is None:
-            problem = f"{config.document_id} is not 32 hexadecimal digits; see inputs[].document_id"
+            problem = f"field {config.document_id!r} is not 32 hexadecimal digits; see inputs[].document_id"
             self._book(1, len(text.encode()), "bad_document_id", problem, text[:_HEAD_BYTES])
             return
         if replaced:
@@ -194,7 +195,7 @@ class RecordSink:
         self._rows.append((self.record, text, id, url, metadata, own_id, marks))
 
     def add_masked(self, fields: Mapping[str, Any], *, bytes: int, head: builtins.bytes = b"") -> None:
-        """Take a conversation, or a prompt with its completion; `head` is for the quarantine."""
+        """Render a conversation, or a prompt and completion, and add it; `head` is for a quarantine entry."""
         assert self._masking is not None
         try:
             rendered = self._masking.render(self._config, fields)
@@ -210,7 +211,7 @@ class RecordSink:
         self.add(rendered.text, fields, bytes=bytes, markup=False, marks=rendered.marks)
 
     def drop(self, reason: str, *, bytes: int) -> None:
-        """Book a sound record that holds no document: no page, an error page, no text."""
+        """Count a valid record that has no document as dropped, such as an error page."""
         self._begin_record()
         self._drop(reason, bytes=bytes)
 
@@ -219,42 +220,42 @@ class RecordSink:
         self._ledger.drop(reason, 1, bytes)
 
     def drop_lines(self, reason: str, count: int) -> None:
-        """Book `count` lines that were read as parts of another record; their bytes are booked with it."""
+        """Count `count` lines inside another record as dropped; their bytes are counted with that record."""
         self._ledger.read += Count(count, 0)
         self._ledger.drop(reason, count, 0)
 
     def note(self, message: str) -> None:
-        """Report what the user should know of a file that was read all the same."""
+        """Add a warning about a file that was read nevertheless."""
         self._named.notes.append(message)
 
     def other_format(self, problem: str) -> None:
-        """Book a whole file that is not what its name or the recipe says."""
+        """Quarantine a whole file that does not have the format that its name or the recipe says."""
         self.offset = None
         self._book(1, self.split.bytes, "other_format", problem)
 
     def too_long(self, length: int, *, head: bytes = b"") -> None:
-        """Book a record of more than `max_record_bytes`."""
+        """Quarantine a record longer than `max_record_bytes`."""
         limit = f"more than max_record_bytes {self.max_record_bytes:,}"
         error = f"{length:,} bytes, {limit}; raise max_record_bytes, or leave the record out"
         self.bad("too_long", error, bytes=length, head=head)
 
     def bad(self, reason: str, error: str, *, head: bytes = b"", bytes: int | None = None) -> None:
-        """Book one unreadable record of `bytes` bytes, `head` being the first of them or all."""
+        """Quarantine one unreadable record of `bytes` bytes; `head` is its beginning, or all of it."""
         self._begin_record()
         self._book(1, len(head) if bytes is None else bytes, reason, error, snippet_of(head))
 
     def damaged(self, error: str, *, bytes: int, records: int = 1) -> None:
-        """Book the unreadable rest of a file: `records` of it as far as known, at least one."""
-        error = f"{error}; {self.records:,} records were read before"
+        """Quarantine the unreadable rest of a file: `records` records, as far as known, but at least one."""
+        error = f"{error}; {self.records:,} records were read before that"
         if self._suspect is not None and self._suspect.records > self.records:
             records = self._suspect.records - self.records
             error += f"; {records:,} records from the damaged part are not trusted"
         self._book(max(records, 1), bytes, "damaged_file", error)
 
     def cut_short(self, damage: ContainerError, *, bytes: int, records: int = 1) -> None:
-        """Book what damage of a compressed file costs: `bytes` that are no whole record, and what follows.
+        """Quarantine the rest of a damaged compressed file, including `bytes` of an incomplete record.
 
-        With `salvage` it is reported, and no reason to stop.
+        With `salvage`, the rest is dropped with a note instead.
         """
         bytes += damage.rest_bytes
         if not self._config.salvage or self.compression is None:
@@ -264,12 +265,12 @@ class RecordSink:
         self._ledger.read += Count(records, bytes)
         self._ledger.drop("salvage/lost", records, bytes)
         self.note(
-            f"{damage.problem}; salvage keeps the {self.records:,} records that were read before, and "
+            f"{damage.problem}; salvage keeps the {self.records:,} records that were read before that, and "
             f"{bytes:,} bytes are lost"
         )
 
     def no_column(self, problem: str, *, bytes: int, records: int = 1) -> None:
-        """Book all of a file because it lacks the column of text."""
+        """Quarantine a whole file that lacks the text column."""
         problem += f"; set inputs[{self.split.source}].text to the column that holds the text"
         self._book(max(records, 1), bytes, "no_column", problem)
 
@@ -280,46 +281,47 @@ class RecordSink:
 
     @property
     def is_page(self) -> bool:
-        """Whether a whole file is a page, which says by itself how it is encoded."""
+        """Whether a whole file is one page, which may declare its own encoding."""
         whole = self.split.format == "html" or (self.split.format == "text" and not self._config.lines)
         return whole and self.extracts
 
     def text_of(self, data: builtins.bytes) -> str:
-        """Return the text of bytes that may be a page; UnicodeDecodeError if they cannot be decoded."""
+        """Decode bytes that may be a page to text; raise UnicodeDecodeError if that is impossible."""
         if not self.extracts:
             return self.decode(data)
         page = decode_page(data, None, self._config.encoding)
         if page is None:
             key = f"inputs[{self.split.source}].encoding"
-            self.charset = f"UTF-8, and the page does not declare what it is; set {key}, if only to {GUESS}"
-            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "nothing says its encoding")
+            self.charset = f"UTF-8, and the page does not declare its encoding; set {key}, if only to {GUESS}"
+            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "the page declares no encoding")
         return page
 
     def look_at(self, file: BinaryIO) -> None:
-        """Look at the first stored bytes: which compression they show; BuildError of a pointer of Git LFS."""
+        """Set `content` and `compression` by the first stored bytes; raise BuildError at an LFS pointer."""
         split = self.split
         file.seek(0)
         head = file.read(HEAD_BYTES)
         file.seek(0)
         self.content = look(head)
         raise_if_pointer(self.content, split.path)
-        if split.format != "mds":  # which begins with a number
+        if split.format != "mds":  # MDS begins with a number, which may look like any signature
             self.compression = compression_in(head, split.compression)
         if split.compression is not None and not split.input.bytes:
             raise ContainerError(f"the file is empty: 0 bytes are not a {split.compression} file", 0)
 
     def refuse_others(self) -> None:
-        """OtherFormatError if the content that was looked at is not of the split's format."""
+        """Raise OtherFormatError if `content` is not of the split's format."""
         chosen = self._config.format is not None or self.is_page
         key = f"inputs[{self.split.source}]"
         if problem := self.content.problem(self.split.format, key, is_chosen=chosen):
             raise OtherFormatError(problem)
 
     def pieces(self, file: BinaryIO) -> Iterator[bytes]:
-        """Return the split's content in pieces, text as UTF-8; ContainerError comes after the last good one.
+        """Return an iterator over the split's content in pieces, with text converted to UTF-8.
 
-        SuspectDataError if some of them are not to be trusted and the build does not stop for that.
-        OtherFormatError at once if the content is of another format.
+        The iterator raises ContainerError after the last good piece, or SuspectDataError if pieces were not
+        confirmed by a checksum and the build continues after bad records. If the content is of another
+        format, OtherFormatError is raised at once.
         """
         split = self.split
         if split.start:
@@ -334,7 +336,7 @@ class RecordSink:
         head, stored = with_head(stored)
         self.content = look(head)
         raise_if_pointer(self.content, split.path)
-        if (split.format, self.content.kind) != ("jsonl", "json"):  # whose reader takes that, too
+        if (split.format, self.content.kind) != ("jsonl", "json"):  # that reader reads JSON arrays, too
             self.refuse_others()
         trusted = self._trusted(stored)
         encoding = self._encoding()
@@ -344,9 +346,9 @@ class RecordSink:
         return self._counted(trusted)
 
     def _encoding(self) -> str:
-        """Return the encoding of the content; OtherFormatError if it is evidently another than is said."""
+        """Return the encoding of the content; raise OtherFormatError if the recipe's is evidently wrong."""
         if self.is_page or self.split.format == "warc":
-            return "utf-8"  # each page says its own
+            return "utf-8"  # no conversion here: each page is decoded by its own encoding
         found, said = self.content, encoding_of(self._config.encoding or "utf-8") or "utf-8"
         if found.mark:
             return found.encoding
@@ -363,7 +365,7 @@ class RecordSink:
             yield piece
 
     def _trusted(self, stored: Iterator[builtins.bytes]) -> Iterator[builtins.bytes]:
-        """The content without what a damaged member of a compressed file gave."""
+        """Yield the content up to damage; raise SuspectDataError if yielded bytes are not confirmed."""
         suspect, taken = self._suspect, self.split.start
         try:
             for piece in stored:
@@ -381,9 +383,10 @@ class RecordSink:
             raise SuspectDataError(damage.problem, sound, lost, self.records) from None
 
     def confirmed_pieces(self, file: BinaryIO, begins: Callable[[bytes], bool]) -> Iterator[bytes]:
-        """The same of a file whose gzip members begin with records, as `begins` tells by a first line.
+        """Return `pieces` of a file whose gzip members each begin with a record, see `ConfirmedMembers`.
 
-        It may be continued after a ContainerError that `resumes`.
+        `begins` recognizes the first line of a record. After a ContainerError that `resumes`, iterate
+        further.
         """
         self.look_at(file)
         if self.compression != "gzip":
@@ -396,7 +399,7 @@ class RecordSink:
         return self._bytes >= BATCH_TEXT_BYTES or len(self._rows) >= BATCH_DOCUMENTS
 
     def flush(self) -> Iterator[pa.RecordBatch]:
-        """Yield the batch gathered so far, if it holds anything."""
+        """Yield the batch of the documents added so far, if there are any."""
         if not self._rows:
             return
         records, texts, ids, urls, metadata, own_ids, marks = zip(*self._rows, strict=True)
@@ -431,7 +434,7 @@ def _without(mark: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
-    """The document id in a field: 32 hexadecimal digits; None if there is none."""
+    """Return the 16 bytes of a document id in a field; None unless it has 32 hexadecimal digits."""
     value = field_at(fields, path)
     value = value.hex() if isinstance(value, bytes) else value
     if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:

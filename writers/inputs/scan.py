@@ -1,21 +1,22 @@
-"""Input files as splits, the units of reading, and the digests of what they hold.
+"""Divides input files into splits, the units of reading, and computes digests of their contents.
 
-The order of splits depends on nothing but names and contents. Compressed files are one split; plain JSONL and
-text with lines are cut after every 64 MiB at b"\\n"; Parquet is cut between row groups. Plain files in a
-store are cut at the same places by small reads; which records their splits begin with is counted by tasks
-(stages/record_counts.py). The size is a constant: worker count and memory never change which records meet in
-a split.
+The order of splits depends only on names and contents. A compressed file is one split; plain JSONL and text
+with lines are cut after every 64 MiB at b"\\n"; Parquet is cut between row groups. Plain files in a store are
+cut at the same places by small reads, and tasks count the number of each split's first record
+(stages/record_counts.py). The split size is a constant: worker count and memory never change which records
+share a split.
 
-A split may stand for several small files, which are then its parts (small_files.py).
+A split may contain several small files (small_files.py), which are then in `Split.parts`.
 
-Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
-files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
-in any file gives another one. Of a file in a store its size and version (of S3 the ETag) stand for its bytes,
-so that nothing is downloaded to find that there is nothing to do; a copied bucket may then be built again.
+Each split's stored bytes are hashed while they are in memory to be read; the digest of an input covers the
+names, cuts and hashes of its files. It covers no times, so a copied corpus has the same digest, and a changed
+byte in any file changes it. For a file in a store, its size and version (S3: the ETag) are used instead of
+its bytes, so that nothing is downloaded just to find that nothing has changed; a copied bucket may be built
+again.
 
-Where a file is cut is in its footer (Parquet) or at its newlines. `KeptCuts` remembers that in
-the work folder, by the file's path, size and version, so that the next start and --explain read no file.
-Of a local file the version is its mtime, ctime and inode, because a size and an mtime come back with `cp -p`.
+The cuts of a file follow from its footer (Parquet) or its newlines. `KeptCuts` keeps them in the work folder,
+by the file's path, size and version, so that the next start and --explain read no file. The version of a
+local file consists of its mtime, ctime and inode, because `cp -p` preserves size and mtime.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ __all__ = [
     "scan_inputs",
 ]
 
-CUTS_NOTE = "inputs.json.zst"  # of `KeptCuts` in a work folder
+CUTS_NOTE = "inputs.json.zst"  # name of the file with `KeptCuts` in a work folder
 SPLIT_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
-_TRIAL_SPLITS = 8  # of each input, where `limit` is set: a few places are more alike to the whole than one
-_TRIAL_RECORD_BYTES = 4096  # as large as records are taken to be, to have enough splits for them
-_THREADS = 8  # that read footers: of a remote file it is waiting only
+_TRIAL_SPLITS = 8  # splits per input with `limit`: several places represent the input better than one
+_TRIAL_RECORD_BYTES = 4096  # assumed size of a record, to choose enough splits
+_THREADS = 8  # threads that read footers, which for remote files is mostly waiting
 _FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -94,7 +95,7 @@ _FORMATS = {
     ".wet": "warc",
     ".arc": "warc",
 }
-# Not read from front to back, so never compressed as a whole.
+# Formats that are not read from front to back, so their files cannot be compressed as a whole.
 SEEKING = frozenset({"parquet", "arrow"})
 TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
@@ -105,26 +106,26 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A run of records of one file, and with `rest` also all records of further small files.
+    """A range of records in one file and, with `rest`, all records of further small files.
 
-    [start, end) counts bytes of a plain file, row groups of a Parquet file; a compressed file is whole.
+    [start, end) is in bytes for a plain file, in row groups for a Parquet file, and all of a compressed file.
     """
 
     index: Annotated[int, DecidesNoByte("number among all splits")]
     source: int  # number of the recipe's input
     input: Annotated[InputFile, RecipeKey("file")]
-    format: str  # of InputConfig.format
+    format: str  # a value of InputConfig.format
     compression: str | None  # a value of COMPRESSIONS, or None
     start: int
     end: int
     first_record: int  # line or row number of the first record, or UNCOUNTED
     bytes: int  # stored bytes of this split
-    limit: int | None = None  # read so many of its records at most
-    rest: tuple[Split, ...] = ()  # of further files of the same input, which the same task reads next
+    limit: int | None = None  # maximum number of records to read
+    rest: tuple[Split, ...] = ()  # splits of further files of the same input, which the same task reads next
 
     @property
     def parts(self) -> tuple[Split, ...]:
-        """A split for each of its files."""
+        """One split per file of this split."""
         return (replace(self, bytes=self.input.bytes, rest=()), *self.rest) if self.rest else (self,)
 
     @property
@@ -134,7 +135,7 @@ class Split:
 
     @property
     def task_name(self) -> str:
-        """The name of all tasks of the split: readable, and unique and constant for (file, start)."""
+        """The name of this split's task in each stage: readable, unique, and constant for (file, start)."""
         readable = _UNSAFE.sub("_", Path(self.file).name)[:40].strip(".") or "file"
         return f"{readable}-{digest_of([self.file, self.start])[:16]}"
 
@@ -152,12 +153,11 @@ def scan_inputs(
     kept: KeptCuts | None = None,
     key: str = "inputs[{}].path",
 ) -> list[Split]:
-    """All splits in order of input, file name and position; `storage` says how URLs are reached.
+    """Return all splits in order of input, file name and position; `storage` has the settings for URLs.
 
-    `key` is the key path of an input's files by its number, for errors.
-
-    RecipeError when an input matches nothing or cannot be listed, a file belongs to two inputs, two files
-    have one name, or a format is unknown; BuildError when a file cannot be read.
+    `key` is the format string for key paths in errors. Raises RecipeError if an input matches nothing or
+    cannot be listed, a file belongs to two inputs, two files have the same name, or a format is unknown.
+    Raises BuildError if a file cannot be read.
     """
     kept = KeptCuts() if kept is None else kept
     found = _find_all(recipe, storage, key)
@@ -184,7 +184,7 @@ def scan_inputs(
 
 
 _Found = tuple[int, InputFile, str, str | None]
-"""The number of its input, a file, its format and compression."""
+"""(number of the input, file, format, compression)."""
 
 
 def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[_Found]:
@@ -200,12 +200,12 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
                 owner, other = owners[identity]
                 raise RecipeError(
                     f"{where}: {name} is the same file as {other} of inputs[{owner}]; "
-                    "its documents would be read twice"
+                    "its documents would be read twice; leave it out of one of these inputs"
                 )
             if name in names:
                 raise RecipeError(
-                    f"{where}: {file.path} and {names[name].path} would both be called {name}, and their "
-                    "documents have the same ids; change inputs[].base"
+                    f"{where}: {file.path} and {names[name].path} would both be called {name}, so their "
+                    "documents would have the same ids; change inputs[].base"
                 )
             try:
                 fields_of_path(config, name)
@@ -218,20 +218,20 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
 
 
 def _warn_of_unread(found: Found, key: str) -> None:
-    """Warn of files that look like data and are not read, and of such that may not be meant to be read."""
-    # macOS makes a file "._name" for each file.
+    """Warn about files that look like data but are not read, and files that may be read by mistake."""
+    # macOS creates a file "._name" for each file.
     hidden = [name for name in found.hidden if guess_format(name) and not PurePosixPath(name).match("._*")]
     splits = ", ".join(sorted(set(found.left_out.values())))
     for names, why in (
         (
             hidden,
-            "not read, as a name begins with . or _; to read such files spell that in the path",
+            "not read, as a name begins with . or _; to read such files, write that character in the path",
         ),
-        (list(found.left_out), f"not read: {splits}; to read such files name them in an input of their own"),
+        (list(found.left_out), f"not read: {splits}; to read such files, name them in an input of their own"),
         (
             list(found.held_out),
-            "read, and called like a split that is not to train on; use `exclude` or, if they are meant, an "
-            "input of their own",
+            "read, but called like a test or validation split; leave such files out with `exclude` or, to "
+            "train on them, name them in an input of their own",
         ),
     ):
         if names:
@@ -240,10 +240,10 @@ def _warn_of_unread(found: Found, key: str) -> None:
 
 
 def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
-    """Splits spread evenly over each input, with at most `limit` records to read in all of them."""
+    """Choose splits spread evenly over each input, with at most `limit` records per input in total."""
     chosen: list[Split] = []
     for source in sorted({split.source for split in splits}):
-        # Those whose first record takes no counting of others, so that ids are those of the whole build.
+        # Only splits whose first record number is known uncounted, so that ids are the same in a full build.
         of_source = [split for split in splits if split.source == source and split.first_record != UNCOUNTED]
         bytes_each = max(1, sum(split.bytes for split in of_source) // len(of_source))
         wanted = max(_TRIAL_SPLITS, limit * _TRIAL_RECORD_BYTES // bytes_each)
@@ -257,19 +257,19 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
 
 
 def parts_of(splits: Iterable[Split]) -> list[Split]:
-    """A split for each file of a group, and the others, in order."""
+    """Return all splits in order, with a split of several files replaced by one split per file."""
     return [part for split in splits for part in split.parts]
 
 
 def guess_format(name: str) -> tuple[str, str | None] | None:
-    """(format, compression) of a file by its name; None if it is no format that can be read."""
+    """Return (format, compression) of a file by its name, or None if no readable format has that name."""
     compression, extension = _endings(name)
     format = _FORMATS.get(extension)
     return None if format is None or (format in SEEKING and compression) else (format, compression)
 
 
 def _endings(name: str) -> tuple[str | None, str]:
-    """(compression, the suffix before that of the compression)."""
+    """Return the compression in a file's name, and the suffix of the name without it, in lower case."""
     path = PurePosixPath(name)
     compression = COMPRESSIONS.get(path.suffix.lower())
     return compression, PurePosixPath(path.stem if compression else path).suffix.lower()
@@ -279,20 +279,22 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
     compression, extension = _endings(name)
     is_tar = extension == ".tar" and config.format in (None, "wds")
     if extension in _OTHER_COMPRESSIONS and compression is None and not is_tar:
-        raise RecipeError(f"{key}: {name}: {extension} files cannot be read; use {' '.join(COMPRESSIONS)}")
+        raise RecipeError(
+            f"{key}: {name}: {extension} files cannot be read; compress with {' '.join(COMPRESSIONS)} instead"
+        )
     format = config.format or _FORMATS.get(extension)
     if format is None:
         known = " ".join(sorted(_FORMATS))
         raise RecipeError(
             f"{key}: the name {name} does not tell its format ({known}, each also with "
-            f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format or name the files with a glob"
+            f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format, or a glob that leaves the file out"
         )
     own_key = key.removesuffix("path") + "encoding"
     holds_pages = format in ("html", "warc") or config.extract not in (None, "none")
     if config.encoding is not None and not (holds_pages or format in TEXTUAL):
-        raise RecipeError(f"{own_key}: {name} is {format}, which says its own")
+        raise RecipeError(f"{own_key}: {name} is {format}, a format with a fixed encoding; remove this key")
     if config.encoding == GUESS and not holds_pages:
-        raise RecipeError(f"{own_key}: {GUESS} is for web pages; {name} is {format}: name its encoding")
+        raise RecipeError(f"{own_key}: {GUESS} is for web pages only; {name} is {format}: name its encoding")
     if format in SEEKING and compression is not None:
         raise RecipeError(f"{key}: {name}: a compressed {format} file cannot be read; decompress it")
     return format, compression
@@ -301,18 +303,18 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
 def _takes_reading(
     file: InputFile, format: str, compression: str | None, config: InputConfig, split_bytes: int
 ) -> bool:
-    """Whether the file must be read to know its cuts; any other is one split."""
+    """Return whether the file must be read to find its cuts; any other file is one split."""
     if format == "parquet":
         return True
-    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # else it is decoded from its start
+    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # others are decoded from the start
     has_lines = is_utf8 and (format == "jsonl" or (format == "text" and config.lines is True))
     return has_lines and compression is None and file.bytes > split_bytes
 
 
 def hash_split(split: Split) -> str:
-    """xxh3-128 of a split's stored bytes. Parquet is cut by row groups: a file's first split has it whole.
+    """Return the xxh3-128 of a split's stored bytes, or for a file in a store, of its size and version.
 
-    Of a file in a store: of its size and version.
+    Splits of Parquet are not byte ranges: a file's first split has the hash of the whole file, others "".
     """
     if split.input.is_remote:
         return digest_of([split.input.bytes, split.input.version])
@@ -333,17 +335,17 @@ def hash_split(split: Split) -> str:
 
 
 def hash_splits(splits: Sequence[Split]) -> list[str]:
-    """`hash_split` of all their parts, in threads."""
+    """Return `hash_split` of all parts of the splits, computed in threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(hash_split, parts_of(splits)))
 
 
 def check_unchanged(splits: Sequence[Split], hashes: Sequence[str]) -> None:
-    """BuildError if a local file is not what was read of it; reads of a URL see that by themselves.
+    """Raise BuildError if a local file has changed since it was read; for URLs, each read checks the version.
 
-    `hashes` are the `hash_split` of what was read, of all parts. A file with another size or mtime has
-    changed. One with another ctime or inode alone may be the same (its mode or owner changed, it was linked,
-    or its file system invents inodes): it is read again, and must have the same cuts and hashes.
+    `hashes` has `hash_split` of all parts as they were read. A file with another size or mtime has changed.
+    If only its ctime or inode differs, it may be the same (its mode or owner changed, it was linked, or its
+    file system has no fixed inodes): it is read again, and must have the same cuts and hashes.
     """
     parts = list(zip(parts_of(splits), hashes, strict=True))
     touched = set()
@@ -372,9 +374,9 @@ def _mtime(version: str) -> str:
 
 
 def describe_inputs(recipe: Recipe, splits: Sequence[Split], hashes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each input of the recipe its label, number of files, stored bytes and digest.
+    """Return label, number of files, stored bytes and digest of each input of the recipe.
 
-    `hashes` are those of all parts of the splits.
+    `hashes` has `hash_split` of all parts of the splits.
     """
     cuts: list[list[list[Any]]] = [[] for _ in recipe.inputs]
     files: list[set[str]] = [set() for _ in recipe.inputs]

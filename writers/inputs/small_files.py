@@ -1,9 +1,9 @@
-"""Many small files are read by few tasks: their splits are grouped.
+"""Groups the splits of small files, so that few tasks read many small files.
 
 A task that starts, writes, commits and is read again by later stages costs as much as filtering some hundred
 kilobytes of text. Documents keep their files, record numbers and ids, and files their digests, so grouping
-changes no shard. What tasks write for people follows the tasks: the parts of dropped/, and the examples of
-texts there and in duplicates/, of which each task keeps some.
+changes no shard. Only the reports for people depend on the tasks: the files of dropped/, and the examples of
+texts there and in duplicates/, because each task keeps some.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import xxhash
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.scan import Split
 
-_SMALL_BYTES = 1 << 21  # of text: to filter more takes far longer than its task takes to start and commit
-_MANY = 32  # fewer small files in a row stay apart: a task of its own for each costs about a second in all
-_GROUP_BYTES = 1 << 24  # of text, on average: two seconds of work
-_FILE_BYTES = 1 << 13  # of text that can be filtered while a file is opened and booked
+_SMALL_BYTES = 1 << 21  # text in a small file, at most: filtering more takes far longer than starting a task
+_MANY = 32  # fewer small files in a row are not grouped: one task each costs about a second in total
+_GROUP_BYTES = 1 << 24  # average text in a group: two seconds of work
+_FILE_BYTES = 1 << 13  # text that could be filtered in the time it takes to open a file and record its counts
 _PACKED = {"parquet", "arrow", *COMPRESSIONS.values()}
-_STORED_TEXT = 4  # bytes of text in a byte of a compressed file, at most as a rule
+_STORED_TEXT = 4  # bytes of text per byte of a compressed file; usually less
 
 
 def group_small_files(
@@ -31,11 +31,11 @@ def group_small_files(
     many: int = _MANY,
     group_bytes: int = _GROUP_BYTES,
 ) -> list[Split]:
-    """The same splits in the same order; where many small files of an input follow each other, in groups.
+    """Group runs of at least `many` small files of an input; return all splits in the same order.
 
-    Names and sizes of files decide, nothing else. A group ends after a file by chance, by the hash of its
-    name and in proportion to its size, so that a file which is added, removed or changed in size changes the
-    groups beside it only. A group that has become twice as large as `group_bytes` ends in any case.
+    The groups depend only on the names and sizes of files. The hash of a file's name decides whether a group
+    ends after it, with a probability proportional to its size. So adding, removing or resizing a file changes
+    only the groups next to it. A group always ends at twice `group_bytes`.
     """
     made: list[Split] = []
     small: list[Split] = []
@@ -76,7 +76,7 @@ def _grouped(splits: Sequence[Split], group_bytes: int) -> Iterator[Split]:
 
 
 def text_bytes(splits: Iterable[Split]) -> int:
-    """About the text in splits."""
+    """Estimate the text in splits, in bytes."""
     return sum(
         split.bytes * (_STORED_TEXT if (split.compression or split.format) in _PACKED else 1)
         for split in splits
