@@ -69,7 +69,7 @@ def test_a_name_of_another_loader_is_answered_in_one_line(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", [field.name for kind in GROUPS.values() for field in fields(kind)])  # type: ignore[arg-type]
 def test_an_option_of_a_group_is_answered_with_its_group(tmp_path: Path, name: str) -> None:
     make: Any = StreamingLoader
-    with pytest.raises(TypeError, match=rf"^{name} is given in a group .*=(Layout|Order|Run)\({name}=…\)$"):
+    with pytest.raises(TypeError, match=rf"^{name} belongs to a group .*=(Layout|Order|Run)\({name}=…\)$"):
         make(tmp_path, batch_size=2, **{name: 1})
 
 

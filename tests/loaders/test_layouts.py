@@ -496,7 +496,7 @@ def test_rows_that_repeat_themselves_have_no_labels(tmp_path: Path) -> None:
         expected = plain["labels"].clone()
         expected[1] = -100 if is_masked else expected[1]
         assert torch.equal(batch["labels"], expected)
-    with pytest.raises(ValueError, match="max_repetitions is at least 1, and needs labels"):
+    with pytest.raises(ValueError, match="max_repetitions must be at least 1 and needs labels"):
         LoaderConfig(max_repetitions=31)
 
 

@@ -189,7 +189,7 @@ def test_an_iterator_whose_loader_was_moved_raises_whether_it_had_started_or_not
 def test_a_loader_is_not_copied_but_says_what_to_do(data: Path, copied: Callable[[object], object]) -> None:
     loader = loader_of(data)
     next(iter(loader))
-    with pytest.raises(TypeError, match=r"neither pickled nor copied: .* state_dict"):
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied, .* state_dict"):
         copied(loader)
 
 

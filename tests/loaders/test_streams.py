@@ -273,7 +273,7 @@ def test_weights_set_at_the_last_batch_of_an_epoch_leave_the_loop_its_end(
 def test_weights_cannot_change_where_samples_were_delivered(data: dict[str, Dataset]) -> None:
     with make(streams(data)) as loader:
         drawn(loader, 3)
-        with pytest.raises(ValueError, match="position 11 has been delivered: weights can change from 12"):
+        with pytest.raises(ValueError, match="at_position 11 has been delivered: weights can change from 12"):
             loader.set_weights([1, 1, 1], at_position=11)
         with pytest.raises(ValueError, match="no stream is called 'prose'; there are web, code, books"):
             loader.set_weights({"prose": 1}, at_position=12)
