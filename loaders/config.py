@@ -128,7 +128,7 @@ def refuse_unknown(
             continue
         meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
         if name not in (renamed or {}) and name in FOREIGN:
-            hint = f"here: {FOREIGN[name]}"
+            hint = f"in shardkit: {FOREIGN[name]}"
         elif (near := next(filter(None, meant), None)) is not None:
             hint = f"did you mean {(renamed or {}).get(near, near)}?"
         else:

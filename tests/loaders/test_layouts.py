@@ -295,8 +295,8 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("rename", "options", "message"),
     [
-        ({"token": "x"}, {}, "rename has 'token', but a batch has tokens"),
-        ({"labels": "targets"}, {}, "rename has 'labels', but a batch has tokens"),
+        ({"token": "x"}, {}, "rename has 'token', but the fields of a batch are tokens"),
+        ({"labels": "targets"}, {}, "rename has 'labels', but the fields of a batch are tokens"),
         ({"tokens": "labels"}, {"labels": True}, "one name"),
         ({"tokens": "x", "labels": "x"}, {"labels": "shifted"}, "one name"),
     ],
