@@ -1,4 +1,4 @@
-"""Online loaders: shards to batches in an order that is arithmetic, resumable at every step."""
+"""Online loaders: deliver batches of shards in a computed order that is resumable at every step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Lazy, so that the planning modules can be used without importing torch.
+        # Imports are lazy, so that the planning modules can be used without torch.
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with naming_extras(f"{__name__}.{name}"):

@@ -322,7 +322,7 @@ def test_a_stream_in_a_list_is_the_dataset(data: Path) -> None:
         StreamingLoader([str(data)], batch_size=4)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="only stream has weight 0"):
         StreamingLoader([Stream(data, weight=0)], batch_size=4)
-    with pytest.raises(ValueError, match="belongs to mixtures"):
+    with pytest.raises(ValueError, match="schedule needs a mixture"):
         StreamingLoader(streams, batch_size=4, order=Order(schedule=[(0, [1])]))
 
 

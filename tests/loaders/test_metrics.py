@@ -234,8 +234,8 @@ def test_a_run_is_fed_unless_time_is_lost_in_slow_steps(stats: LoaderStats, line
         ),
         (
             waiting(CacheStats(misses=9), StoreStats(**CALM, throttled=12)),
-            "the store throttles (12 of 500 requests were answered 503): lower connections, use more prefixes or "
-            "raise cache_bytes",
+            "the store throttles (12 of 500 requests were answered 503): lower connections, use more "
+            "prefixes or raise cache_bytes",
         ),
         (
             waiting(CacheStats(misses=9), StoreStats(**CALM, throttled=1, retries=50, errors=48)),

@@ -112,7 +112,7 @@ def test_the_processes_of_a_machine_divide_its_memory(url: str) -> None:
 
 @pytest.mark.parametrize("wrong", [[], ["a/path"], [Stream("a"), "b"]])
 def test_what_is_no_stream_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected a path, a Dataset or a list of Stream"):
+    with pytest.raises(TypeError, match="dataset must be a path, a Dataset or a list of Stream"):
         open_streams(wrong, LoaderConfig(), 1)
 
 
@@ -146,7 +146,7 @@ def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
     with loader, pytest.raises(ShardError, match=rf"{damaged.name}: xxh64"):
         list(loader)
     for dataset, problem in (
-        (str(tmp_path / "bare"), r"bare states no hashes: write it with hashes=\['xxh64'\]"),
+        (str(tmp_path / "bare"), r"bare has no hashes: write it with hashes=\['xxh64'\]"),
         (open_dataset(tmp_path / "proven"), "was opened without it: open it with verify=True"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -275,7 +275,7 @@ def test_weights_cannot_change_where_samples_were_delivered(data: dict[str, Data
         drawn(loader, 3)
         with pytest.raises(ValueError, match="at_position 11 has been delivered: weights can change from 12"):
             loader.set_weights([1, 1, 1], at_position=11)
-        with pytest.raises(ValueError, match="no stream is called 'prose'; there are web, code, books"):
+        with pytest.raises(ValueError, match="no stream is called 'prose'; the streams are web, code, books"):
             loader.set_weights({"prose": 1}, at_position=12)
         with pytest.raises(ValueError, match="2 weights for 3 streams"):
             loader.set_weights([1, 1], at_position=12)

@@ -107,5 +107,5 @@ def test_a_batch_that_does_not_fit_into_dev_shm_ends_the_wait_with_its_name(data
 
 @pytest.mark.extended
 def test_workers_that_cannot_start_for_a_full_dev_shm_say_so(data: Path) -> None:
-    with pytest.raises(AssertionError, match="no room for the locks of DataLoader workers in /dev/shm"):
+    with pytest.raises(AssertionError, match="/dev/shm has no space for the locks of DataLoader workers"):
         run(data, "full", "fork", *small_shared_memory("4k"))
