@@ -294,9 +294,9 @@ class StreamingDataset(IterableDataset[Batch]):
                 )
             if name in _REGROUPING and self.loader.world_size > 1:
                 raise TypeError(
-                    f"Accelerate's {name} would send the batches of one rank to all ranks and never read "
-                    "the others': give accelerator.prepare a StreamingDataLoader, which it does not change; for a "
-                    "trainer that creates the DataLoader itself use a MapDataset"
+                    f"Accelerate's {name} would send one rank's batches to all ranks and never read the "
+                    "others': give accelerator.prepare a StreamingDataLoader, which it does not change; for "
+                    "a trainer that creates the DataLoader itself use a MapDataset"
                 )
 
     def _usage_arguments(self) -> dict[str, Any]:
