@@ -161,7 +161,7 @@ def test_every_field_of_storage_options_is_an_option_with_a_help() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--storage checksums=always", "checksums is when_supported or when_required, not 'always'"),
+        ("--storage checksums=always", "checksums must be when_supported or when_required, not 'always'"),
         ("--storage path_style=1", "path_style must be true or false, not '1'"),
         ("--storage connections=-1", "connections must be a number, not '-1'"),
         ("--storage connections=0", "connections must be above 0"),

@@ -231,7 +231,7 @@ def test_more_values_than_streams_may_be_and_wrong_weights_are_refused(folder: P
         balanced_streams(many, "number")
     for weights, problem in [
         (np.ones(3), "has 86 samples, but weights has shape \\[3\\]: give one number per sample"),
-        (np.zeros(SAMPLES), "at least one is above 0"),
+        (np.zeros(SAMPLES), "at least one must be above 0"),
         (np.full(SAMPLES, np.nan), "numbers of at least 0"),
         (np.full(SAMPLES, -1), "numbers of at least 0"),
     ]:

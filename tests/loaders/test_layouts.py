@@ -297,8 +297,8 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
     [
         ({"token": "x"}, {}, "rename has 'token', but the fields of a batch are tokens"),
         ({"labels": "targets"}, {}, "rename has 'labels', but the fields of a batch are tokens"),
-        ({"tokens": "labels"}, {"labels": True}, "one name"),
-        ({"tokens": "x", "labels": "x"}, {"labels": "shifted"}, "one name"),
+        ({"tokens": "labels"}, {"labels": True}, "the same name"),
+        ({"tokens": "x", "labels": "x"}, {"labels": "shifted"}, "the same name"),
     ],
 )
 def test_names_that_are_unknown_or_come_twice_are_refused_when_a_loader_is_made(

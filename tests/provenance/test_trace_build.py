@@ -332,7 +332,7 @@ def test_text_needs_the_tokenizer_of_the_dataset(
         (["--row", "1", "--exclude", "x"], 2, "--exclude needs a search"),
         (["--step", "1"], 2, "give --batch-size"),
         (["--step", "0", "--batch-size", "2"], 2, "--step"),
-        (["--step", "1", "--batch-size", "2", "--rank", "1"], 2, "rank 1 of 1"),
+        (["--step", "1", "--batch-size", "2", "--rank", "1"], 2, "--rank 1 must be below --world-size 1"),
         (["--row", "1", "--stream", "x"], 2, "--stream needs --state"),
     ],
 )
