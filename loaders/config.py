@@ -259,7 +259,7 @@ class Run(_Group):
     verify: bool = False
     """Check each local shard's hashes when it is first opened, which takes 18 ms for 64 MiB with xxh64.
 
-    Remote shards are always checked. ValueError for a local dataset whose index records no hashes."""
+    Remote shards are always checked. Raises ValueError if a local dataset's index records no hashes."""
     stop_together: bool = True
     """Report errors of this loader to other ranks, and raise theirs here as `PeerError`.
 

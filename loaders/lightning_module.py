@@ -406,7 +406,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _open_evaluation(self, name: str, source: DataSource, batch_size: int) -> EvaluationBatches:
         if not isinstance(source, (str, os.PathLike, Dataset)) and len(source) > 1:
             raise ValueError(
-                f"{name} is a mixture, whose weights would decide how often each sample is evaluated: "
+                f"{name} is a mixture, whose weights would determine how often each sample is evaluated: "
                 "give a dict of datasets instead"
             )
         flat = {k: v for k, v in flattened(self.options).items() if k not in _NOT_IN_EVALUATION}

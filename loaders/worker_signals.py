@@ -36,7 +36,7 @@ _watched: set[int] = set()  # ids of processes in which a thread waits for TERM
 
 @contextmanager
 def signals_held_back(start_method: str) -> Iterator[None]:
-    """Block the trainer's signals in this thread and in the processes that it starts meanwhile."""
+    """Block the trainer's signals, inside the `with`, in this thread and in processes that it starts."""
     if start_method != "fork":
         resource_tracker.ensure_running()  # now, because starting it later would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINER_SIGNALS)

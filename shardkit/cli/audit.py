@@ -261,7 +261,7 @@ def _show_proofs(report: AuditReport) -> None:
             verdict("epoch", "lost", "repeated", "foreign", "excluded", "gap", "rank", "resume", "log"),
         ),
         (
-            "every step holds the samples of its positions, whatever the world size",
+            "every step holds the samples of its positions, at any world size",
             "exact: each id is mapped back to its position",
             verdict("lost", "repeated", "moved", "part", "steps", "foreign", "excluded", "settings", "world",
                     "rank"),
