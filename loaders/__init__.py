@@ -1,4 +1,4 @@
-"""Online loaders: shards to batches in an order that is arithmetic, resumable at every step."""
+"""Online loaders: deliver batches of shards in a computed order that is resumable at every step."""
 
 from __future__ import annotations
 

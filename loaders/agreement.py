@@ -1,23 +1,24 @@
-"""Ranks that disagree are an error before the first batch.
+"""Raises an error before the first batch if the ranks have different settings.
 
 `RankAgreement.check` compares, when an iteration begins, everything that decides order, number of steps and
-position: a loader's whole state, its batch size and world size, and its options (`StreamingLoader` says
-which). A rank with another seed would deliver rows that others deliver too and leave out as many; a rank with
-another batch size ends its epoch at another step, where the others hang in a collective.
+position: a loader's whole state, its batch size and world size, and its options (those of `shared_by_ranks`).
+A rank with another seed would deliver rows that others deliver too and leave out as many; a rank with another
+batch size would end its epoch at another step and leave the others hanging in a collective.
 
-The ranks meet in the store of the process group, under a key for each loader and each of its iterations. The
-first to come leaves its settings there. Each other rank compares a digest with the first one's; one that
-differs writes what differs, and everyone who waits raises that same error. The last rank to come without a
-difference opens the way. About seven small requests to the store for each process, whatever the world size.
+The ranks meet in the store of the process group, under one key per loader and iteration. The first process
+stores its settings there. Each later process compares its digest with the first one's. A process that
+differs stores a description of the differences, and every process that waits raises it as an error. If all
+agree, the last one stores the outcome "open", and all continue. Each process sends about seven small requests
+to the store, at any world size.
 
-**Which processes meet.** Without replicas, those of the world or group: their loaders are counted, so that
-the k-th of each rank meet, whatever data each has opened. Where processes may be replicas (tensor and
-pipeline parallel peers; more processes than ranks), they need not all have the same loaders: loaders meet
-that have opened the same data. All of them are compared with the first. The members of a mesh, or of a slice
-of one, wait for each other; of ranks given as numbers, one process of each is waited for, and a replica that
-comes later is compared with what is there. Nothing is compared without the store of a process group, by
-DataLoader workers, or by a single process. Ranks that cannot come (the backend "fake", more ranks than
-processes) are not waited for.
+**Which processes meet.** Without replicas, all processes of the world or group meet: each process numbers
+its loaders, and loaders with the same number are compared, even if they have opened different data. Where
+processes may be replicas (tensor and pipeline parallel peers; more processes than ranks), they need not all
+have the same loaders, so only loaders that have opened the same data meet. All are compared with the first.
+The members of a mesh, or of a slice of one, wait for each other. For ranks given as numbers, only one process
+of each rank is waited for, and a replica that comes later is compared with the stored settings. Nothing is
+compared without the store of a process group, by DataLoader workers, or by a single process. Ranks that
+cannot come (the backend "fake", more ranks than processes) are not waited for.
 """
 
 from __future__ import annotations
@@ -42,32 +43,32 @@ from shardkit.loaders.placement import (
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.running_clock import running_seconds
 
-_WARN_SECONDS = 30.0  # of waiting: ranks have met in init_process_group, and come one after another
-_LONGEST_PAUSE = 0.1  # between two looks at the store
-_CHECKS_PER_SECOND = 4096  # of all ranks together: 5 % of a core of rank 0, as in `peers`
-_NAMED_RANKS = 8  # that are missing, in a message
-_NAMED_CHARACTERS = 200  # of a value, in a message
-_REPLICAS = "replicas of this rank have"  # if nobody else is missing
-_OPEN = "open"  # what the key of the outcome holds if nobody differs
+_WARN_SECONDS = 30.0  # wait before a warning; long, because ranks already met in init_process_group
+_LONGEST_PAUSE = 0.1  # longest pause between two checks of the store, in seconds
+_CHECKS_PER_SECOND = 4096  # limit for all ranks together: 5 % of a core of rank 0, as in `peers`
+_NAMED_RANKS = 8  # maximum number of missing ranks that a message names
+_NAMED_CHARACTERS = 200  # maximum length of a value in a message
+_REPLICAS = "replicas of this rank have"  # result of `_missing` if only replicas have not come
+_OPEN = "open"  # value of the outcome key if no process differs
 
 
 class RankAgreement:
     """Compares the settings of one loader with those of the same loader in other processes."""
 
     def __init__(self, place: Place, peers: StopTogether[Any], *, timeout_seconds: float) -> None:
-        """`peers`: hears errors of other ranks while this one waits, and tells them this rank's."""
+        """`peers`: receives errors of other ranks while this one waits, and sends errors of this rank."""
         self._place, self._peers, self._timeout_seconds = place, peers, timeout_seconds
-        self._key: str | None = None  # of this loader, once it has met others
+        self._key: str | None = None  # key of this loader in the store; None before its first check
         self._meetings = 0
         self._members = place.members
 
     @property
     def has_met(self) -> bool:
-        """Whether settings were compared before."""
+        """Whether settings have been compared at least once."""
         return self._meetings > 0
 
     def may_have_replicas(self) -> bool:
-        """Whether other processes may be the same rank and get the same batches as this one."""
+        """Return whether other processes may have the same data-parallel rank and get the same batches."""
         distributed = distributed_in_use()
         if distributed is None:
             return False
@@ -76,10 +77,10 @@ class RankAgreement:
         return max(len(self._members), int(distributed.get_world_size())) > self._place.world_size
 
     def check(self, settings: Mapping[str, object], *, data: Sequence[str]) -> None:
-        """Return once every rank has come with equal `settings`, which are plain data.
+        """Wait until every rank has come with equal `settings`, which are plain data.
 
-        `data`: fingerprints of what was opened. Raises RanksDisagreeError on all ranks if they differ,
-        LoaderTimeoutError if a rank does not come in time, PeerError if one fails meanwhile.
+        `data`: fingerprints of the opened datasets. Raises RanksDisagreeError on all ranks if settings
+        differ, LoaderTimeoutError if a rank does not come in time, PeerError if one fails meanwhile.
         """
         distributed = distributed_in_use()
         if distributed is None or dataloader_workers():
@@ -98,13 +99,13 @@ class RankAgreement:
                 if waits:
                     meeting.await_others()
         except RuntimeError:
-            return  # the store is gone, or is one of files, which lacks a call
+            return  # the store is gone, or is a FileStore, which lacks some calls
         except ShardkitError as error:
-            self._peers.report(error)  # also to processes that have no loader, or were not waited for
+            self._peers.report(error)  # also reaches processes without a loader or not waited for
             raise
 
     def _key_of_loader(self, store: CountingStore, process: int, data: Sequence[str]) -> str:
-        """The key of this loader; its number is counted in the store, which may outlive a process group."""
+        """Return this loader's key; the store counts the loaders, as it may outlive a process group."""
         if self._key is None:
             scope = [f"{self._members}" if self._place.source == "group" else ""]
             if self.may_have_replicas():
@@ -116,7 +117,7 @@ class RankAgreement:
 
 
 class _Meeting:
-    """One comparison, as one process takes part in it."""
+    """One process's part in one comparison."""
 
     def __init__(
         self,
@@ -133,9 +134,9 @@ class _Meeting:
         self._timeout_seconds, self._on_wait = timeout_seconds, on_wait
 
     def compare(self, settings: Mapping[str, object], *, counts_processes: bool) -> None:
-        """Compare with the first process's settings, and count this rank among those that agree.
+        """Compare settings with the first process's, and count this rank as agreeing.
 
-        `counts_processes`: each rank is one process, so a second one of this rank is an error.
+        `counts_processes`: each rank has exactly one process, so a second process of this rank is an error.
         """
         store, key, rank = self._store, self._key, self._place.rank
         text = json.dumps(settings, sort_keys=True, default=repr)
@@ -160,7 +161,7 @@ class _Meeting:
             self._settle(_OPEN)
 
     def await_others(self) -> None:
-        """Return when all ranks have come; raise the error of one that differs."""
+        """Wait until all ranks have come; raise RanksDisagreeError if one differs."""
         self._await(f"{self._waiting}/outcome", is_outcome=True)
         if (outcome := self._store.get(f"{self._waiting}/outcome").decode()) != _OPEN:
             raise RanksDisagreeError(outcome)
@@ -170,23 +171,23 @@ class _Meeting:
         return len(self._place.members) or self._place.world_size
 
     def _settle(self, outcome: str) -> str:
-        """Store the outcome unless there is one; return what is there."""
+        """Store the outcome unless one is stored already; return the stored outcome."""
         return self._store.compare_set(f"{self._waiting}/outcome", "", outcome).decode()
 
     def _refuse(self, lines: str) -> None:
-        """Raise the error, which everyone who waits raises too."""
+        """Raise RanksDisagreeError here and in every process that waits."""
         problem = (
             f"the ranks of this run disagree:\n{lines}\ngive every rank the same settings, data and state "
-            "(rows are divided by the rank alone; a seed needs no rank added); processes that train "
+            "(the rank alone divides the rows, so do not add it to the seed); processes that train "
             "different models each need the process group of their model, group=…"
         )
         outcome = self._settle(problem)
         raise RanksDisagreeError(problem if outcome == _OPEN else outcome)
 
     def _await(self, key: str, *, is_outcome: bool = False) -> None:
-        """Wait for a key of the store; LoaderTimeoutError names the ranks that have not come.
+        """Wait for a key of the store; after the timeout raise LoaderTimeoutError, naming the missing ranks.
 
-        The outcome is not waited for much longer if all ranks have come, and only replicas are missing.
+        The wait for the outcome ends after `_WARN_SECONDS` if only replicas are missing.
         """
         began, pause, has_warned = running_seconds(), 0.001, False
         longest = max(_LONGEST_PAUSE, self._place.world_size / _CHECKS_PER_SECOND)
@@ -196,8 +197,8 @@ class _Meeting:
             if waited >= self._timeout_seconds:
                 raise LoaderTimeoutError(
                     f"{self._name(self._process)}: {self._missing()} not begun to read within "
-                    f"{self._timeout_seconds:g} s (timeout_seconds): all ranks iterate over the loader "
-                    "together; a loader that one process reads alone needs rank=0, world_size=1"
+                    f"{self._timeout_seconds:g} s (timeout_seconds): all ranks must iterate over the loader "
+                    "together; give a loader that only one process reads rank=0, world_size=1"
                 )
             if waited >= _WARN_SECONDS and not has_warned:
                 has_warned = True
@@ -213,7 +214,7 @@ class _Meeting:
             pause = min(2 * pause, longest)
 
     def _missing(self) -> str:
-        """Name the ranks that have not come, as the beginning of a sentence."""
+        """Return the ranks that have not come as the beginning of a sentence, such as "rank 3 has"."""
         away = [
             rank
             for rank in range(self._place.world_size)
@@ -231,7 +232,7 @@ class _Meeting:
 
 
 def _differences(one: tuple[str, object], two: tuple[str, object], setting: str = "") -> list[str]:
-    """Return a line for each value that differs between the (process, settings) `one` and `two`."""
+    """Return one line per value that differs between two (process, settings) pairs."""
     (process, value), (other_process, other) = one, two
     pairs: list[tuple[str, object, object]]
     if isinstance(value, dict) and isinstance(other, dict):
@@ -248,7 +249,7 @@ def _differences(one: tuple[str, object], two: tuple[str, object], setting: str 
 
 
 def _are_entries(value: list[object], other: list[object]) -> bool:
-    """Whether lists have an entry for each stream, of which each that differs is named."""
+    """Return whether both lists have one plain entry per stream, so that differences are named by entry."""
     return len(value) == len(other) and not any(isinstance(each, list) for each in [*value, *other])
 
 

@@ -1,19 +1,19 @@
-"""Balanced sampling: streams of a labelled dataset, one for each class or for each weight, to be mixed.
+"""Balanced sampling: divides a labeled dataset into streams, one per class or weight, to be mixed.
 
     loader = StreamingLoader(balanced_streams("photos", "label"), batch_size=32, return_ids=True)
 
-A class is a `Stream` over the whole dataset that leaves out the rows of all other classes. So everything that
-holds for mixtures holds for classes: shares are exact in every block, a schedule may change them, resuming is
-arithmetic, and every sample of a class is delivered, in a new order on each pass, before any is repeated.
-(torch's WeightedRandomSampler draws with replacement: in as many draws as there are samples, a share of e^-1
-is never drawn, and neither its position nor the upcoming samples are part of a state.)
+A class is a `Stream` over the whole dataset that excludes the rows of all other classes. So classes have all
+properties of mixtures: shares are exact in every block, a schedule may change them, resuming is arithmetic,
+and every sample of a class is delivered, in a new order on each pass, before any is repeated. (torch's
+WeightedRandomSampler samples with replacement: in as many samplings as there are samples, it misses a share
+of e^-1 of them, and its state contains neither its position nor the upcoming samples.)
 
-All streams share one open dataset. Where shards come from a bucket, one plan fetches for all of its classes;
-but each class visits the shards in a different order, so the cache should have room for the whole dataset
-(otherwise, rows of constant size are read one by one).
+All streams share one open dataset. If its shards are remote, one fetch plan serves all classes. But each
+class visits the shards in a different order, so the cache should have room for the whole dataset (otherwise
+rows of constant size are read one by one).
 
 Costs: one pass over the column (one copy per shard if all columns have constant size); 32 bytes per sample
-while the streams live; about 150 bytes per stream in a state.
+while the streams exist; about 150 bytes per stream in a state.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ __all__ = ["Label", "balanced_streams", "weighted_streams"]
 Label: TypeAlias = int | str | bytes
 _Codes = npt.NDArray[np.int16]
 
-_READERS = 8  # shards of a bucket that are fetched side by side while a column is read
-_ROUNDED = MAX_WEIGHT // 2  # sum of weights that had to be rounded; each may be one more than its share
+_READERS = 8  # number of remote shards fetched in parallel while a column is read
+_ROUNDED = MAX_WEIGHT // 2  # sum of rounded weights; half the limit, as rounding may raise each weight by 1
 
 
 def balanced_streams(
@@ -58,22 +58,22 @@ def balanced_streams(
     storage: StorageOptions | None = None,
     cache: CacheOptions | None = None,
 ) -> list[Stream]:
-    """A stream for each value of `column`, ascending and called by its value, for a `StreamingLoader`.
+    """Return one stream per value of `column`, named by its value, ascending, for a `StreamingLoader`.
 
     Classes are delivered equally often: the same number of samples of each in every global batch whose size
-    is a multiple of the number of classes. `weights` sets other shares; classes it does not name get none.
-    Values are whole numbers, strings or bytes, at most 4,096 different ones. The column is read once, here;
-    the streams may be used any number of times. With `return_ids`, a batch's `stream_id` numbers the classes
-    as they are listed, and `sample_id` is the row in the dataset.
+    is a multiple of the number of classes. `weights` sets other shares; a class that it does not name gets 0.
+    Values are whole numbers, strings or bytes, at most 4,096 different ones. This function reads the column
+    once; the streams may be used any number of times. With `return_ids`, a batch's `stream_id` is the index
+    of the class in the returned list, and `sample_id` is the row in the dataset.
 
     A path is opened with `storage` and `cache`, which then replace the loader's own options; an open dataset
-    is read as it was opened. ValueError for an unknown column, for values that cannot be classes, and for
-    weights of classes that do not occur.
+    is read as it was opened. Raises ValueError for an unknown column, for values that cannot be classes, and
+    for weights of classes that do not occur.
     """
     opened = _open(dataset, storage, cache)
     labels, codes = _read_classes(opened, column)
     if opened is not dataset:
-        opened.close()  # of what was opened for this; it opens again when asked
+        opened.close()  # frees what reading the column opened; the dataset reopens when it is used
     shares = [Fraction(1)] * len(labels)
     if weights is not None:
         if unknown := [label for label in weights if label not in labels]:
@@ -93,26 +93,27 @@ def weighted_streams(
     storage: StorageOptions | None = None,
     cache: CacheOptions | None = None,
 ) -> list[Stream]:
-    """Streams that deliver each sample as often as its weight says, for a `StreamingLoader`.
+    """Return streams that deliver each sample in proportion to its weight, for a `StreamingLoader`.
 
-    `weights`: float64[samples], as WeightedRandomSampler takes them; of every n samples delivered,
-    n * weight / sum(weights) are expected to be this one; 0: never. Samples of equal weight form a stream, by
-    ascending weight, and each of them comes once before one of them comes again.
+    `weights`: float64[samples], the same as for WeightedRandomSampler. Of every n samples delivered,
+    n * weight / sum(weights) are expected to be a given one; weight 0 means never. Samples of equal weight
+    form one stream; each of them comes once before any is repeated. Streams are in order of ascending weight.
 
-    Up to `levels` different weights are taken as they are. More are put into `levels` geometric steps, and
-    each sample gets the mean weight of its step: the steps' totals stay exact, and a sample's weight changes
-    by less than the factor (largest / smallest weight above 0) ** (1 / levels), which is 2.8 % for weights
-    that differ a thousandfold. Totals that are no small whole numbers are rounded to 2**-30 of their sum.
+    Up to `levels` different weights are used unchanged. If there are more, they are grouped into `levels`
+    geometric steps, and each sample gets the mean weight of its step: the total of each step stays exact, and
+    a sample's weight changes by less than the factor (largest / smallest weight above 0) ** (1 / levels),
+    which is 2.8 % for weights that differ a thousandfold. Totals that are not in the proportion of small
+    whole numbers are rounded to 2**-30 of their sum.
     """
     opened = _open(dataset, storage, cache)
     each = np.asarray(weights, dtype=np.float64)
     if each.shape != (len(opened),):
         raise ValueError(
-            f"{opened.location} has {len(opened):,} samples: weights are one number for each, "
-            f"not {list(each.shape)}"
+            f"{opened.location} has {len(opened):,} samples, but weights has shape {list(each.shape)}: "
+            "give one number per sample"
         )
     if not (np.isfinite(each) & (each >= 0)).all() or not each.any():
-        raise ValueError("weights are numbers of at least 0, and at least one is above 0")
+        raise ValueError("weights must be finite numbers of at least 0, and at least one must be above 0")
     if not 1 <= levels <= MAX_STREAMS:
         raise ValueError(f"levels must be from 1 to {MAX_STREAMS:,}, not {levels}")
     is_wanted = each > 0
@@ -140,7 +141,7 @@ def _open(
 
 
 def _geometric_steps(values: npt.NDArray[np.float64], levels: int) -> npt.NDArray[np.int16]:
-    """Which of at most `levels` geometric steps each of ascending values is on, not counting empty ones."""
+    """Return for each ascending value the index of its geometric step: at most `levels`, none empty."""
     logs = np.log(values)
     steps = np.floor((logs - logs[0]) * (levels / (logs[-1] - logs[0])))
     _, found = np.unique(np.minimum(steps, levels - 1), return_inverse=True)
@@ -150,7 +151,7 @@ def _geometric_steps(values: npt.NDArray[np.float64], levels: int) -> npt.NDArra
 def _streams(
     dataset: Dataset, codes: _Codes, names: Sequence[str], shares: Sequence[Fraction]
 ) -> list[Stream]:
-    """Streams of the rows with code 0, 1, …; rows with code -1 are in none."""
+    """Return one stream per code 0, 1, … with the rows of that code; rows with code -1 are in no stream."""
     by_code = np.argsort(codes, kind="stable")
     edges = np.searchsorted(codes[by_code], np.arange(len(names) + 1))
     rows_of = (by_code[low:high] for low, high in pairwise(edges.tolist()))
@@ -161,23 +162,23 @@ def _streams(
 
 
 def _all_but(rows: npt.NDArray[np.intp], samples: int) -> Exclusions:
-    """Exclude all of 0 … samples - 1 but these ascending rows."""
+    """Return exclusions of all rows of a dataset of `samples` except these ascending `rows`."""
     begins, ends = np.append(0, rows + 1), np.append(rows, samples)
     gaps = begins < ends
     return Exclusions(np.stack([begins[gaps], ends[gaps]], axis=1))
 
 
 def _exact(weight: float) -> Fraction:
-    """A weight as the decimal that it is written as; ValueError if it is not a number of at least 0."""
+    """Return a weight as the exact value of its decimal form; raise ValueError unless it is at least 0."""
     if not isinstance(weight, (int, float, np.integer, np.floating)) or not 0 <= weight < float("inf"):
-        raise ValueError(f"weights are numbers of at least 0, not {weight!r}")
+        raise ValueError(f"weights must be numbers of at least 0, not {weight!r}")
     return Fraction(str(float(weight))) if isinstance(weight, (float, np.floating)) else Fraction(int(weight))
 
 
 def _whole(shares: Sequence[Fraction]) -> list[int]:
-    """Whole numbers in the same proportions: exactly if they are small enough for a mixture, else rounded.
+    """Return whole numbers in the proportions of `shares`: exact if their sum fits a mixture, else rounded.
 
-    What is above 0 stays so.
+    A share above 0 stays above 0.
     """
     if not any(shares):
         raise ValueError("at least one weight must be above 0")
@@ -191,14 +192,14 @@ def _whole(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _name(label: Label) -> str:
-    """A class's name: unique, and never ""."""
+    """Return the unique name of a class, which is never ""."""
     if isinstance(label, bytes):
         return repr(label)[2:-1] or "b''"
     return str(label) or "''"
 
 
 def _read_classes(dataset: Dataset, column: str) -> tuple[list[Label], _Codes]:
-    """(the values of a column, ascending; int16[samples], which of them each sample has)."""
+    """Return the values of a column, ascending, and int16[samples], the index of each sample's value."""
     column, known = dataset.column_name(column), [each.name for each in dataset.columns]
     if column not in known and f"{column}.npy" not in known:
         raise ValueError(f"{dataset.location} has no column {column!r}; it has {', '.join(known)}")
@@ -210,12 +211,15 @@ def _read_classes(dataset: Dataset, column: str) -> tuple[list[Label], _Codes]:
         if len(numbers) > MAX_STREAMS:
             raise ValueError(
                 f"column {column!r} of {dataset.location} has more than {MAX_STREAMS:,} different values: "
-                "make fewer classes of them, or give each sample a weight (weighted_streams)"
+                "group them into fewer classes, or give each sample a weight (weighted_streams)"
             )
         codes[starts[shard] : starts[shard + 1]] = np.array(own, dtype=np.int16)[which]
     kinds = sorted({type(label).__name__ for label in numbers})
     if len(kinds) > 1:
-        raise ValueError(f"column {column!r} of {dataset.location} has values of types {', '.join(kinds)}")
+        raise ValueError(
+            f"column {column!r} of {dataset.location} has values of types {', '.join(kinds)}; classes must "
+            "have one type"
+        )
     if not numbers:
         raise ValueError(f"{dataset.location} has no samples")
     ascending = sorted(numbers)
@@ -228,7 +232,7 @@ _Labels = tuple[list[Label], npt.NDArray[np.intp]]
 
 
 def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
-    """(different values, which of them each row has) of every shard, in order, a few read ahead."""
+    """Yield the distinct values of each shard and the index of each row's value; read a few shards ahead."""
     infos = dataset.manifest.shards
     sizes = {number: max(info.stored.bytes, 0) for number, info in enumerate(infos)}
     readers = 1 if dataset.shards is None else _READERS
@@ -243,7 +247,7 @@ def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
             number, future = waiting.popleft()
             yield future.result()
             report(number)
-            if dataset.shards is not None:  # open shards would hold the room of those that are evicted
+            if dataset.shards is not None:  # an open shard keeps its cache space even after eviction
                 dataset.keep_only({number for number, _ in waiting})
 
 
@@ -281,5 +285,5 @@ def _label(where: str, column: str, row: int, value: object) -> Label:
 
 def _no_class(where: str, column: str, found: str) -> ValueError:
     return ValueError(
-        f"{where}: values of column {column!r} are {found}: classes are whole numbers, strings or bytes"
+        f"{where}: values of column {column!r} are {found}: classes must be whole numbers, strings or bytes"
     )

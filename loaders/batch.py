@@ -1,9 +1,9 @@
-"""From the columns of many samples to batches: documents inside rows, labels, padding, layout, tensors.
+"""Makes batches from the columns of many samples: documents in rows, labels, padding, layout, tensors.
 
 Every document in a packed row ends with the eos id, and no document is empty, so an eos directly after an eos
-is padding and nothing else is needed to know where documents begin and end. (Data whose documents begin with
-an id instead: `bos_id`; padding with an id of its own: `pad_id`.) All of it is worked out for many batches at
-once. With eos = 0 a row 5 6 0 7 0 0 0 gives
+is padding, and the eos ids alone determine where documents begin and end. (`bos_id` is for data whose
+documents begin with an id instead; `pad_id` is for padding with an id of its own.) Everything is computed for
+many batches at once. With eos = 0 a row 5 6 0 7 0 0 0 gives
 
     labels        5 6 0 7 0 -100 -100      padding counts as one last segment of its own
                   -100 6 0 -100 0 -100 -100   with document starts masked
@@ -13,9 +13,10 @@ once. With eos = 0 a row 5 6 0 7 0 0 0 gives
     doc_lens      3 2 2
     shifted       tokens 5 6 0 7 0 0, labels 6 0 7 0 -100 -100, all other fields those of these tokens
 
-A layout never changes which samples a batch holds, nor the state. The rows come as stored, are searched for
-the id, and are converted once for each field, while a core's cache holds them. No two fields share memory,
-except tokens and shifted labels of which none can be -100: both are views of the same rows, one token apart.
+A layout changes neither the samples of a batch nor the state. Rows arrive in their stored type, are searched
+for the id, and are converted once for each field, while they are in a core's cache. No two fields share
+memory, except tokens and shifted labels if no label can be -100: both are views of the same rows, one token
+apart.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 Fields = dict[str, _Array | list[Any]]
-"""Many batches: of each field an array or list that has an entry for each batch."""
+"""Fields of many batches: for each field an array or list with one entry per batch."""
 
 SplitIds = Callable[[_Ints], tuple[_Ints, _Ints]]
-"""Gives (stream, row number in its dataset) of samples that are numbered through all streams."""
+"""A function from sample ids over all streams to (stream, row in the stream's dataset)."""
 
 
 def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> _Bools:
-    """bool[rows]: whether the same 1 to 13 tokens follow each other more than `most` times (rows, length).
+    """Return bool[rows]: whether the same 1 to 13 tokens repeat more than `most` times in a row of `tokens`.
 
-    Runs of `eos_id`, which are padding, do not count. Groeneveld et al. 2024 (OLMo 2) mask the loss of rows
-    with 32 repetitions or more.
+    `tokens` has shape (rows, length). Runs of `eos_id`, which are padding, do not count. Groeneveld et al.
+    2024 (OLMo 2) mask the loss of rows with 32 repetitions or more.
     """
     found = np.zeros(len(tokens), np.bool_)
     for period in range(1, LONGEST_PERIOD + 1):
-        least = period * most  # tokens, each equal to the one a period before
+        least = period * most  # length of a run of tokens that each equal the token one period before
         if period + least > tokens.shape[1]:
             break
         same = tokens[:, period:] == tokens[:, :-period]
-        # So long a run holds a whole block of half its length: rows without any are done.
+        # A run of `least` tokens covers a whole block of half that length: check only rows with such a block.
         block = (least + 1) // 2
         blocks = same[:, : same.shape[1] // block * block].reshape(len(tokens), -1, block)
         for row in np.flatnonzero(blocks.all(axis=2).any(axis=1) & ~found).tolist():
@@ -72,10 +73,11 @@ def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class TokenColumn:
-    """The column of tokens; `key` None: there is none.
+    """The column of tokens; `key` is None if the dataset has no such column.
 
-    `dtype`: to deliver them in; None: as they are. `may_be_padded`: rows may hold padding. `mask`: tokens
-    whose labels are -100. `may_overflow`: ids may be too large for `dtype`, and are looked at.
+    `dtype`: type of the delivered tokens; None keeps their type. `may_be_padded`: rows may hold padding.
+    `mask`: tokens whose labels are -100. `may_overflow`: ids may be too large for `dtype`, so each batch is
+    checked.
     """
 
     key: str | None
@@ -101,9 +103,9 @@ class BatchMaker:
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
     ) -> None:
-        """`output`: where fields are written. `mark_padding`: whole rows may be padding.
+        """Raise ValueError if `rename` has an unknown field, or if two fields would get the same name.
 
-        ValueError for names of fields that are unknown or would come twice.
+        `output`: memory that fields are written to. `mark_padding`: whole rows may be padding.
         """
         self.batch_size = batch_size
         self.config = config
@@ -124,12 +126,12 @@ class BatchMaker:
         self.tensor = tensor_maker(config)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
-        """(batches, their bytes) from the columns of the real samples among `sample_ids` (-1: padding)."""
+        """Return batches and their size in bytes; `columns` lack the rows whose `sample_ids` are -1."""
         fields, size = self.fields(columns, sample_ids)
         return batches_of(fields, self.tensor), size
 
     def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
-        """Make (fields of all batches, their bytes), which `make` cuts into batches."""
+        """Return the fields of all batches, not yet divided into batches, and their size in bytes."""
         count = len(sample_ids) // self.batch_size
         if self.tokens.may_overflow and self.tokens.key in columns:
             self._check_overflow(columns[self.tokens.key])
@@ -155,25 +157,25 @@ class BatchMaker:
         return {self._names[field]: values for field, values in fields.items()}, size
 
     def _check_overflow(self, tokens: _Array | list[object]) -> None:
-        """ValueError if an id of unsigned rows, which may be converted already, wraps around in `dtype`."""
+        """Raise ValueError if an id would wrap around in `dtype`; `tokens` may be converted already."""
         dtype = self.tokens.dtype
         assert dtype is not None
         if not isinstance(tokens, np.ndarray) or not tokens.size:
             return
         if (largest := int(tokens.view(f"u{tokens.itemsize}").max())) > np.iinfo(dtype.name).max:
             wider = "'int64'" if dtype.itemsize < 8 else "None"
-            raise ValueError(f"dtype {dtype.name} cannot hold token id {largest:,}: give dtype={wider}")
+            raise ValueError(f"token id {largest:,} does not fit dtype {dtype.name}: give dtype={wider}")
 
     def row_bytes(self, columns: int, tokens: int) -> int:
-        """About how large a row with its fields is, of so many bytes of columns and so many tokens."""
+        """Return the approximate bytes of a row of `tokens` tokens with all fields; `columns`: as stored."""
         config, dtype = self.config, self.tokens.dtype
         of_token = 8 * (bool(config.labels) + config.position_ids) + 4 * config.document_ids
         if config.reads_tokens and dtype is not None:
-            of_token += dtype.itemsize  # the columns have them as stored
+            of_token += dtype.itemsize  # `columns` counts the stored tokens, not the converted copy
         return max(1, columns + tokens * of_token)
 
     def _added_fields(self) -> list[str]:
-        """The fields that a batch has besides the columns."""
+        """Return the names of the fields that options add to the columns."""
         config = self.config
         fields = ["labels"] if config.labels else []
         for option in config.document_options:
@@ -185,7 +187,7 @@ class BatchMaker:
     def _token_fields(
         self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
     ) -> tuple[Columns, Fields]:
-        """The tokens and what follows from them: (fields of rows, fields of batches)."""
+        """Return the fields computed from the tokens: fields with one entry per row, and those per batch."""
         if not self.config.reads_tokens:
             return {}, {}
         column = self.tokens
@@ -222,7 +224,7 @@ class BatchMaker:
         return rows | documents, batches
 
     def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:
-        """Both in the types to deliver, labels without any -100 for padding or document starts."""
+        """Return tokens and labels in their delivered types, before labels are masked with -100."""
         config, dtype = self.config, self.tokens.dtype or stored.dtype
         shift, keep = int(config.labels == "shifted"), config.keep_length or config.labels != "shifted"
         rows, length = stored.shape
@@ -238,11 +240,11 @@ class BatchMaker:
         if shift and keep:
             labels[:, -1] = IGNORED_LABEL
         if config.flat and not shift:
-            labels[:, 0] = IGNORED_LABEL  # it follows another row's last token
+            labels[:, 0] = IGNORED_LABEL  # in a flat batch it would follow another row's last token
         return tokens, labels
 
     def _document_fields(self, segments: Segments) -> tuple[Columns, Fields]:
-        """(fields of rows, fields of batches) that describe documents."""
+        """Return the fields that describe documents: fields with one entry per row, and those per batch."""
         config, size = self.config, self.batch_size
         rows: Columns = {}
         batches: Fields = {}
@@ -280,7 +282,7 @@ class BatchMaker:
         return fields | {"block_size": [block] * count}
 
     def _sample_fields(self, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:
-        """Which samples the rows are."""
+        """Return the fields that identify samples and mark padding."""
         fields: Columns = {}
         if self.return_ids:
             fields["sample_id"] = sample_ids
@@ -291,7 +293,7 @@ class BatchMaker:
         return fields
 
     def _filled(self, name: str, values: _Array | list[object], padding: _Bools) -> _Array | list[object]:
-        """`values` with padding samples put in: eos (or 0) in arrays, None in lists."""
+        """Return `values` with padding samples inserted: eos (or 0) in arrays, None in lists."""
         if isinstance(values, list):
             real = iter(values)
             return [None if padded else next(real) for padded in padding.tolist()]
@@ -307,8 +309,8 @@ class BatchMaker:
 
 
 def batches_of(fields: Fields, tensor: Callable[[_Array], object]) -> list[Batch]:
-    """Each batch as a dict of its own, its arrays as `tensor` makes them."""
-    # One tensor per batch, so that saving or sending a batch does not drag its neighbours along.
+    """Return one dict per batch, with its arrays converted by `tensor`."""
+    # One tensor per batch, so that saving or sending a batch does not include other batches' memory.
     parts = [
         list(map(tensor, values))
         if isinstance(values, np.ndarray)
@@ -323,7 +325,7 @@ def batches_of(fields: Fields, tensor: Callable[[_Array], object]) -> list[Batch
 
 
 def tensor_maker(config: LoaderConfig) -> Callable[[_Array], object]:
-    """Return the function that makes the tensors of batches, as `tensors` says."""
+    """Return the function that converts a batch's arrays: `torch.from_numpy`, or the identity for NumPy."""
     if config.tensors != "torch":
         return _unchanged
     with naming_extras('a loader (without Layout(tensors="numpy"))'):
@@ -336,7 +338,7 @@ _FIELDS = {
     "doc_lens": ("doc_lens", "max_doc_lens"),
     "block_mask": BLOCK_MASK_FIELDS,
 }
-"""The fields of a batch that an option adds, where they are not one field of its name."""
+"""Fields that an option adds, for options that add more than one field of their own name."""
 
 _FLAT_FIELDS = {"labels", "position_ids", "document_ids"}
 
@@ -346,16 +348,16 @@ def _unchanged(values: _Array) -> _Array:
 
 
 def _field_names(columns: list[str], added: list[str], rename: dict[str, str]) -> dict[str, str]:
-    """The name in the batch of each of its fields; ValueError if one is unknown or comes twice."""
+    """Return the delivered name of each field; raise ValueError if a name is unknown or comes twice."""
     if both := set(columns) & set(added):
         raise ValueError(
-            f"the dataset has a column {min(both)!r}, which an option of the loader would replace: leave the "
-            "option out, or select other columns"
+            f"the dataset has a column {min(both)!r}, which an option of the loader would replace: drop the "
+            "option, or select other columns"
         )
     fields = columns + added
     if unknown := [name for name in rename if name not in fields]:
-        raise ValueError(f"rename has {unknown[0]!r}, but a batch has {', '.join(fields)}")
+        raise ValueError(f"rename has {unknown[0]!r}, but the fields of a batch are {', '.join(fields)}")
     names = {field: rename.get(field, field) for field in fields}
     if len(set(names.values())) < len(names):
-        raise ValueError(f"rename would give two of {', '.join(fields)} one name: {rename}")
+        raise ValueError(f"rename gives two of the fields {', '.join(fields)} the same name: {rename}")
     return names

@@ -5,17 +5,17 @@ a row's end is one more document. `create_block_mask` finds the blocks of this m
 pair of tokens. But documents are runs of tokens, so the start of q's document never decreases with q, and
 three numbers say which blocks of keys the queries of block i see:
 
-    first(i)   the block in which the document of its first token starts: none before it is seen
+    first(i)   the block in which the document of its first token starts: no earlier block is seen
     full(i)    the first block that begins at or after the start of the document of its last token
-    i          the block itself, of which a query sees no later tokens: always in part
+    i          the block itself: always seen in part, because a query sees no later tokens
 
     first(i) … full(i) - 1 are seen in part, full(i) … i - 1 in full, i in part
 
-Both limits never decrease with i, so the same holds of the queries that see a block of keys, and all eight
-tables that the kernels read are ranges. They are computed with NumPy by the loader (`block_tables`, time per
-block), travel in the batch, and become a `BlockMask` on whatever device they are on (`block_mask_of`), with
-no work for the device. If a sequence is no whole number of blocks, its last block is seen in part only, as
-`create_block_mask` has it.
+first(i) and full(i) never decrease with i, so the blocks of queries that see a block of keys are ranges, too,
+and all eight tables that the kernels read consist of ranges. The loader computes them with NumPy in time
+proportional to the blocks (`block_tables`) and delivers them in the batch. `block_mask_of` makes a
+`BlockMask` of them on the device where they are, without computation there. If the length of a sequence is
+not a multiple of the block size, its last block is seen in part only, as in `create_block_mask`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-DEFAULT_BLOCK = 128  # tokens; FlexAttention's own default
+DEFAULT_BLOCK = 128  # size of a block in tokens; FlexAttention's own default
 
 _TABLES = (
     "kv_num_blocks",
@@ -52,11 +52,11 @@ _Table = npt.NDArray[np.int32]
 
 
 def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict[str, _Table]:
-    """The tables of `sequences` of `length` tokens, in blocks of `block` tokens.
+    """Return the block tables of `sequences` sequences of `length` tokens, in blocks of `block` tokens.
 
-    `starts`: where documents begin in all sequences, one after another; each sequence begins one. Tables have
-    the shape [sequences, 1, blocks] or [sequences, 1, blocks, blocks]; `document_starts` is
-    [sequences, length]: for each token where its document begins in its sequence.
+    `starts`: offsets in the concatenated sequences at which documents begin; each sequence begins a document.
+    Tables have the shape [sequences, 1, blocks] or [sequences, 1, blocks, blocks]. `document_starts` is
+    [sequences, length]: for each token the offset in its sequence at which its document begins.
     """
     blocks = -(-length // block)
     own = np.arange(blocks)
@@ -69,7 +69,7 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
     firsts, fulls = firsts // block, np.minimum(-(-fulls // block), own)
     if length % block:
         fulls[:, -1] = blocks - 1
-    # [sequences, 1, blocks, 1]: rows of the tables; their columns are numbered below.
+    # Shape [sequences, 1, blocks, 1]: values per table row, to broadcast with `column`, the column numbers.
     i, first, full, last, last_full = (
         np.broadcast_to(rows, (sequences, blocks)).astype(np.int32)[:, None, :, None]
         for rows in (own, firsts, fulls, _count_up_to(firsts) - 1, _count_up_to(fulls) - 1)
@@ -90,7 +90,7 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
 
 
 def _count_up_to(limits: _Ints) -> _Ints:
-    """For each j below the length of a row of `limits` how many of its numbers are at most j."""
+    """Return for each row of `limits`, at each index j of the row, how many of its numbers are at most j."""
     sequences, blocks = limits.shape
     cells = (np.arange(sequences)[:, None] * blocks + limits).ravel()
     counts: _Ints = np.bincount(cells, minlength=sequences * blocks).reshape(sequences, blocks).cumsum(axis=1)
@@ -98,17 +98,17 @@ def _count_up_to(limits: _Ints) -> _Ints:
 
 
 def block_mask_of(batch: Mapping[str, Any]) -> BlockMask:
-    """The `BlockMask` of a batch of a loader with `block_mask`, on the device where its tensors are.
+    """Return the `BlockMask` of a batch of a loader with `block_mask`, on the device of its tensors.
 
-    For rows [batch size, length] it has one mask for each row; for flat batches one for all tokens. All heads
-    share it. KeyError without the fields of the option, or if `rename` has changed their names.
+    For rows [batch size, length] it has one mask per row; for flat batches, one for all tokens. All heads
+    share it. Raises KeyError if the fields of the option are missing or renamed.
     """
     with naming_extras("block_mask_of"):
         from torch.nn.attention.flex_attention import BlockMask
     if missing := [name for name in BLOCK_MASK_FIELDS if name not in batch]:
         raise KeyError(
             f"the batch has no {missing[0]!r}: give the loader layout=Layout(block_mask=True) and do not "
-            "rename it"
+            "rename this field"
         )
     starts: torch.Tensor = batch["document_starts"]
 

@@ -1,19 +1,20 @@
-"""`CudaPrefetcher`: batches on a GPU before the training loop asks for them.
+"""`CudaPrefetcher`: copies batches to a GPU before the training loop requests them.
 
-A thread advances the loader, moves what it gives to pinned memory and starts its copy on a CUDA stream of its
-own, `depth - 1` batches ahead of the loop. The loop's stream waits for a copy on the GPU; the loop's thread
-waits only for a batch that is not there yet. A batch that is ready is handed out whatever the next one does.
+A thread advances the loader, moves each batch to pinned memory and starts its copy on a separate CUDA stream,
+`depth - 1` batches ahead of the loop. The loop's CUDA stream waits for the copy on the GPU; the loop's thread
+waits only for a batch whose copy has not started. A ready batch is delivered even if the next one is late or
+fails.
 
-The loader's state is kept with each batch: `state_dict` is that of the batch handed out last. Nothing is lost
-when something goes wrong. An error of the loader is raised after the batches before it. A batch whose copy
-fails (the GPU is out of memory, say) is copied again at the next `next`. An interrupt (Ctrl-C, a signal
-handler that raises) reaches only the loop's thread, which takes a batch by plain assignments: Python handles
-no signal between them, so the batch is either handed out or still there.
+Each batch is stored with the loader's state: `state_dict` returns the state of the last delivered batch.
+No batch is lost after an error or interrupt. An error of the loader is raised after the batches before it. A
+batch whose copy fails (for example, the GPU is out of memory) is copied again at the next `next`. An
+interrupt (Ctrl-C, or a signal handler that raises) reaches only the loop's thread, which takes a batch by
+plain assignments: Python handles no signal between them, so the batch is either delivered or still queued.
 
-torch reuses pinned and device memory and knows which streams still need it (`record_stream`), so a batch may
-be kept for any length of time. Tensors that are on a GPU already are copied, or handed out, after the work
-that made them: what was queued on the stream that is current where the loader runs, and on the loop's stream
-before the iteration began.
+torch reuses pinned and device memory and tracks which streams still need it (`record_stream`), so a batch may
+be kept for any length of time. Tensors that are on a GPU already are copied or delivered after the work that
+produced them: work queued on the current stream of the thread that runs the loader, and work queued on the
+loop's stream before the iteration began.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ with naming_extras("CudaPrefetcher"):
 
 from shardkit.loaders.batch import Batch
 
-MAX_DEPTH = 64  # batches in flight; each takes device memory
+MAX_DEPTH = 64  # limit of batches in flight; each takes device memory
 
-_CHECK_SECONDS = 1.0  # between looks at whether the thread is alive
+_CHECK_SECONDS = 1.0  # interval between checks that the thread is alive
 
-_JOIN_SECONDS = 5.0  # at the end of the interpreter, for a thread in the middle of a read
+_JOIN_SECONDS = 5.0  # longest wait at interpreter exit for a thread that is in the middle of a read
 
 State = dict[str, object]
 
@@ -52,7 +53,7 @@ class _Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A batch on the device or on its way, its tensors there, and the event that ends its copy."""
+    """A batch whose copy to the device has started, its tensors there, and the event that ends the copy."""
 
     batch: Batch
     tensors: tuple[torch.Tensor, ...] = ()
@@ -63,20 +64,20 @@ class Copies(Protocol):
     """Moves batches to a device."""
 
     def begin(self) -> None:
-        """Called in the loop's thread before the first batch of an iteration is requested."""
+        """Prepare an iteration; called in the loop's thread before the first batch is requested."""
 
     def enter(self) -> None:
-        """Called at the start of each copying thread."""
+        """Prepare a copying thread; called at its start."""
 
     def start(self, batch: Batch) -> Copied:
-        """Start to copy a batch; called in the copying thread."""
+        """Start the copy of a batch; called in the copying thread."""
 
     def finish(self, copied: Copied) -> None:
-        """Make a batch usable on the stream of the loop, in whose thread this is called; maybe twice."""
+        """Make a batch usable on the loop's CUDA stream; called in the loop's thread, possibly twice."""
 
 
 class HostCopies:
-    """Leaves batches where they are."""
+    """Leaves batches in host memory."""
 
     def begin(self) -> None:
         pass
@@ -92,10 +93,10 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Copies batches to a GPU on a stream of its own."""
+    """Copies batches to a GPU on a separate CUDA stream."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
-        """`cuda`: `torch.cuda`, or what stands in for it in a test."""
+        """`cuda`: `torch.cuda`, or a replacement in tests."""
         self._device, self._cuda = device, cuda
         self._stream = cuda.Stream(device)
 
@@ -109,7 +110,7 @@ class CudaCopies:
         found: list[torch.Tensor] = []
         _each_tensor(batch, found.append)
         for device in {tensor.device for tensor in found if tensor.is_cuda}:
-            # Asked for outside of the block below, in which the copies' own stream is the current one.
+            # Must precede the block below, in which the copies' own stream is the current one.
             self._stream.wait_stream(self._cuda.current_stream(device))
         moved: list[torch.Tensor] = []
 
@@ -130,23 +131,23 @@ class CudaCopies:
         if value.device == self._device:
             return value
         if value.is_cuda:
-            value.record_stream(self._stream)  # its memory is needed until the copy is done
+            value.record_stream(self._stream)  # keeps torch from reusing its memory before the copy is done
         elif not value.is_pinned():
             value = value.pin_memory()
         return value.to(self._device, non_blocking=True)
 
 
 class CudaPrefetcher:
-    """The batches of `loader`, their tensors on `device`; all other values as they are.
+    """Iterates over the batches of `loader` with their tensors on `device`; other values are unchanged.
 
-    `loader`: a `StreamingLoader`, a DataLoader, or anything that gives dicts, lists or tuples of tensors.
-    `device`: by default the GPU in use, or the CPU where there is none, to which nothing is copied. `depth`:
-    batches on the device or on their way, those handed out not counted; 1: each is copied when it is asked
-    for. `copies` replaces what copies, in tests.
+    `loader`: a `StreamingLoader`, a DataLoader, or any iterable of dicts, lists or tuples of tensors.
+    `device`: default: the current GPU, or the CPU (without copies) if there is no GPU. `depth`: number of
+    batches on the device or being copied, delivered ones not counted; 1 copies each batch when it is
+    requested. `copies` replaces the copying in tests.
 
-    One `for` is one of the loader's. Leaving it early and starting another continues with the next batch.
-    An iterator stays usable after an error. The loader is advanced by a thread: change its weights only
-    inside of `with prefetcher.paused():`, and its position after `close()`.
+    One `for` loop is one `for` loop of the loader. After leaving it early, the next one continues with the
+    next batch. An iterator stays usable after an error. A thread advances the loader: change its weights only
+    inside `with prefetcher.paused():`, and its position only after `close()`.
     """
 
     def __init__(
@@ -163,13 +164,13 @@ class CudaPrefetcher:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type not in ("cuda", "cpu"):
             raise ValueError(f"device must be a CUDA device or the CPU, not {self.device}")
-        if self.device == torch.device("cuda"):  # the one in use now, whichever is in use later
+        if self.device == torch.device("cuda"):  # fix the index now: the current device may change later
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._copies = copies or (CudaCopies(self.device) if self.device.type == "cuda" else HostCopies())
         self._depth = depth
         self._ahead: _Ahead | None = None
-        self._state: State | None = None  # with the batch handed out last
-        self._length: int | None = None  # of the loader, when the iteration began
+        self._state: State | None = None  # state of the loader at the last delivered batch
+        self._length: int | None = None  # length of the loader when the iteration began
         self._iteration: object = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
@@ -178,18 +179,18 @@ class CudaPrefetcher:
         return _Iteration(self, token)
 
     def __len__(self) -> int:
-        """Return the length of the loader, which may itself be an epoch ahead."""
+        """Return the loader's length when the iteration began; by now the loader may be an epoch ahead."""
         return len(cast(Sized, self.loader)) if self._length is None else self._length
 
     def state_dict(self) -> State:
-        """The loader's state with the batch handed out last; TypeError if it has none."""
+        """Return the loader's state at the last delivered batch; raise TypeError if it has none."""
         state = _state(self.loader) if self._state is None else self._state
         if state is None:
             raise TypeError(f"{type(self.loader).__name__} has no state_dict and load_state_dict")
         return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue where `state` was taken. Waits for the batch that is being read."""
+        """Continue where `state` was taken, after waiting for the batch that is being read."""
         if not isinstance(self.loader, _Stateful):
             raise TypeError(f"{type(self.loader).__name__} has no state_dict and load_state_dict")
         self.close()
@@ -198,7 +199,7 @@ class CudaPrefetcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the thread off the loader. Waits for the batch that is being read."""
+        """Keep the thread from using the loader inside a `with`; first wait for the batch being read."""
         if self._ahead is None:
             yield
             return
@@ -206,13 +207,13 @@ class CudaPrefetcher:
             yield
 
     def close(self) -> None:
-        """End the thread and drop what it has ready; the loader, which is ahead, stays as it is."""
+        """End the thread and drop the batches that it has ready; the loader stays ahead of the loop."""
         if (ahead := self._ahead) is not None:
             ahead.stop()
         self._ahead = self._length = None
 
     def _started(self) -> _Ahead:
-        """Return what is made ahead of the loop, begun with a new iterator of the loader if there is none."""
+        """Return the running `_Ahead`; if there is none, start one with a new iterator of the loader."""
         if (ahead := self._ahead) is not None and ahead.process == os.getpid():
             return ahead
         self._state = _state(self.loader)
@@ -220,7 +221,7 @@ class CudaPrefetcher:
         self._copies.begin()
         ahead = _Ahead(iter(self.loader), self.loader, self._copies, self._depth)
         if self._finalizer is not None:
-            self._finalizer.detach()  # that of an iterator which has ended
+            self._finalizer.detach()  # it belongs to an iterator that has ended
         self._finalizer = weakref.finalize(self, ahead.stop, _JOIN_SECONDS)
         self._ahead = ahead
         return ahead
@@ -246,7 +247,7 @@ class _Iteration:
         item = ahead.wait(ahead.taken + 1)
         if (copied := item.copied) is not None:
             owner._copies.finish(copied)
-            ahead.want(item.number)  # only now: the thread would hold Python's lock while `finish` needs it
+            ahead.want(item.number)  # after `finish`, which would else compete with the thread for the GIL
             batch = copied.batch
             # From here to `return` nothing is called, so no signal handler runs.
             owner._state = item.state
@@ -262,44 +263,45 @@ class _Iteration:
         try:
             raise item.error
         finally:
-            del item  # whose error refers to this frame
+            del item  # avoids a reference cycle: the error's traceback refers to this frame
 
 
 @dataclass(slots=True)
 class _Item:
-    """What the thread has made: a batch and the loader's state with it, an error, or neither at the end."""
+    """A result of the thread: a batch with the loader's state, an error, or neither at the loader's end."""
 
     number: int
     state: State | None = None
     copied: Copied | None = None
     error: BaseException | None = None
-    is_last: bool = False  # of this iterator of the loader
+    is_last: bool = False  # whether this iterator of the loader has ended
 
 
 class _Ahead:
-    """The items of one iterator of the loader, made by a thread; numbered from 1.
+    """The items of one iterator of the loader, made by a thread and numbered from 1.
 
-    The thread appends to `_ready` and the loop removes what it has taken. Each wakes the other through a
-    queue whose entries mean nothing by themselves: both look again before they wait, so that an interrupt may
-    lose an entry. The thread ends with an error, or the end of the loader; the loop starts another.
+    The thread appends to `_ready`, and the loop removes the items that it has taken. Each wakes the other
+    through a queue, whose entries are only wake-up signals: both check again before they wait, so losing an
+    entry in an interrupt does no harm. The thread ends at an error or at the end of the loader; the loop
+    starts another.
     """
 
     def __init__(self, source: Iterator[Batch], loader: object, copies: Copies, depth: int) -> None:
         self._source, self._loader, self._copies, self._depth = source, loader, copies, depth
-        self.taken = 0  # the number of the last item that the loop has
-        self.turn = threading.Lock()  # held to advance the loader
+        self.taken = 0  # number of the last item that the loop has taken
+        self.turn = threading.Lock()  # held while the loader is advanced
         self.process = os.getpid()
         self._wanted = self._made = 0
         self._ready: deque[_Item] = deque()
-        self._pending: tuple[Batch, State | None] | None = None  # taken from the loader, not copied yet
+        self._pending: tuple[Batch, State | None] | None = None  # batch of the loader that is not copied yet
         self._is_waiting = self._is_stopped = False
         self._to_thread: SimpleQueue[None] = SimpleQueue()
         self._to_loop: SimpleQueue[None] = SimpleQueue()
-        self._running = threading.Lock()  # held by the thread: an interrupt of its start may cause two
+        self._running = threading.Lock()  # held by the thread; an interrupted start may leave two threads
         self.thread: threading.Thread | None = None
 
     def wait(self, number: int) -> _Item:
-        """Item `number`, the first that is not taken yet."""
+        """Return item `number`, the first one that is not taken yet; wait until it is ready."""
         self._is_waiting = False
         ready = self._ready
         while True:
@@ -309,7 +311,7 @@ class _Ahead:
                 return ready[0]
             self.want(number)
             if not self._running.locked() and (self.thread is None or not self.thread.is_alive()):
-                if not ready:  # else its last act was to append
+                if not ready:  # the thread may have appended an item just before it ended
                     # A daemon, so that it cannot keep the process alive.
                     self.thread = threading.Thread(target=self._run, name="shardkit-copy", daemon=True)
                     self.thread.start()
@@ -320,7 +322,7 @@ class _Ahead:
                     self._to_loop.get(timeout=_CHECK_SECONDS)
 
     def want(self, number: int) -> None:
-        """Have the thread make what is due once the loop takes item `number`."""
+        """Let the thread make items up to `depth - 1` after item `number`."""
         self._wanted = number
         self._to_thread.put(None)
 
@@ -361,7 +363,7 @@ class _Ahead:
             except StopIteration:
                 return _Item(number, is_last=True)
             except BaseException as error:
-                # An iterator that has raised is of no more use, the loader may be.
+                # An iterator that has raised cannot continue, but a new iterator of the loader may.
                 return _Item(number, error=error, is_last=True)
         batch, state = self._pending
         try:
@@ -373,7 +375,7 @@ class _Ahead:
 
 
 def _each_tensor(value: Any, change: Callable[[torch.Tensor], object]) -> Any:
-    """`value` with `change` of each tensor in its dicts, lists and tuples."""
+    """Return `value` with each tensor in its dicts, lists and tuples replaced by `change(tensor)`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -388,7 +390,7 @@ def _state(loader: object) -> State | None:
 
 
 def _has_length(loader: object) -> TypeGuard[Sized]:
-    """Whether len() works: some loaders that never end have it and raise."""
+    """Return whether len() works; endless loaders define it but raise TypeError."""
     try:
         len(loader)  # type: ignore[arg-type]
     except TypeError:

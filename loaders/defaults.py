@@ -1,4 +1,4 @@
-"""What follows from the datasets and the options: the id that ends documents, the table of row costs."""
+"""Values derived from datasets and options: the id that ends documents, the table of row costs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from shardkit.units import format_bytes
 
 
 def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None:
-    """Warn if a cache is too small for what `served` of the order's lanes, read through it, have in use."""
+    """Warn if the cache cannot hold the shards that `served` lanes of the order use at the same time."""
     assert dataset.shards is not None
     capacity = dataset.shards.cache.capacity
     sizes = dataset.manifest.raw_bytes.clip(0)
     total, largest = int(sizes.sum()), int(sizes.max(initial=0))
-    # A window begins and ends inside of shards.
+    # A window may begin and end inside a shard: the two extra shards per lane below.
     window_bytes = (order.window or len(dataset)) * total // max(1, len(dataset))
     needed = min(served * (window_bytes + 2 * largest), total)
     if capacity < needed:
         warn_user(
-            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, what {served:,} "
-            f"lanes have in use at a time: about {100 * (1 - capacity / needed):.0f}% of rows will be read "
-            "one by one; give more, a smaller window, fewer lanes, or smaller shards"
+            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, which {served:,} "
+            f"lanes use at a time: about {100 * (1 - capacity / needed):.0f}% of rows will be read one by "
+            "one; raise cache_bytes, or use a smaller window, fewer lanes or smaller shards"
         )
 
 
 def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -> int | None:
-    """Return the id that ends documents; ValueError as `shardkit.datasets.segments.find_eos_id`."""
-    # Shifted labels need no id: where none is stated, no padding is known, and nothing is masked.
+    """Return the id that ends documents; raise errors as `shardkit.datasets.segments.find_eos_id` does."""
+    # Shifted labels need no id: without one, no padding is known and no label is masked.
     finds_padding = config.labels is True and config.pad_id is None
     needs_bounds = bool(config.document_options) or finds_padding or config.masks_document_starts
     return segments.find_eos_id(
@@ -50,9 +50,10 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
 def open_work_balance(
     streams: Streams, config: LoaderConfig, world_size: int, *, processes: int = 1
 ) -> WorkBalance | None:
-    """Open what ranks over these streams are balanced by; None if they are not, or there is only one.
+    """Return the row costs that ranks are balanced by, or None without `balance` or with only one rank.
 
-    `processes`: that share this machine. ValueError and ShardError as `find_eos_id` and `open_row_costs`.
+    `processes`: number of processes that share this machine. Raises errors of `find_eos_id` and
+    `open_row_costs`.
     """
     if (model := cost_model(config.balance)) is None or world_size == 1:
         return None
@@ -64,6 +65,6 @@ def open_work_balance(
 
 
 def may_be_padded(streams: Streams, config: LoaderConfig) -> bool:
-    """Whether rows may hold padding: unless the cards of all streams say that there is none."""
+    """Return False if the cards of all streams record zero padding and no eos_id is given, else True."""
     cards = [dataset.card for dataset in streams.datasets]
     return config.eos_id is not None or any(card is None or card.data.get("padding") != 0 for card in cards)

@@ -1,4 +1,4 @@
-"""What replaces each argument of torch's DataLoader, MosaicML Streaming, litdata and webdataset.
+"""Replacements for each argument of torch's DataLoader, MosaicML Streaming, litdata and webdataset.
 
 Errors about unknown options quote these tables, and docs/guides/migrate.md shows them.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_RETRIES = "`run=Run(timeout_seconds=…)` for a batch; requests are tried again until then"
+_RETRIES = "`run=Run(timeout_seconds=…)`, the time limit of a batch; requests are retried until then"
 _NO_WORKERS = (
-    "nothing: the loader prefetches in threads, `run=Run(prefetch_batches=…)` ahead; there are no worker "
+    "not needed: the loader prefetches `run=Run(prefetch_batches=…)` batches in a thread, without worker "
     "processes"
 )
-_ORDER = "nothing: the loader has an order of its own"
-_LANES = "`order=Order(lanes=…)`: follow from the number of shards, kept in the state"
-_PASSES = "nothing: each pass over a stream has each of its samples once"
+_ORDER = "not needed: the loader computes its own order"
+_LANES = "`order=Order(lanes=…)`; the default depends on the number of shards"
+_PASSES = "not needed: each pass over a stream delivers each sample once"
 _BATCHES = (
-    'nothing: batches mix the streams ("random"), in exact proportions ("stratified") if the global batch is '
-    "a multiple of the sum of weights; for batches of one stream, iterate over a loader for each"
+    'not needed: batches mix the streams ("random"), in exact proportions ("stratified") if the global batch '
+    "is a multiple of the sum of weights; for batches of a single stream create one loader per stream"
 )
 _PINNED = "`CudaPrefetcher`, around the loader"
 
 _DATA_LOADER = {
-    "batch_size": "`batch_size`, once",
+    "batch_size": "`batch_size` of the loader only",
     "drop_last": '`tail`: "drop" if true, "carry" (the next epoch fills the last batch) or "pad"',
     "timeout": "`run=Run(timeout_seconds=…)`",
     "num_workers": _NO_WORKERS,
@@ -41,43 +41,43 @@ _DATA_LOADER = {
 
 _STREAM_OR_DATASET = {
     "remote": "the path or URL",
-    "local": "`cache_dir`, shared on the machine; the path if nothing is remote",
+    "local": "`cache_dir`, shared by all processes of the machine; for local data the path",
     "split": "the sub-folder of the path or URL",
     "download_retry": _RETRIES,
     "download_timeout": _RETRIES,
-    "validate_hash": "`run=Run(verify=True)` of local datasets; remote shards are always verified",
-    "keep_zip": "nothing: shards are decompressed once, into the cache",
+    "validate_hash": "`run=Run(verify=True)` for local datasets; remote shards are always verified",
+    "keep_zip": "not needed: shards are decompressed once, into the cache",
 }  # fmt: skip
 
 STREAM: Mapping[str, str] = _STREAM_OR_DATASET | {
     "proportion": "`weight`",
-    "repeat": "`weight`: the stream's samples in an epoch of `order=Order(epoch_samples=…)`",
-    "choose": "`weight`: the stream's samples in an epoch of `order=Order(epoch_samples=…)`",
+    "repeat": "`weight`, which sets the stream's samples per epoch of `order=Order(epoch_samples=…)`",
+    "choose": "`weight`, which sets the stream's samples per epoch of `order=Order(epoch_samples=…)`",
 }
 """Arguments of `streaming.Stream`."""
 
 STREAMING: Mapping[str, str] = _STREAM_OR_DATASET | _DATA_LOADER | {
-    "streams": "a list of `Stream`, see below",
-    "stream_config": "as the arguments of `Stream`",
-    "stream_name": "nothing: any dataset can be opened and given to the loader",
+    "streams": "a list of `Stream`, as the first argument",
+    "stream_config": "the arguments of `Stream`",
+    "stream_name": "not needed: any dataset can be opened and given to the loader",
     "shuffle": '`shuffle`: "window" or "none"',
     "shuffle_seed": "`seed`",
     "shuffle_algo": '`shuffle`: "global" for naive, "window" for all others',
     "shuffle_block_size": "`order=Order(window=…)`: by default two shards of each lane",
     "num_canonical_nodes": _LANES,
     "partition_algo": _LANES,
-    "cache_limit": "`cache_bytes`; evicts the shard whose next use is farthest",
-    "predownload": "nothing: follows from the order and the cache's size",
+    "cache_limit": "`cache_bytes`; the cache evicts the shard whose next use is farthest in the future",
+    "predownload": "not needed: follows from the order and the size of the cache",
     "epoch_size": "`order=Order(epoch_samples=…)`",
     "sampling_method": _PASSES + '; for "fixed", `exclude` the other rows',
     "sampling_granularity": _PASSES,
     "batching_method": _BATCHES,
-    "allow_unsafe_types": "`allow_pickle` of `open_dataset`; the loader takes its result",
-    "replication": "`mesh`, or `rank` and `world_size` divided by it",
+    "allow_unsafe_types": "`allow_pickle` of `open_dataset`; give its result to the loader",
+    "replication": "`mesh`, or `rank` and `world_size` divided by the replication",
 }  # fmt: skip
 """Arguments of `streaming.StreamingDataset` and `StreamingDataLoader`."""
 
-_PROFILER = "nothing: `loader.stats()` says what steps waited for"
+_PROFILER = "`loader.stats()` reports what steps waited for"
 
 LITDATA: Mapping[str, str] = _DATA_LOADER | {
     "input_dir": "the path that `shardkit convert` wrote",
@@ -85,20 +85,20 @@ LITDATA: Mapping[str, str] = _DATA_LOADER | {
     "item_loader": "the encodings of MDS columns",
     "serializers": "the encodings of MDS columns",
     "cache_dir": "`cache_dir`",
-    "max_cache_size": "`cache_bytes`; a fraction of the free disk is left to the default",
+    "max_cache_size": "`cache_bytes`; for a fraction of the free disk use the default",
     "shuffle": '`shuffle`: "window" or "none"',
     "item_shuffle_window": "`order=Order(window=…)`: by default two shards of each lane",
     "num_canonical_nodes": _LANES,
     "seed": "`seed`",
     "subsample": "`exclude` of a `Stream` leaves rows out, the same in every epoch",
-    "encryption": "nothing: `shardkit convert` refuses encrypted chunks",
+    "encryption": "not supported: `shardkit convert` refuses encrypted chunks",
     "storage_options": "`storage`",
     "session_options": "`storage`",
     "transform": "call it in the loop, on the batch",
     "force_override_state_dict": '`load_state_dict(state, on_mismatch="fork")`',
-    "max_pre_download": "nothing: follows from the order and the cache's size",
-    "batch_decode": "nothing: rows of constant size are gathered, not decoded",
-    "window_direct_io": "nothing: rows of constant size are gathered, not decoded",
+    "max_pre_download": "not needed: follows from the order and the size of the cache",
+    "batch_decode": "not needed: rows of constant size are gathered, not decoded",
+    "window_direct_io": "not needed: rows of constant size are gathered, not decoded",
     "profile_batches": _PROFILER,
     "profile_skip_batches": _PROFILER,
     "profile_dir": _PROFILER,
@@ -106,21 +106,21 @@ LITDATA: Mapping[str, str] = _DATA_LOADER | {
 }  # fmt: skip
 """Arguments of `litdata.StreamingDataset` and `StreamingDataLoader`."""
 
-_RANKS = "nothing: rank and world size divide each batch, whatever the shards are"
+_RANKS = "not needed: rank and world size divide each batch, for any number of shards"
 
 _WEBDATASET: Mapping[str, str] = {
     "urls": "the path, URL or pattern, as the first argument",
     "shardshuffle": '`shuffle`: "window" or "none"',
-    "resampled": "`endless=True`: every sample once before any again",
-    "detshuffle": "nothing: the order follows from `seed`",
+    "resampled": "`endless=True`, which delivers every sample once before it repeats any",
+    "detshuffle": "not needed: the order follows from `seed`",
     "nodesplitter": _RANKS,
     "workersplitter": _RANKS,
     "cache_size": "`cache_bytes`",
     "handler": "`Stream(path, exclude=[row])`, with the row that the error names",
-    "verbose": "nothing: `loader.stats()` says what steps waited for",
+    "verbose": "`loader.stats()` reports what steps waited for",
 }
 
-_WORKERS = "the loader prefetches in threads by itself; where you want processes, `StreamingDataLoader`, with"
+_WORKERS = "the loader prefetches in a thread; for worker processes use `StreamingDataLoader` with"
 
 FOREIGN: Mapping[str, str] = {
     **_WEBDATASET,
@@ -135,7 +135,7 @@ FOREIGN: Mapping[str, str] = {
         )
     },
     "collate_fn": "call it in the loop, on the batch, or give it to `StreamingDataLoader`",
-    "weights": "`Stream(path, weight=…)` for each dataset; later `loader.set_weights`",
+    "weights": "`Stream(path, weight=…)` for each dataset; to change weights later, `loader.set_weights`",
     "proportion": "`Stream(path, weight=…)`",
     "datasets": "a list of `Stream`, as the first argument",
     "num_replicas": "`world_size`",

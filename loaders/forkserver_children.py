@@ -1,7 +1,7 @@
-"""Preloaded by a fork server that `worker_signals` starts: unblocks signals in its children.
+"""Unblocks signals in the children of a fork server that `worker_signals` starts and that preloads this.
 
-The fork server must outlive signals that are meant for the trainer; whoever else has it fork processes must
-be able to end these by TERM.
+The fork server blocks signals that are meant for the trainer, so that it survives them. Its children that are
+not DataLoader workers must still end at SIGTERM.
 """
 
 import os

@@ -1,24 +1,24 @@
-"""Columns of constant size, gathered from memory maps with no Python per sample.
+"""Gathers columns of constant size from memory maps, without Python code per sample.
 
 Every row of such a column is one run of bytes at (start of its shard) + (row) * (stride of its shard). So all
 mapped shards are read through one array whose element i is the row that begins i bytes after the lowest map.
-Indexing it with byte offsets gathers rows of any shards, in any order, in one call.
-(Grouping rows by shard first costs a call per shard and a second copy: 0.65 of a plain gather's rate,
-measured; this: 1.0 to 1.1.)
+Indexing it with byte offsets gathers rows of any shards, in any order, in one call. (Grouping rows by shard
+first takes one call per shard and a second copy. Measured against a plain gather, its rate is 0.65; the rate
+of this method is 1.0 to 1.1.)
 
-What makes it safe: offsets are computed from (shard, row) here and nowhere else; when a shard is mapped,
-shape and type of its rows are checked against the manifest, from which all row numbers come; and what reads
-the rows holds the arrays that it reads from, so their maps outlive it whatever is closed meanwhile.
+Three things make it safe: offsets are computed from (shard, row) in this module only; when a shard is mapped,
+shape and type of its rows are checked against the manifest, which is the source of all row numbers; and a
+reader of rows holds the arrays that it reads from, so their maps stay valid even if a dataset is closed.
 
 Rows that are converted, or that another process reads, are gathered piece by piece and written to reused
-memory while a core's cache holds the piece. Other rows stay where NumPy gathered them: a copy into reused
+memory while the piece is in a core's cache. Other rows stay where NumPy gathered them: a copy into reused
 memory costs 0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory
 of earlier batches to the system.
 
-`OutputMemory` reuses the memory of dead batches. Fresh memory costs a page fault for every 4 KiB, as much as
-copying a row into it. A lent array is taken back when it and everything made from it (views, tensors,
-batches) are garbage, and not before, because NumPy and torch keep it alive as the base of what shows its
-memory.
+`OutputMemory` reuses the memory of garbage-collected batches. Fresh memory costs a page fault for every
+4 KiB, as much as copying a row into it. The memory of an array is reused only when the array and everything
+made from it (views, tensors, batches) are garbage, because NumPy and torch keep the array alive as the base
+of all objects that share its memory.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
 from shardkit.loaders.streams import ReadRows, Streams
 
-_MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
+_MAX_SPAN = 1 << 62  # limit of span * row_bytes: NumPy refuses arrays of 2**63 bytes
 
-_PIECE_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache
+_PIECE_BYTES = 256 << 10  # gathered rows and their converted copy both fit a core's second-level cache
 
-_FETCHED_ROWS = 256  # of a plan, one by one: less than a second where each of two requests takes 25 ms
+_FETCHED_ROWS = 256  # single rows fetched per plan: under a second if each of two requests takes 25 ms
 
 _LARGE_PAGE = 2 << 20
-_ARENA_BYTES = 512 << 20  # of addresses, not of memory: twice the default of prefetch_bytes
-_MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20  # below, malloc reuses memory by itself; above, faults are few
+_ARENA_BYTES = 512 << 20  # reserved addresses, not used memory: twice the default of prefetch_bytes
+_MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20  # malloc itself reuses smaller ones; page faults of larger are few
 
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANON | getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -59,7 +59,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class FixedColumn:
-    """A column of constant size: its name, shape of a row, types as stored and delivered."""
+    """A column of constant size: its name, the shape of a row, its stored and delivered dtypes."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,18 +68,18 @@ class FixedColumn:
 
 
 class FixedRows:
-    """Reads columns of constant size, which are the same in all streams."""
+    """Reads columns of constant size that have the same layout in all streams."""
 
     def __init__(self, streams: Streams, columns: Mapping[str, FixedColumn], output: OutputMemory) -> None:
-        """`columns`: by the name under which a batch has them. `output`: where rows are written."""
+        """`columns`: columns by their name in the batch. `output`: memory that rows are written to."""
         self._streams = streams
         self._columns = {name: _MappedColumn(streams, column, output) for name, column in columns.items()}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """Map the shards of these rows, as `Source.open_rows` needs. ShardError if one is damaged."""
-        # Offsets become addresses, so a row that its shard does not have must never get further than this.
+        """Map the shards of these rows (see `Source.open_rows`); raise ShardError if one is damaged."""
+        # Offsets become addresses, so a row number outside its shard would read foreign memory.
         if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
-            raise IndexError("a planned row is beyond the end of its shard")
+            raise IndexError("a planned row is outside its shard")
         used = np.unique(shard)
         fetched, is_late = self._first_rows(used, shard, row)
         readers = {name: column.reader(shard, row, used, fetched) for name, column in self._columns.items()}
@@ -88,11 +88,11 @@ class FixedRows:
     def _first_rows(
         self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
     ) -> tuple[dict[int, FetchedRows], bool]:
-        """Return (rows of remote streams fetched one by one, by shard; whether to plan for less).
+        """Return rows of remote shards that were fetched one by one, by shard, and whether to plan less.
 
-        Less, so that a batch does not wait for shards of later ones, nor for the rows of too many. A few rows
-        of shards that find no room, or that no lane of this machine needs, are no reason: that lasts, and
-        plans of one batch each cost the most.
+        Shorter plans keep a batch from waiting for shards or single rows of later batches. A few rows of
+        shards that do not fit the cache, or that no lane of this machine needs, do not shorten plans: such
+        rows come throughout a run, and plans of one batch each are the most expensive.
         """
         streams, is_late = self._streams, False
         found: dict[int, FetchedRows] = {}
@@ -118,7 +118,7 @@ def _rows_of(
 
 
 class _MappedColumn:
-    """The maps of one column and where in memory their rows are."""
+    """The memory maps of one column, with the address and stride of the rows of each shard."""
 
     def __init__(self, streams: Streams, column: FixedColumn, output: OutputMemory) -> None:
         self._streams = streams
@@ -128,10 +128,10 @@ class _MappedColumn:
         shards = len(streams.infos)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
-        # Of the last plan, for reuse by the next. Weak, so that maps end with the readers that hold them: a
-        # closed loader leaves none behind.
+        # Maps of the last plan, for reuse by the next. Weak, so that maps end with the readers that hold
+        # them, and a closed loader leaves none open.
         self._maps: WeakValueDictionary[int, npt.NDArray[np.generic]] = WeakValueDictionary()
-        self._partial: set[int] = set()  # of the maps, those that hold some rows only
+        self._partial: set[int] = set()  # shards whose entry in `_maps` has only some of their rows
 
     def reader(
         self,
@@ -140,9 +140,9 @@ class _MappedColumn:
         used: npt.NDArray[np.int32],
         fetched: Mapping[int, FetchedRows],
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
-        """A reader of checked rows; `used` are their shards, of which some have their rows in `fetched`."""
+        """Return a reader of checked rows; `used` are their shards, and `fetched` has single rows of some."""
         numbers = used.tolist()
-        # Drops the maps of shards that this plan does not touch; their dataset keeps the recent ones open.
+        # Drops the maps of shards that this plan does not use; their dataset keeps the recent ones open.
         maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
         self._maps = WeakValueDictionary(maps)
         held = list(maps.values())
@@ -163,7 +163,7 @@ class _MappedColumn:
         return lambda low, high: gather(offsets[low:high])
 
     def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
-        """The column in the rows that were fetched one by one; never mistaken for the shard's map later."""
+        """Return the column of rows that were fetched one by one; mark the shard as only partly mapped."""
         stream = self._streams.stream_of(number)
         columns = self._streams.datasets[stream].columns_of(number - self._streams.first_shard(stream))
         place = next(place for place, column in enumerate(columns) if column.name == self._column.name)
@@ -183,12 +183,12 @@ class _MappedColumn:
         rows = self._streams.shard(number).fixed_rows(name)
         expected = (info.samples, *self._column.shape)
         if rows is None or rows.shape != expected or rows.dtype != self._column.stored:
-            found = "none of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"
+            found = "not of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"
             raise ShardError(
                 self._streams.where(number),
                 f"column {name!r} is {found}, expected {self._column.stored}{list(expected)}",
             )
-        # Of one row, not of none: NumPy gives all arrays without elements the strides 0.
+        # Strides of an array with one row: NumPy gives all empty arrays the strides 0.
         inner = np.empty((1, *self._column.shape), dtype=rows.dtype).strides[1:]
         if rows.strides[1:] != inner or rows.strides[0] < 0:
             rows = np.ascontiguousarray(rows)
@@ -203,7 +203,7 @@ def _reader_by_shard(
     shard: npt.NDArray[np.int32],
     row: npt.NDArray[np.int64],
 ) -> Callable[[int, int], npt.NDArray[np.generic]]:
-    """Read shard by shard, for maps that are too far apart in memory for one array."""
+    """Return a function that reads shard by shard, for maps too far apart in memory for one array."""
 
     def read(low: int, high: int) -> npt.NDArray[np.generic]:
         rows = np.empty((high - low, *column.shape), dtype=column.delivered)
@@ -231,7 +231,7 @@ class Gather:
         self._output = output
 
     def bind(self, lowest: int, span: int, held: list[_Rows]) -> Callable[[_Ints], _Rows]:
-        """A function from byte offsets to rows within `span` bytes from address `lowest`.
+        """Return a function that gathers rows at byte offsets from address `lowest`, within `span` bytes.
 
         The function keeps `held`, the arrays that own the memory, alive.
         """
@@ -250,7 +250,7 @@ class Gather:
 
 
 class _Stretch:
-    """Shows NumPy a stretch of address space as overlapping rows: one starts at every byte."""
+    """Presents a range of addresses to NumPy as overlapping rows, one starting at every byte."""
 
     def __init__(self, address: int, count: int, row_bytes: int, held: list[_Rows]) -> None:
         self._held = held  # the arrays that own the memory; NumPy keeps this object as the view's base
@@ -264,42 +264,43 @@ class _Stretch:
 
 
 class OutputMemory:
-    """Lends arrays and reuses their memory. Threads may share it.
+    """Lends arrays and reuses their memory. Thread-safe.
 
-    Pieces have sizes of powers of two and come from one stretch of addresses; the system gives it memory
-    where pieces are used, and has it back when the object and all that is lent are gone.
+    Pieces have sizes of powers of two and come from one range of addresses. The system provides memory only
+    for pieces that are used, and gets it back when this object and all lent arrays are garbage.
     """
 
     def __init__(self) -> None:
         self._arena = _large_pages(_ARENA_BYTES)
         self.is_shared = False
-        """Whether another process sees what is lent, so that rows should be written there at once."""
+        """Whether another process sees the lent memory, so that rows should be written there directly."""
         self._carved = 0
         self._carving = threading.Lock()
-        # Every other change is one atomic step of a dict or list: the garbage collector may come in between.
+        # All other changes are single atomic dict or list operations, since garbage collection, which calls
+        # `_take_back`, may interrupt any code.
         self._free: defaultdict[int, list[_Bytes]] = defaultdict(list)
         self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes, int]] = {}
 
     def share(self, arena: _Bytes) -> None:
-        """Lend pieces of `arena` from now on, which another process sees. Nothing may have been lent yet."""
+        """Lend pieces of `arena`, which another process sees, instead. Nothing may have been lent before."""
         assert not self._carved
         self._arena, self.is_shared = arena, True
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> _Rows:
-        """An array of arbitrary content that belongs to the caller until it dies."""
+        """Return an uninitialized array; its memory is reused after the array is garbage."""
         count = prod(shape) * dtype.itemsize
         size = 1 << (count - 1).bit_length()
         piece = self._take(size) if _MIN_BYTES <= count <= _MAX_BYTES else None
         if piece is None:
             return np.empty(shape, dtype)
-        # Through a memoryview: what is made from `lent` then refers to `lent`, not to the piece under it.
+        # Through a memoryview, so that views of `lent` have `lent` as their base, not `piece`.
         lent = np.frombuffer(piece.data, dtype=np.uint8)
         reference = weakref.ref(lent, self._take_back)
         self._lent[id(reference)] = (reference, piece, size)
         return np.ndarray(shape, dtype, buffer=lent)
 
     def converted(self, rows: _Rows, dtype: np.dtype[np.generic]) -> _Rows:
-        """`rows` in another type, in an array that is lent; `rows` themselves if they have that type."""
+        """Return `rows` converted to `dtype` in a lent array, or `rows` itself if the dtype is the same."""
         if rows.dtype == dtype and rows.flags.c_contiguous:
             return rows
         lent = self.lend(rows.shape, dtype)
@@ -311,7 +312,7 @@ class OutputMemory:
         self._free[size].append(piece)
 
     def _take(self, size: int) -> _Bytes | None:
-        """The piece of this size that was freed last, or a new one; None if there is no room."""
+        """Return the piece of this size that was freed last, or a new one; None if the arena is full."""
         try:
             return self._free[size].pop()
         except IndexError:
@@ -322,7 +323,7 @@ class OutputMemory:
 
 
 def _large_pages(count: int) -> _Bytes:
-    """`count` bytes of zeros, on large pages if the system has them; none if it gives no such addresses."""
+    """Return `count` bytes of zeros, on large pages if available; empty if addresses cannot be reserved."""
     try:
         memory = mmap.mmap(-1, count + _LARGE_PAGE, flags=_RESERVE)
     except OSError:  # a limit on addresses (ulimit -v)

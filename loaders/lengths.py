@@ -1,21 +1,21 @@
-"""`LengthLoader`: every batch has rows of one length, and lengths change by shares or by a schedule.
+"""`LengthLoader`: each batch has rows of one length; shares or a schedule select the length of each step.
 
     loader = LengthLoader(["out-2k", "out-8k", "out-32k"], tokens_per_batch=65_536)        # buckets
     loader = LengthLoader(["out-2k", "out-32k"], tokens_per_batch=65_536,
                           length_schedule=[(0, "out-2k"), (10_000, "out-32k")])             # curriculum
 
 Each stream is a dataset of rows of one length, and a step takes all its rows, on all ranks, from one stream:
-`tokens_per_batch` / length rows per rank, so a step has the same number of tokens whatever its length. That
-is how dataset decomposition trains (Pouransari et al. 2024, arXiv:2405.13226: buckets of documents by powers
-of two), and curricula that grow the length (GrowLength, arXiv:2310.00576; SkyLadder, arXiv:2503.15450).
+`tokens_per_batch` / length rows per rank, so every step has the same number of tokens. Dataset decomposition
+trains this way (Pouransari et al. 2024, arXiv:2405.13226: buckets of documents by powers of two), and so do
+curricula that grow the length (GrowLength, arXiv:2310.00576; SkyLadder, arXiv:2503.15450).
 
-How. Which stream step k takes is what `shardkit.order.mixture` says of position k: shares are exact in every
-block, and after k steps the number that each stream has had is arithmetic. Each stream is a `StreamingLoader`
-of its own that never ends. So each row of a stream comes once before any comes again, all ranks take the same
-number of steps, and the state is one number, `step`, beside constants. A restart may have other ranks, if the
-tokens of a step over all ranks stay the same: then the sets of rows do, too.
+How it works: `shardkit.order.mixture` selects the stream of step k as it does for position k, so shares are
+exact in every block, and the number of steps of each stream after k steps is arithmetic. Each stream has its
+own endless `StreamingLoader`. So each row of a stream comes once before any is repeated, all ranks take the
+same number of steps, and the state is one number, `step`, besides constants. A resumed run may have another
+number of ranks if the tokens per step over all ranks stay the same; the sets of rows per step then do, too.
 
-Streams share one cache. A stream begins to be fetched up to 1,024 steps before its first batch.
+Streams share one cache. Fetching of a stream begins up to 1,024 steps before its first batch.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ from shardkit.order.state import OnMismatch
 from shardkit.units import parse_bytes, whole_number
 
 STATE_VERSION = 1
-MAX_STEP = 1 << 40  # times the rows of a step, positions stay below 2**62
-_AHEAD = 1024  # steps that are planned at a time
+MAX_STEP = 1 << 40  # limit of steps, so that positions (steps times rows per step) stay below 2**62
+_AHEAD = 1024  # number of steps planned at a time
 _KEYS = {"version", "step", "tokens_per_step", "names", "lengths", "schedule", "runs"}
-_MOVING = ("position", "epoch_batches")  # of a stream's state: they follow from the step
+_MOVING = ("position", "epoch_batches")  # keys of a stream's state that follow from the step
 _REFUSED = ("schedule", "epoch_samples", "mixed_lengths", "global_batch", "restart")
 
 LengthSchedule: TypeAlias = "Sequence[tuple[int, str | Weights]]"
-"""[(first step, stream or shares), …]: the name of the only stream, or {name: share of steps}."""
+"""[(first step, stream), …], where stream is the name of one stream or a dict {name: share of steps}."""
 
 
 class LengthLoader:
-    """Iterates over steps whose rows have one length each: {"tokens": int64[rows, length], …}.
+    """Iterates over batches whose rows have one length per step: {"tokens": int64[rows, length], …}.
 
-    `streams`: datasets of rows of constant length, as paths or `Stream`. `tokens_per_batch`: per rank and
-    step, a multiple of each length (with labels="shifted", of each length less one). By default a stream's
-    share of the steps is that of its tokens, times its `weight`: with weights of 1, all streams come to their
-    ends together, after len(loader) steps. `length_schedule` sets shares by step instead: a stream's name, or
-    {name: share}. Further options are those of `StreamingLoader`; `tail` is "carry". With `return_ids` a
-    batch has `stream_id` as well. `usage_log`: each stream logs to a sub-folder with its name, for `shardkit
-    audit DATASET --logs`.
+    `streams`: datasets of rows of constant length, as paths or `Stream`. `tokens_per_batch`: tokens per rank
+    and step, a multiple of each length (with labels="shifted", of each length less one). By default a
+    stream's share of the steps is its share of all tokens, times its `weight`: with weights of 1, all streams
+    end together, after len(loader) steps. `length_schedule` sets shares by step instead: a stream's name, or
+    {name: share}. Further options are those of `StreamingLoader`; `tail` must be "carry". `return_ids` also
+    adds `stream_id`. `usage_log`: each stream logs to a sub-folder with its name, for `shardkit audit DATASET
+    --logs`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LengthLoader:
         flat = flattened(options)
         _refuse_options(flat)
         if isinstance(streams, (str, os.PathLike)) or not streams:
-            raise TypeError("expected a list of paths or Stream, one for each length")
+            raise TypeError("streams must be a list of paths or Stream objects, one for each length")
         specs = [spec if isinstance(spec, Stream) else Stream(spec) for spec in streams]
         names = ("seed", "shuffle", "tail", "dtype", "return_ids")
         config = LoaderConfig.of(cast(LoaderOptions, {k: v for k, v in options.items() if k not in names}))
@@ -97,7 +97,7 @@ class LengthLoader:
         self._opened = opened = open_streams(specs, config, local_processes(place), place=place)
         find_eos_id(opened.streams.once, config, opened.streams.datasets[0].token_column)  # one for all
         self.names = opened.streams.names
-        """The streams', as given or the last part of their paths."""
+        """Names of the streams: as given, or the last part of their paths."""
         self._seed = operator.index(options.get("seed", 17))
         self._endless = config.endless
         rename = config.rename or {}
@@ -106,7 +106,7 @@ class LengthLoader:
         for name, dataset in zip(self.names, opened.streams.datasets, strict=True):
             length = dataset.sequence_length
             if length is None:
-                raise ValueError(f"stream {name!r} has no rows of tokens of one length")
+                raise ValueError(f"stream {name!r} does not have token rows of one length")
             length -= config.labels == "shifted" and not config.keep_length
             lengths.append(length)
         sizes = [_batch_size(tokens_per_batch, *each) for each in zip(self.names, lengths, strict=True)]
@@ -123,9 +123,9 @@ class LengthLoader:
             )
         ]
         self.lengths = tuple(lengths)
-        """Tokens of a row of each stream, as batches have them."""
+        """Delivered tokens per row of each stream."""
         self.tokens_per_step = tokens_per_batch * place.world_size
-        """Over all ranks."""
+        """Tokens per step over all ranks."""
         self._tokens = [n * length for n, length in zip(opened.kept, lengths, strict=True)]
         self._is_scheduled = length_schedule is not None
         self._adopt(self._schedule(length_schedule, [spec.weight for spec in specs]))
@@ -134,7 +134,7 @@ class LengthLoader:
         self._running: dict[int, Iterator[Batch]] = {}
 
     def __iter__(self) -> Iterator[Batch]:
-        # What ranks exchange is exchanged now, not in the middle of a run.
+        # Ranks exchange everything here, so that no stream does so in the middle of a run.
         self._agreement.check(
             self.state_dict(), data=[dataset.fingerprint for dataset in self._opened.streams.datasets]
         )
@@ -170,7 +170,7 @@ class LengthLoader:
             yield batch
 
     def _plan(self) -> list[int]:
-        """The streams of the next steps, the last one first; those that are not read yet begin to be."""
+        """Return the streams of the next steps in reverse order; start loaders that are not running yet."""
         streams, _ = self._mixture.locate(self._step, _AHEAD)
         for stream in np.unique(streams).tolist():
             if stream not in self._running:
@@ -179,7 +179,7 @@ class LengthLoader:
         return planned
 
     def __len__(self) -> int:
-        """Steps of an epoch: those that all tokens make, in whole steps."""
+        """Return the number of steps in an epoch: all tokens divided by the tokens per step, at least 1."""
         return max(1, sum(self._tokens) // self.tokens_per_step)
 
     @property
@@ -188,24 +188,24 @@ class LengthLoader:
         return self._step
 
     def stream_at(self, step: int) -> str:
-        """The stream that a step takes its rows from."""
+        """Return the name of the stream that supplies the rows of a step."""
         return self.names[int(self._mixture.locate(step, 1)[0][0])]
 
     def stream_samples(self) -> dict[str, int]:
-        """Rows that each stream has delivered so far, over all ranks and its epochs."""
+        """Return how many rows each stream has delivered so far, over all ranks and epochs."""
         return dict(zip(self.names, self._positions(self._step), strict=True))
 
     def seek(self, step: SupportsIndex) -> None:
-        """Continue with this step, as the run that has come there."""
+        """Continue with this step, with the rows that an uninterrupted run would deliver there."""
         step = operator.index(step)
         if not 0 <= step < MAX_STEP:
-            raise ValueError(f"a step is a whole number from 0 to 2**40, not {step:,}")
+            raise ValueError(f"step must be from 0 to 2**40 - 1, not {step:,}")
         for loader, position in zip(self._loaders, self._positions(step), strict=True):
             loader.seek(position)
         self._moved(step)
 
     def state_dict(self) -> dict[str, object]:
-        """Return where the loop is as plain data, equal on every rank. `load_state_dict` continues there."""
+        """Return the loop's step and settings as plain data, equal on every rank."""
         runs = {}
         for number, loader in enumerate(self._loaders):
             state = loader.state_at((0, 0))
@@ -221,29 +221,30 @@ class LengthLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "error") -> None:
-        """Continue where `state` was taken, with other ranks if need be; StateError lists what differs.
+        """Continue where `state` was taken, also with another number of ranks.
 
-        A loader that was given a `schedule` keeps it, if it says the same of all steps before. "fork" takes
-        the step, with this loader's own data and seed, where those of single streams differ.
+        Raises StateError, which lists the differences, if anything else differs. A loader created with a
+        `length_schedule` keeps it if it agrees with the saved one for all earlier steps. on_mismatch="fork"
+        continues at the saved step even if data or seeds of streams differ, with this loader's own.
         """
         if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != STATE_VERSION:
-            raise StateError("not a state of a LengthLoader (version 1): load what its state_dict() gave")
+            raise StateError("not a state of a LengthLoader (version 1): load a state from its state_dict()")
         step, saved = state["step"], Schedule.from_list(state["schedule"])
         if type(step) is not int or not 0 <= step < MAX_STEP:
-            raise StateError(f"a state's step is a whole number from 0 to 2**40, not {step!r:.50}")
+            raise StateError(f"the state's step must be a whole number below 2**40, not {step!r:.50}")
         for name, mine in (
             ("names", list(self.names)),
             ("lengths", list(self.lengths)),
             ("tokens_per_step", self.tokens_per_step),
         ):
             if state[name] != mine:
-                advice = "; choose tokens_per_batch by the ranks" if name == "tokens_per_step" else ""
-                raise StateError(f"{name} was {state[name]!r:.200}, and is {mine!r:.200} here{advice}")
+                advice = "; give tokens_per_batch that fits the ranks" if name == "tokens_per_step" else ""
+                raise StateError(f"{name} is {state[name]!r:.200} in the state, {mine!r:.200} here{advice}")
         current = self._mixture.schedule
         schedule = current if self._is_scheduled else saved
         if not schedule.agrees_before(saved, step):
             raise StateError(
-                f"the schedule differs from the saved one before step {step:,}, where the run is"
+                f"length_schedule differs from the saved one before step {step:,}, where the run continues"
             )
         self._adopt(schedule)
         try:
@@ -259,11 +260,11 @@ class LengthLoader:
         self._moved(step)
 
     def stats(self) -> dict[str, LoaderStats]:
-        """Return what this rank has waited for, by the name of the stream."""
+        """Return this rank's waits and counters by stream name."""
         return {name: loader.stats() for name, loader in zip(self.names, self._loaders, strict=True)}
 
     def close(self) -> None:
-        """Stop prefetching and close the shards; batches already handed out stay valid."""
+        """Stop prefetching and close the shards; delivered batches stay valid."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -273,20 +274,20 @@ class LengthLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._moved(self._step)
-        self._loaders[0].__exit__(kind, error, trace)  # one of them tells the other ranks
+        self._loaders[0].__exit__(kind, error, trace)  # it is enough that one loader reports the error
         for loader in self._loaders[1:]:
             loader.close()
         self._opened.streams.close()
 
     def __repr__(self) -> str:
         lengths = ", ".join(f"{n}: {length:,}" for n, length in zip(self.names, self.lengths, strict=True))
-        return f"LengthLoader({lengths}; {self.tokens_per_step:,} tokens a step, step {self._step:,})"
+        return f"LengthLoader({lengths}; {self.tokens_per_step:,} tokens per step, step {self._step:,})"
 
     def _adopt(self, schedule: Schedule) -> None:
         self._mixture = Mixture(self._seed, schedule)
 
     def _positions(self, step: int) -> list[int]:
-        """Rows of each stream before a step, over all ranks."""
+        """Return the rows of each stream before a step, over all ranks."""
         counts = self._mixture.counts(step).tolist()
         return [n * loader.plan.global_batch for n, loader in zip(counts, self._loaders, strict=True)]
 
@@ -295,13 +296,13 @@ class LengthLoader:
         self._running.clear()
 
     def _schedule(self, given: LengthSchedule | None, weights: Sequence[Any]) -> Schedule:
-        """Shares of steps; ValueError for impossible ones."""
+        """Return the schedule of the streams' shares of steps; raise ValueError if it is invalid."""
         if given is None:
             shares = [weight * tokens for weight, tokens in zip(weights, self._tokens, strict=True)]
             return Schedule.of(shares)
         entries = [(start, {what: 1} if isinstance(what, str) else what) for start, what in given]
         if not entries or entries[0][0] != 0:
-            raise ValueError("a schedule of lengths begins at step 0")
+            raise ValueError("the first entry of length_schedule must begin at step 0")
         schedule = Schedule.of(named_weights(self.names, entries[0][1]))
         for start, shares_by_name in entries[1:]:
             schedule = schedule.changed(operator.index(start), named_weights(self.names, shares_by_name))
@@ -310,21 +311,21 @@ class LengthLoader:
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     if options.get("tail", "carry") != "carry":
-        raise ValueError("a LengthLoader needs tail='carry': its streams run on across their epochs")
+        raise ValueError("a LengthLoader needs tail='carry', because its streams continue across epochs")
     for name in _REFUSED:
         if options.get(name):
-            raise ValueError(f"{name} is no option of a LengthLoader")
+            raise ValueError(f"{name} is not an option of LengthLoader: leave it out")
 
 
 def _batch_size(tokens_per_batch: int, name: str, length: int) -> int:
     tokens = whole_number(tokens_per_batch, "tokens_per_batch")
     if tokens < 1 or tokens % length:
         raise ValueError(
-            f"tokens_per_batch of {tokens:,} is no multiple of {length:,}, the length of stream {name!r}"
+            f"tokens_per_batch of {tokens:,} is not a multiple of {length:,}, the length of stream {name!r}"
         )
     return tokens // length
 
 
 def _own(config: LoaderConfig, name: str) -> dict[str, Any]:
-    """Options that differ from stream to stream."""
+    """Return the options whose values differ between streams."""
     return {} if config.usage_log is None else {"usage_log": Path(config.usage_log) / name}

@@ -1,21 +1,21 @@
-"""`ShardDataModule`: shards for Lightning's Trainer, with a state that is exact at every checkpoint.
+"""`ShardDataModule`: feeds shards to Lightning's Trainer, with a state that is exact at every checkpoint.
 
     data = ShardDataModule("out", val="out-val", global_batch_size=64, labels=True)
     Trainer(max_steps=10_000, callbacks=[DataMonitor()]).fit(model, data, ckpt_path="last.ckpt")
 
 The state is in the data module's part of the checkpoint. It is the same on every rank, so it is enough that
-Lightning saves that of rank 0 and gives it to all. Lightning's samplers find nothing to replace here
-(use_distributed_sampler does nothing): a StreamingLoader knows its part of every batch.
+Lightning saves the state of rank 0 and loads it on all ranks. Lightning does not replace a sampler here
+(use_distributed_sampler has no effect): a StreamingLoader computes its rank's part of every batch.
 
-What a checkpoint counts as trained on is what Lightning counts, not what was fetched: Lightning may fetch a
+A checkpoint counts as trained the batches that Lightning counts, not the fetched ones: Lightning may fetch a
 batch ahead, drop it at the end of an epoch, or save while a step is failing. So the state is computed: the
-cursor of the first batch, moved by the batches that Lightning has counted since
+cursor of the first batch, advanced by the batches that Lightning has counted since then
 (`batch_progress.total.processed`, which it also saves and continues from, so the two cannot disagree).
 
-Training (`TrainingBatches`) is one endless stream, which Lightning's epochs only cut: an epoch begins with
-the batch after the last one trained on, whatever ended the epoch before. Only overfit_batches repeats
-batches. All epochs have the same length, because Lightning asks for it only once and would miss the end, and
-the validation, of shorter ones. Evaluation (`EvaluationBatches`) gives each sample once.
+Training (`TrainingBatches`) is one endless stream, which Lightning's epochs only divide: an epoch begins with
+the batch after the last trained one, no matter how the previous epoch ended. Only overfit_batches repeats
+batches. All epochs have the same length, because Lightning reads the length only once and would miss the end
+of shorter epochs, and their validation. Evaluation (`EvaluationBatches`) delivers each sample once.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from shardkit.loaders.metrics import LoaderStats
 from shardkit.order.batches import Cursor
 from shardkit.order.state import OnMismatch
 
-Trainer: TypeAlias = Any  # `lightning.pytorch.Trainer`, which sets attributes that its types do not know
+Trainer: TypeAlias = Any  # `lightning.pytorch.Trainer`; Any, because its types lack some attributes
 
 _ORIGIN: Cursor = (0, 0)
 
 
 class TrainingBatches:
-    """The stream of batches that training reads, in epochs of `len` batches (none if `endless`)."""
+    """The stream of training batches, in epochs of `len` batches, or without epochs if `endless`."""
 
     def __init__(self, loader: StreamingLoader, trainer: Trainer | None, *, endless: bool) -> None:
         self.loader = loader
@@ -65,14 +65,14 @@ class TrainingBatches:
         self._endless = endless
         self._live: Iterator[Batch] | None = None
         self._start = loader.cursor
-        self._trained_at_start: int | None = None  # Lightning's count there; None: no batch was requested yet
+        self._trained_at_start: int | None = None  # Lightning's count at `_start`; None: no batch requested
         self._mended = False
-        self._repeated: int | None = None  # overfit_batches: how many batches are repeated
+        self._repeated: int | None = None  # number of batches that overfit_batches repeats
 
     def __len__(self) -> int:
         if self._endless:
             raise TypeError("an endless loader has no length")
-        return self.loader.plan.batches_left(0)  # the same in every epoch: Lightning asks for it only once
+        return self.loader.plan.batches_left(0)  # equal in all epochs, because Lightning reads it only once
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, because Lightning also calls iter() just to see whether it works.
@@ -84,13 +84,13 @@ class TrainingBatches:
         while True:
             assert self._live is not None
             yield next(self._live)
-            if not self._mended:  # Lightning has fetched the first batch before its loop began
+            if not self._mended:  # Lightning fetches the first batch before its loop begins
                 self._mend_counts()
             if self.loader.cursor == end:
                 self._seek(_ORIGIN)
 
     def cursor(self) -> Cursor:
-        """`StreamingLoader.cursor` behind what has been trained on, whatever has been fetched."""
+        """Return the cursor after the last trained batch, which excludes batches only fetched."""
         if self.trainer is None:
             return self.loader.cursor
         if self._trained_at_start is None:
@@ -101,7 +101,7 @@ class TrainingBatches:
         return self.loader.plan.advance(_ORIGIN, (self._start[1] + batches) % self._repeated)
 
     def state(self) -> dict[str, Any]:
-        """The state that continues with the first batch that has not been trained on."""
+        """Return the state that continues with the first batch that has not been trained on."""
         return self.loader.state_at(self.cursor())
 
     def load(self, state: Mapping[str, Any] | None) -> None:
@@ -109,7 +109,7 @@ class TrainingBatches:
         self.loader.load_state_dict(state or self.loader.state_at(_ORIGIN))
         self._start, self._trained_at_start, self._live = self.loader.cursor, None, None
 
-    # Lightning warns of loaders that cannot resume: those without these two. The data module has the state.
+    # Lightning warns of loaders without these two methods; the state itself is in the data module.
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -132,8 +132,9 @@ class TrainingBatches:
     def _mend_counts(self) -> None:
         """Set Lightning's counts to what they would be in a run that was never resumed.
 
-        Lightning 2.6 keeps a failed batch of the run before among those that were begun, and does not
-        begin an epoch after a checkpoint of an epoch's last batch. Its next checkpoint would be misread.
+        Lightning 2.6 still counts a failed batch of the previous run as started, and does not count a new
+        epoch as started after a checkpoint of an epoch's last batch. Resuming from its next checkpoint would
+        then be wrong.
         """
         self._mended = True
         if self.trainer is not None:
@@ -150,7 +151,7 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """Each sample of a dataset once over all ranks, in its order, as often as it is iterated."""
+    """Delivers each sample of a dataset once over all ranks, in stored order, in each iteration."""
 
     def __init__(self, loader: StreamingLoader) -> None:
         self.loader = loader
@@ -164,12 +165,12 @@ class EvaluationBatches:
 
 
 def trained_batches(trainer: Trainer | None) -> int:
-    """Batches that Lightning counts as trained on, over all epochs and all runs that this one continues."""
+    """Return how many batches Lightning counts as trained, over all epochs and all runs before this one."""
     return 0 if trainer is None else int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
 
 def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
-    """(rank, count) of the replicas that read different data: tensor-parallel ranks read the same."""
+    """Return data-parallel rank and world size, None without a trainer; tensor-parallel peers share them."""
     if trainer is None:
         return None, None
     replicas = trainer.distributed_sampler_kwargs
@@ -177,7 +178,7 @@ def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
 
 
 def _placement(trainer: Trainer | None) -> dict[str, Any]:
-    """Return the `mesh` of a ModelParallelStrategy, which knows the replicas too, or rank and world size."""
+    """Return loader arguments: the `mesh` of a ModelParallelStrategy, or else rank and world size."""
     strategy = getattr(trainer, "strategy", None)
     if isinstance(strategy, ModelParallelStrategy):
         return {"mesh": strategy.device_mesh}
@@ -193,14 +194,14 @@ logger = logging.getLogger(__name__)
 
 
 class DataOptions(RunOptions, total=False):
-    """`StreamingLoader`'s keyword arguments; Lightning knows rank and world size."""
+    """`StreamingLoader`'s keyword arguments except rank and world size, which Lightning sets."""
 
     on_mismatch: OnMismatch
     """For a checkpoint made with other data or settings: "error", or "fork" to continue from its position."""
 
 
 _NOT_IN_CONFIG = DataOptions.__annotations__.keys() - LoaderOptions.__annotations__.keys()
-# These shape training's order; evaluation has one of its own, and must not write training's file.
+# Options of the training order or of its files, which evaluation ignores: it reads in stored order.
 _NOT_IN_EVALUATION = {
     *("seed", "shuffle", "tail", "endless", "lanes", "window", "schedule", "epoch_samples"),
     *("usage_log", "on_mismatch"),
@@ -210,16 +211,18 @@ _NOT_IN_EVALUATION = {
 class ShardDataModule(pl.LightningDataModule):
     """Feeds a Trainer from `train`, `val`, `test` and `predict`: paths, URLs, Datasets or lists of `Stream`.
 
-    Sequences per step: `batch_size` on each device, or `global_batch_size` on all together, which keeps every
-    step's samples when the number of devices changes. `val_batch_size`: on each device in evaluation;
-    default: as in training. All further options are `StreamingLoader`'s.
+    Sequences per step: `batch_size` on each device, or `global_batch_size` on all devices together, which
+    keeps every step's samples when the number of devices changes. `val_batch_size`: sequences on each device
+    in evaluation; default: as in training. All further options are those of `StreamingLoader`.
 
-    A Lightning epoch is as many batches as one pass over `train` needs. With tail="carry" (the default) its
+    A Lightning epoch has as many batches as one pass over `train` needs. With tail="carry" (the default) its
     last batch is filled up from the next pass, and the next epoch continues from there. limit_train_batches
-    makes epochs shorter, but the data continues. With endless=True there are no epochs, and no length.
+    makes epochs shorter; the next epoch continues with the next batch of the data. With endless=True there
+    are no epochs, and no length.
 
     `val`, `test` and `predict` may also be dicts of datasets: one Lightning loader each. Every sample comes
-    once over all ranks; what fills up the last batch is marked in `is_padding`, its labels are -100.
+    once over all ranks; rows that fill up the last batch are marked in `is_padding`, and their labels are
+    -100.
     """
 
     def __init__(
@@ -236,11 +239,11 @@ class ShardDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         if (batch_size is None) == (global_batch_size is None):
-            raise ValueError("give either batch_size (on each device) or global_batch_size (on all together)")
+            raise ValueError("give either batch_size (per device) or global_batch_size (over all devices)")
         given: dict[str, Any] = dict(options)
         LoaderConfig.of({name: given[name] for name in given if name not in _NOT_IN_CONFIG})  # type: ignore[arg-type]
         for name, instead in (
-            ("restart", "evaluation starts anew each time, and training continues where it was"),
+            ("restart", "evaluation always starts at the first sample, and training continues where it was"),
             ("global_batch", "give global_batch_size; Lightning accumulates gradients by itself"),
         ):
             if flattened(given).get(name):
@@ -252,12 +255,12 @@ class ShardDataModule(pl.LightningDataModule):
         self._training: TrainingBatches | None = None
         self._evaluating: dict[str, dict[str, EvaluationBatches]] = {}
         self._opened_from: dict[str, object] = {}
-        self._state: dict[str, Any] | None = None  # where training begins or ended; None: at the first sample
-        self._loaded = False  # whether someone gave that, instead of a run before
+        self._state: dict[str, Any] | None = None  # state at which training begins or ended; None: the start
+        self._loaded = False  # whether `_state` was loaded, not left by a previous run
 
     @property
     def train_loader(self) -> StreamingLoader | None:
-        """The loader that training reads from, while it does; its own `position` may be a batch ahead."""
+        """The training loader, or None if not training; its own `position` may be one batch ahead."""
         return None if self._training is None else self._training.loader
 
     @property
@@ -267,20 +270,23 @@ class ShardDataModule(pl.LightningDataModule):
             return self._training.cursor()[0]
         return 0 if self._state is None else int(self._state["position"])
 
-    def __str__(self) -> str:  # Lightning's would open every loader
+    def __str__(self) -> str:  # Lightning's own __str__ would open every loader
         return f"ShardDataModule(train={self.train!r}, position={self.position:,})"
 
     def stats(self) -> LoaderStats:
-        """Return what this rank has waited for since the first batch of training, and a verdict."""
+        """Return this rank's waits and counters since the first training batch, and a verdict."""
         return LoaderStats() if self._training is None else self._training.loader.stats()
 
     def set_weights(self, weights: Weights, *, at_position: int) -> None:
-        """Mix with `weights` from `at_position` on: see `StreamingLoader.set_weights`. For all ranks."""
+        """Mix with `weights` from `at_position`: see `StreamingLoader.set_weights`. Call it on all ranks."""
         if self._training is None:
-            raise RuntimeError("set_weights works while training runs; before, give order=Order(schedule=…)")
+            raise RuntimeError(
+                "set_weights works only while training runs; to set weights before, give "
+                "order=Order(schedule=…)"
+            )
         self._training.loader.set_weights(weights, at_position=at_position)
 
-    # Lightning calls what follows.
+    # Lightning calls the methods below.
 
     def setup(self, stage: str) -> None:
         callbacks: list[pl.Callback] = getattr(self.trainer, "callbacks", [])
@@ -296,14 +302,14 @@ class ShardDataModule(pl.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (trainer := self.trainer) is not None and (trainer.evaluating or trainer.predicting):
-            return  # Trainer.validate(ckpt_path=…) wants weights: a later fit must not begin there
+            return  # Trainer.validate(ckpt_path=…) loads model weights only: a later fit must not start there
         self._state, self._loaded = state_dict["loader"], True
         if self._training is not None:
             self._training.load(self._state)
 
     def train_dataloader(self) -> TrainingBatches:
         if self.train is None:
-            raise ValueError("ShardDataModule has no dataset to train on: give train=…")
+            raise ValueError("ShardDataModule has no training dataset: give train=…")
         size = self._train_batch_size()
         origin = self._origin(self.train, size)
         if self._training is not None and self._opened_from.get("train") == origin:
@@ -311,7 +317,7 @@ class ShardDataModule(pl.LightningDataModule):
         self._close_training()
         if self._state is None and not self._loaded and trained_batches(self.trainer):
             warn_user(
-                "the checkpoint has no state of ShardDataModule (a class of another name saved it): "
+                "the checkpoint has no state of ShardDataModule (a class with another name saved it): "
                 "training continues from the first sample of the data"
             )
         self._loaded = self._loaded and self.trainer is None
@@ -333,9 +339,9 @@ class ShardDataModule(pl.LightningDataModule):
         return self._evaluation_batches("predict")
 
     def on_exception(self, exception: BaseException) -> None:
-        # Lightning comes here after its callbacks, `_StopPeersFirst` before them.
+        # Lightning calls this after its callbacks, `_StopPeersFirst` before them.
         if self._training is not None and not isinstance(exception, SystemExit):
-            # Leaving a loader with an error tells the other ranks, which may be waiting for this one.
+            # Leaving a loader with an error reports it to the other ranks, which may be waiting for this one.
             self._training.loader.__exit__(type(exception), exception, exception.__traceback__)
         self._close()
 
@@ -350,7 +356,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _close_training(self) -> None:
         self._opened_from.pop("train", None)
         if self._training is not None:
-            if self._training.trainer is not None:  # else a user looked at the data without a Trainer
+            if self._training.trainer is not None:  # without a Trainer a user only inspects the data
                 self._state = self._training.state()
             self._training.loader.close()
             self._training = None
@@ -361,9 +367,9 @@ class ShardDataModule(pl.LightningDataModule):
             batches.loader.close()
 
     def _origin(self, source: EvaluationSource, batch_size: int) -> object:
-        """Return all that loaders are opened from. They are reused until it changes.
+        """Return the values that loaders are opened from; loaders are reused until these values change.
 
-        Lightning asks again with reload_dataloaders_every_n_epochs, and users to get a length.
+        Lightning requests loaders again with reload_dataloaders_every_n_epochs, and users to get a length.
         """
         copied = source if isinstance(source, (str, os.PathLike, Dataset)) else copy(source)
         return self.trainer, copied, batch_size, dict(self.options)
@@ -377,14 +383,14 @@ class ShardDataModule(pl.LightningDataModule):
         size, rest = divmod(self.global_batch_size, world_size or 1)
         if rest:
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} does not divide by {world_size} devices"
+                f"global_batch_size {self.global_batch_size} is not a multiple of the {world_size} devices"
             )
         return size
 
     def _evaluation_batches(self, name: str) -> Any:
         source: EvaluationSource | None = getattr(self, name)
         if source is None:
-            raise ValueError(f"ShardDataModule has no dataset for this: give {name}=…")
+            raise ValueError(f"ShardDataModule has no {name} dataset: give {name}=…")
         size = self.val_batch_size or self._train_batch_size()
         origin = self._origin(source, size)
         if self._opened_from.get(name) != origin:
@@ -400,7 +406,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _open_evaluation(self, name: str, source: DataSource, batch_size: int) -> EvaluationBatches:
         if not isinstance(source, (str, os.PathLike, Dataset)) and len(source) > 1:
             raise ValueError(
-                f"{name} is a mixture, whose weights would decide how often each sample is evaluated: "
+                f"{name} is a mixture, whose weights would determine how often each sample is evaluated: "
                 "give a dict of datasets instead"
             )
         flat = {k: v for k, v in flattened(self.options).items() if k not in _NOT_IN_EVALUATION}
@@ -424,9 +430,9 @@ class DataMonitor(pl.Callback):
     """Logs how well a ShardDataModule feeds training, every `every_n_batches` (default: log_every_n_steps).
 
     data/wait_s: mean wait for a batch, on the rank that waits longest. data/samples_per_s, data/tokens_per_s:
-    over all ranks, including padding, excluding the time of validation. data/position: samples
-    trained on so far. The loader's verdict goes to Python's log (`shardkit.loaders.lightning_module`) when
-    it changes between "fed" and "input-bound", as a warning if it is the latter.
+    rates over all ranks, including padding, excluding the time of validation. data/position: samples
+    trained on so far. The loader's verdict is logged by Python's logger `shardkit.loaders.lightning_module`
+    when it changes between "fed" and "input-bound", as a warning if it is "input-bound".
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:
@@ -472,7 +478,7 @@ class DataMonitor(pl.Callback):
 
     def _log(self, trainer: Trainer, data: ShardDataModule) -> None:
         stats = data.stats()
-        before = self._before if self._before.steps <= stats.steps else LoaderStats()  # or reloaded
+        before = self._before if self._before.steps <= stats.steps else LoaderStats()  # a new loader
         wait = (stats.wait_seconds - before.wait_seconds) / max(1, stats.steps - before.steps)
         waits = trainer.strategy.all_gather(torch.tensor(wait, device=trainer.strategy.root_device))
         replicas = find_replica(trainer)[1] or 1

@@ -1,18 +1,18 @@
-"""`StreamingLoader`: batches of a dataset in a computed order, from any position on.
+"""`StreamingLoader`: batches of a dataset in a computed order, starting at any position.
 
 The batches depend on dataset, seed, shuffle, lanes, window, tail, position, batch size, rank and world size,
 and on nothing else. The position moves when a batch is handed over, not when it is read: a state taken while
-holding batch t continues with batch t + 1, whatever had been prefetched. A batch belongs to whoever received
-it and is never written to again.
+holding batch t continues with batch t + 1, no matter what had been prefetched. The loader never writes to a
+batch again after it has delivered it.
 
 The path of a batch: `order.batches` computes which samples it holds, `gather` (or `sources`) reads their rows
 from the open shards of `streams`, `batch` turns them into tensors and labels, `producer` does this for many
 batches ahead of the loop, and `_deliver` hands them over, counts and logs them.
 
-One `for` is one epoch. Leaving it early and starting another continues with the next batch of the same epoch,
-as a state saved there would; leaving it after the epoch's last batch is the same as its end. With
-`restart=True` each `for` starts at the first sample instead. Only one iterator is live: starting another,
-loading a state or moving to another position makes the former stale.
+One `for` loop is one epoch. After leaving it early, the next `for` continues with the next batch of the same
+epoch, as a state saved there would. Leaving it after the epoch's last batch is the same as completing it.
+With `restart=True` each `for` starts at the first sample instead. Only one iterator is valid at a time:
+starting another, loading a state or moving to another position makes the earlier one stale.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ class StreamingLoader:
     """Iterates over a dataset's batches: {"tokens": int64[batch_size, length], …}, one epoch per `for`.
 
     `dataset`: a path, an open `Dataset` or a list of `Stream`, which are mixed by weight. `batch_size`:
-    sequences per rank and step. `shuffle`: "window" (in bounded runs of every lane), "global" or "none".
-    `tail`: what happens at the end of an epoch: "carry" the last batch on into the next epoch, "drop" it, or
-    "pad" it with flagged rows. `rank` and `world_size` are data-parallel; they default to those of `mesh` or
-    `group`, then torch.distributed's, then torchrun's, then 0 of 1 (`shardkit.loaders.placement`). `dtype`:
-    of the tokens; None means as stored. `return_ids` adds `sample_id`, rows in dataset order, and in a
-    mixture `stream_id`, the number of each sample's stream. Further options: `LoaderConfig`; those of its
-    groups are given together, as `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
+    sequences per rank and step. `shuffle`: "window" (within a bounded window of each lane), "global" or
+    "none". `tail`: what happens at the end of an epoch: "carry" fills the last batch from the next epoch,
+    "drop" leaves it out, "pad" fills it with flagged rows. `rank` and `world_size` are data-parallel. They
+    default to the values of `mesh` or `group`, then of torch.distributed, then of torchrun, then 0 of 1
+    (`shardkit.loaders.placement`). `dtype`: type of the delivered tokens; None keeps the stored type.
+    `return_ids` adds `sample_id`, the row number in the dataset, and in a mixture `stream_id`, the number of
+    each sample's stream. `LoaderConfig` describes all other options. Options in its groups are passed as
+    `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
 
-    Datasets of other columns give numbers and arrays of constant shape as tensors, everything else as lists.
+    Other columns become tensors if they hold numbers or arrays of constant shape, and lists otherwise.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
     """
 
@@ -93,7 +94,7 @@ class StreamingLoader:
         self.config = LoaderConfig.of(options)
         self._place = find_place(rank, world_size, mesh=self.config.mesh, group=self.config.group)
         self.machine_ranks: tuple[int, ...] | None = None
-        """The data-parallel ranks that share this machine; None until they are asked for."""
+        """The data-parallel ranks that share this machine; None until `learn_machine_ranks` is called."""
         self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
         self._running: Prefetcher | None = None
         self._iteration: object = None
@@ -105,7 +106,7 @@ class StreamingLoader:
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
         self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
         self.output = OutputMemory()
-        """Where rows are written."""
+        """Reusable memory that rows are written to."""
         self._source = open_source(
             streams,
             self.config.columns,
@@ -123,7 +124,7 @@ class StreamingLoader:
         self._step_sizes: StepSizes | None = None
         if (sizes := self.config.global_batch) is not None:
             if tail != "carry":
-                raise ValueError(f"global_batch needs tail='carry', not {tail!r}: steps run on across epochs")
+                raise ValueError(f"global_batch needs tail='carry', not {tail!r}: steps may span two epochs")
             self._adopt_step_sizes(StepSizes.of(sizes))
         self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
         self._warn_of_small_caches(is_starting=False)
@@ -167,25 +168,25 @@ class StreamingLoader:
 
     def __getitem__(self, index: object) -> Never:
         raise TypeError(
-            "a StreamingLoader is not indexed: it makes whole batches, in an order of its own. Iterate over "
+            "a StreamingLoader cannot be indexed: it delivers whole batches in its own order. Iterate over "
             "it directly instead of giving it to a DataLoader (it prefetches by itself), or give the "
             "DataLoader a shardkit.loaders.pytorch.StreamingDataset and batch_size=None"
         )
 
     def __reduce__(self) -> Never:
         raise TypeError(
-            "a StreamingLoader has threads and open shards and is neither pickled nor copied: make another "
-            "with the same arguments and load this one's state_dict(); DataLoader workers take a "
+            "a StreamingLoader cannot be pickled or copied, because it has threads and open shards: make "
+            "another with the same arguments and load this one's state_dict(). For DataLoader workers use a "
             "shardkit.loaders.pytorch.StreamingDataset"
         )
 
     def iterate(self) -> Iterator[Batch]:
-        """Iterate as a `for` does, but from the cursor on whatever `restart` says."""
+        """Iterate like a `for`, but start at the current cursor even if `restart` is set."""
         running = self._begin()
         return self._deliver(running, self._iteration)
 
     def groups(self, portion: Portion) -> Iterator[Group]:
-        """Iterate over a DataLoader worker's share; the state is meaningless, as others deliver the rest."""
+        """Yield the groups of one DataLoader worker's share; the loader's state excludes other workers."""
         running = self._begin(portion)
         while (group := running.get()) is not None:
             self._cursor = group.cursors[-1]
@@ -194,7 +195,7 @@ class StreamingLoader:
 
     def _begin(self, portion: Portion = WHOLE) -> Prefetcher:
         self._stop()
-        check_place(self._place)  # the process group may have been made since
+        check_place(self._place)  # the process group may have been created after this loader
         self._watch_peers()
         self._agree(self._cursor)
         self._announce_limit()
@@ -202,19 +203,20 @@ class StreamingLoader:
         return self._start(portion)
 
     def steps(self) -> Iterator[list[Batch]]:
-        """Iterate over optimizer steps without end: each is the list of this rank's batches of the step.
+        """Yield one list per optimizer step, endlessly: this rank's batches of the step.
 
-        A step has the `global_batch` sequences of its position over all ranks, so their number in the list
-        may change from step to step. The samples of a step are the same for any batch size and number of
-        ranks. Behind a state that was taken inside of a step, the first list is the rest of it. The state
-        while holding a step names the next one. Needs `global_batch` and `endless=True`.
+        A step has as many sequences over all ranks as `global_batch` sets for its position, so the number of
+        batches in the list may change from step to step. The samples of a step are the same for any batch
+        size and number of ranks. After loading a state taken inside a step, the first list holds the rest of
+        that step. A state taken while holding a step continues with the next one. Needs `global_batch` and
+        `endless=True`.
         """
         if self._step_sizes is None:
             raise ValueError(
-                "steps() needs order=Order(global_batch=…): the sequences of all ranks in a step"
+                "steps() needs order=Order(global_batch=…), the number of sequences per step over all ranks"
             )
         if not self.config.endless:
-            raise ValueError("steps() needs endless=True: the end of an epoch may lie inside of a step")
+            raise ValueError("steps() needs endless=True, because an epoch may end in the middle of a step")
         self._check_steps(self._step_sizes)
         batches = iter(self)
         return self._deliver_steps(batches, self._iteration)
@@ -230,29 +232,29 @@ class StreamingLoader:
                 for _ in range((end - self.position) // self._plan.global_batch):
                     step.append(next(batches))
             except BaseException:
-                if self._cursor != begin:  # what has come of the step was not handed over
+                if self._cursor != begin:  # the caller did not receive the batches read so far
                     self._move(begin)
                 raise
             yield step
 
     def _check_steps(self, sizes: StepSizes) -> None:
-        """ValueError if a step from the position on does not consist of whole batches."""
+        """Raise ValueError if a step at or after the current position is not a whole number of batches."""
         batch = self._plan.global_batch
         if uneven := [size for size in sizes.sizes_from(self.position) if size % batch]:
             raise ValueError(
-                f"a step of {uneven[0]:,} sequences does not divide into batches of batch_size * world_size "
+                f"a step of {uneven[0]:,} sequences is not a multiple of batch_size * world_size "
                 f"= {batch:,}: choose another batch_size"
             )
 
     def _announce_limit(self) -> None:
-        """Warn if a stream's limit will end this run."""
+        """Warn if a stream's `repeat` or `choose` limit will end this run."""
         limit = self._arrangement.limit
         epoch_end = (self.epoch + 1) * self._plan.samples
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warn_user(limit.message(self._plan.global_batch))
 
     def _start(self, portion: Portion = WHOLE) -> Prefetcher:
-        """Begin to produce batches from the next one on, and to fetch their shards."""
+        """Start producing batches from the current cursor, and start fetching their shards."""
         config = self.config
         maker = GroupMaker(
             self._opened.streams,
@@ -276,7 +278,7 @@ class StreamingLoader:
         return self._running
 
     def _fetch_ahead(self) -> None:
-        """Start the cache readers of remote datasets: they fetch shards in the order that this run needs."""
+        """Start the cache readers of remote datasets, which fetch shards in the order of their use."""
         streams = self._opened.streams
         if not streams.remote:
             return
@@ -298,15 +300,15 @@ class StreamingLoader:
         streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
-        """Learn, once, which data-parallel ranks share this machine and the cache folder on it."""
+        """Return the data-parallel ranks that share this machine's cache folder; find them on first call."""
         if self.machine_ranks is None:
             self.machine_ranks = ranks_of_machine(self._place)
         return self.machine_ranks
 
     def _agree(self, cursor: Cursor) -> None:
-        """Compare all that must be equal with the other ranks, before an iteration from `cursor` on."""
+        """Check before an iteration from `cursor` that all ranks have equal settings, data and position."""
         if self.config.restart and self._agreement.has_met:
-            return  # every iteration starts at the first sample
+            return  # every iteration starts at the first sample, so the first comparison still holds
         settings: dict[str, object] = {
             **self.config.shared_by_ranks(order_only=self._agreement.may_have_replicas()),
             "batch_size": self.batch_size,
@@ -320,7 +322,7 @@ class StreamingLoader:
         self._agreement.check(settings, data=[dataset.fingerprint for dataset in self.datasets])
 
     def prepare_workers(self, cursor: Cursor) -> None:
-        """Do what workers cannot, who start at `cursor`: meet the other ranks, learn who shares a cache."""
+        """Compare settings with other ranks and find the machine's ranks for workers starting at `cursor`."""
         check_place(self._place)
         self._agree(cursor)
         remote = self._opened.streams.remote
@@ -328,7 +330,7 @@ class StreamingLoader:
             self.learn_machine_ranks()
 
     def _warn_of_small_caches(self, *, is_starting: bool) -> None:
-        """When the loader is made; where ranks share a cache, when it starts and knows which ranks do."""
+        """Warn if a cache is too small: when the loader is created, or, if ranks share it, when it starts."""
         streams = self._opened.streams
         for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
             if dataset.shards is not None and is_starting == (
@@ -339,10 +341,10 @@ class StreamingLoader:
                 warn_of_small_cache(dataset, order, order.lanes if lanes is None else len(lanes))
 
     def _lanes_read(self, streams: Sequence[int], is_shared: bool) -> list[int] | None:
-        """The lanes of a dataset that this process, or all processes that share its cache, may read.
+        """Return the lanes of a dataset that this process, or all processes sharing its cache, may read.
 
-        None: all, because the `streams` that draw on the dataset have different lanes, or because balance
-        brings rows of any lane here that cannot be fetched one by one.
+        Returns None for all lanes: the `streams` of the dataset have different lanes, or `balance` may move
+        rows of any lane to this rank and the dataset cannot fetch single rows.
         """
         shards = self._opened.streams.datasets[streams[0]].shards
         if self._balance is not None and shards is not None and not shards.reads_single_rows:
@@ -370,7 +372,7 @@ class StreamingLoader:
                     at(given=cursor[0])
                     yield batch
                     if self._running is not running or self._iteration is not iteration:
-                        running = self._check_live(iteration)  # set_weights has changed what follows
+                        running = self._check_live(iteration)  # set_weights replaced the prefetcher
                         if not cursor[1] and not self.config.endless:
                             return  # it was the epoch's last batch
                         break
@@ -381,7 +383,7 @@ class StreamingLoader:
             running.close()
 
     def _check_live(self, iteration: object) -> Prefetcher:
-        """Return the prefetcher of an iteration. RuntimeError if another one has begun since."""
+        """Return the prefetcher of an iteration; raise RuntimeError if the iteration is stale."""
         if self._iteration is not iteration or self._running is None:
             raise RuntimeError(
                 "stale iterator: the loader was closed, re-iterated, moved to another position, or had a "
@@ -403,18 +405,18 @@ class StreamingLoader:
             self._running = None
 
     def state_dict(self) -> dict[str, object]:
-        """Return where the loop is as plain data, equal on every rank. `load_state_dict` continues there."""
+        """Return the loop's position and settings as plain data, equal on every rank."""
         return self.state_at(self._cursor)
 
     def state_at(self, cursor: Cursor) -> dict[str, object]:
-        """The state at another cursor of this run."""
+        """Return the state that this run has at `cursor`."""
         return LoaderState(*cursor, self._settings, self._step_sizes).to_dict()
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
-        """Continue where `state` was taken; batch size and world size may differ from that run's.
+        """Continue where `state` was taken; batch size and world size may differ.
 
-        StateError lists what else differs. "fork" continues from the position anyway, with this loader's
-        own dataset and settings: a new order, on purpose.
+        Raises StateError, which lists the differences, if anything else differs. on_mismatch="fork" instead
+        continues at the same position with this loader's own dataset and settings, in a new order.
         """
         names = ("lanes", "window", "schedule", "epoch_samples", "global_batch")
         resumed = resume(
@@ -430,49 +432,49 @@ class StreamingLoader:
         self._move(self.start_of((resumed.position, resumed.epoch_batches)))
 
     def seek(self, consumed_samples: SupportsIndex) -> None:
-        """Continue at this position, as the run that has come there: with the samples that it would deliver.
+        """Continue at this position, with the samples that an uninterrupted run would deliver there.
 
         Positions count samples over all ranks and epochs, as Megatron's `consumed_train_samples` does.
-        ValueError for a loader that starts every `for` at the first sample.
+        Raises ValueError for a loader with `restart=True`, which starts every `for` at the first sample.
         """
         position = operator.index(consumed_samples)
         if not 0 <= position < MAX_POSITION:
-            raise ValueError(f"a position is a whole number from 0 to 2**62, not {position:,}")
+            raise ValueError(f"consumed_samples must be from 0 to 2**62 - 1, not {position:,}")
         if self.config.restart:
-            raise ValueError("restart=True starts every for at the first sample: leave it out to seek")
+            raise ValueError("seek() needs restart=False: restart=True starts every for at the first sample")
         self._move(self._plan.cursor_at(position))
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with the first batch of `epoch`; does nothing if the next batch is of that epoch.
+        """Continue with the first batch of `epoch`; do nothing if the next batch is already in that epoch.
 
-        For training loops that call this before each epoch. With tail="carry" that is the first batch that
-        starts in the epoch, in a run from position 0 on. Where the epochs of a loop are not the data's,
-        nothing happens: with `endless`, which has none, and with `restart`, where all are the same.
+        For training loops that call this before each epoch. With tail="carry", the first batch of an epoch
+        is the first one that starts in it in a run from position 0. Does nothing with `endless`, which has
+        no epochs, nor with `restart`, whose epochs are all the same.
         """
         if epoch < 0:
-            raise ValueError(f"an epoch is a whole number of at least 0, not {epoch}")
+            raise ValueError(f"epoch must be at least 0, not {epoch}")
         if epoch != self.epoch and not (self.config.restart or self.config.endless):
             self.seek(self._plan.first_batch(operator.index(epoch)))
 
     def start_of(self, cursor: Cursor) -> Cursor:
-        """Return the cursor at which a `for` begun at `cursor` starts: (0, 0) if the loader restarts."""
+        """Return the cursor at which a `for` starts if the loader is at `cursor`: (0, 0) with `restart`."""
         return (0, 0) if self.config.restart else cursor
 
     def _move(self, cursor: Cursor) -> None:
-        """Let the next batch be the one at `cursor`."""
+        """Stop the iteration and continue with the batch at `cursor`."""
         self._stop()
         self._cursor = cursor
         if self.usage is not None:
             self.usage.begin(self._settings, self.position)
 
     def set_weights(self, weights: Weights, *, at_position: SupportsIndex) -> None:
-        """Mix with `weights` from `at_position` on, which must not have been delivered yet.
+        """Mix with `weights` from `at_position`, a position that has not been delivered yet.
 
         Positions count samples over all ranks: step times global batch. The change becomes part of the state.
         All ranks must make it while they hold the same batch; a running `for` continues.
         """
         if (schedule := self._settings.schedule) is None:
-            raise ValueError("this loader has only one stream: there are no weights to set")
+            raise ValueError("set_weights() needs a mixture; this loader has only one stream")
         start = self._undelivered(at_position, "weights")
         changed = schedule.changed(start, named_weights(self._opened.streams.names, weights))
         self._arrange(replace(self._settings, schedule=changed))
@@ -481,7 +483,7 @@ class StreamingLoader:
         self._replan()
 
     def _replan(self) -> None:
-        """Plan again from the position on; a running `for` continues."""
+        """Discard prefetched batches and plan again from the current position; a running `for` continues."""
         running, iteration = self._running, self._iteration
         self._stop()
         if running is not None:
@@ -489,19 +491,18 @@ class StreamingLoader:
             self._start()
 
     def set_global_batch(self, sequences: SupportsIndex, *, at_position: SupportsIndex) -> None:
-        """Make optimizer steps of `sequences` over all ranks, from the first that starts at `at_position` on.
+        """Set the size of optimizer steps, over all ranks, from the first step at or after `at_position`.
 
-        Or behind it, if it is inside of a step. What is there must not have been delivered yet. The change
-        becomes part of the state. All ranks must make it while they hold the same step; running `steps()`
-        continue.
+        `at_position` must not have been delivered yet. The change becomes part of the state. All ranks must
+        make it while they hold the same step; a running `steps()` iterator continues.
         """
         if self._step_sizes is None:
-            raise ValueError("this loader knows no steps: give order=Order(global_batch=…) when making it")
+            raise ValueError("set_global_batch() needs a loader made with order=Order(global_batch=…)")
         changed = self._step_sizes.changed(self._undelivered(at_position, "global_batch"), sequences)
         self._check_steps(changed)
         self._adopt_step_sizes(changed)
         if self._balance is not None:
-            self._replan()  # what was planned ahead is level over other steps
+            self._replan()  # batches planned ahead are balanced over steps of the old size
 
     def _adopt_step_sizes(self, sizes: StepSizes | None) -> None:
         if self._balance is not None:
@@ -509,21 +510,21 @@ class StreamingLoader:
         self._step_sizes = sizes
 
     def _undelivered(self, at_position: SupportsIndex, what: str) -> int:
-        """A position as an int; ValueError if it has been delivered."""
+        """Return a position as an int; raise ValueError if it has been delivered."""
         if (position := operator.index(at_position)) < self.position:
             raise ValueError(
-                f"position {position:,} has been delivered: {what} can change from {self.position:,} on"
+                f"at_position {position:,} has been delivered: {what} can change from {self.position:,} on"
             )
         return position
 
     def _arrange(self, settings: RunSettings) -> None:
-        """Adopt the order that a run's settings define; if it is refused, nothing changes."""
+        """Adopt the order that `settings` define; change nothing if they are invalid."""
         self._arrangement = Arrangement(settings, self._opened.sizes)
         self._plan = replace(self._plan, samples=settings.epoch_samples)
         self._settings = settings
 
     def close(self) -> None:
-        """Stop prefetching and close the shards; batches already handed out stay valid."""
+        """Stop prefetching and close the shards; delivered batches stay valid."""
         self._stop()
         if self.usage is not None:
             self.usage.close()
@@ -536,41 +537,41 @@ class StreamingLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A generator that uses the loader in a `with` and is dropped raises GeneratorExit there: no error.
+        # GeneratorExit only means that a generator with this `with` block was dropped; it is not an error.
         if error is not None and not isinstance(error, (SystemExit, GeneratorExit)):
             self._stop_together.report(error, self.position // self._plan.global_batch)
         self.close()
 
     def _interrupt(self, error: PeerError) -> None:
-        """Another rank has failed: end every wait for a batch or shard now. Called from any thread."""
+        """End every wait for a batch or shard because another rank failed. Called from any thread."""
         if (running := self._running) is not None:
             running.fail(error)
         for shards in self._opened.streams.remote:
             shards.close()
 
     def _watch_peers(self) -> None:
-        """Listen for errors of other ranks; DataLoader workers leave that to the process that made them."""
+        """Listen for errors of other ranks, except in a DataLoader worker, whose parent process listens."""
         if self.config.stop_together and not dataloader_workers():
             self._stop_together.watch()
 
     def __len__(self) -> int:
-        """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
+        """Return how many batches the next batch's epoch has, delivered ones included; equal on all ranks."""
         return self.epoch_batches(self.start_of(self._cursor))
 
     def epoch_batches(self, cursor: Cursor) -> int:
-        """`len` at another cursor of this run."""
+        """Return the number of batches in the epoch that contains `cursor`."""
         if self.config.endless:
             raise TypeError("an endless loader has no length")
         return self._plan.delivered(cursor) + self._plan.batches_left(cursor[0])
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset, open; the first one of a mixture."""
+        """The open dataset; in a mixture, that of the first stream."""
         return self.datasets[0]
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
-        """The datasets of all streams, open."""
+        """The open datasets of all streams, in stream order."""
         return self._opened.streams.datasets
 
     @property
@@ -598,19 +599,19 @@ class StreamingLoader:
 
     @property
     def batch_bytes(self) -> int | None:
-        """About how large a batch is; None if columns vary in size."""
+        """Approximate size of a batch in bytes; None if columns vary in size."""
         if (columns := self._source.delivered_bytes) is None:
             return None
         return self.batch_size * self._maker.row_bytes(columns, self.dataset.sequence_length or 0)
 
     @property
     def cursor(self) -> Cursor:
-        """(`position`, batches delivered in the epoch): the moving part of a state."""
+        """The part of the state that changes with each batch: (position, batches delivered in the epoch)."""
         return self._cursor
 
     @property
     def plan(self) -> BatchPlan:
-        """How epochs are cut into batches."""
+        """The plan that divides epochs into batches and batches among ranks."""
         return self._plan
 
     @property
@@ -619,17 +620,17 @@ class StreamingLoader:
         return self._plan.epoch(self.position)
 
     def stream_samples(self) -> dict[str, int]:
-        """Samples that each stream has delivered so far, over all ranks and its epochs."""
+        """Return how many samples each stream has delivered so far, over all ranks and epochs."""
         counts = self._arrangement.positions(self.position)
         return dict(zip(self._opened.streams.names, counts, strict=True))
 
     def exhausted_at(self) -> int | None:
-        """The first position that the streams' limits do not allow; None if there is none."""
+        """Return the position at which a stream reaches its limit; None if no stream has a limit."""
         limit = self._arrangement.limit
         return None if limit is None else limit.position
 
     def stats(self) -> LoaderStats:
-        """Return what this rank waited for since its first batch, what cache and store did, and a verdict."""
+        """Return waits of this rank since its first batch, counters of cache and store, and a verdict."""
         return self._telemetry.stats()
 
     def __repr__(self) -> str:

@@ -1,13 +1,13 @@
-"""How long training waits for data: counted at every step, summed up in one line.
+"""Measures how long training waits for data: counted at every step, summarized in one line.
 
 `Telemetry` costs half a microsecond per step: a few additions and one entry of a histogram. The running
 totals of cache and store are read only by `stats`. One thread counts (the training loop's) and any thread may
-call `stats`, without a lock, so its answer may lack the step that is being counted. Time runs from
-the moment the first batch was asked for: what a script does before is not the loader's.
+call `stats`, without a lock, so its result may lack the step that is being counted. Time runs from the
+request of the first batch: the time that a script takes before it is not counted.
 
-`verdict` says whether training waited for data and, if it did, the likeliest reason, from the figures alone.
-The wait for the first batch (opening shards, a cold cache) is counted apart: a run that lost a second once,
-at its start, is not input-bound.
+`verdict` returns whether training waited for data and, if it did, the likeliest reason, from the statistics
+alone. The wait for the first batch (opening shards, a cold cache) is counted separately: a run that lost a
+second once, at its start, is not input-bound.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from shardkit.cache.shards import CachedShards
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.units import format_bytes
 
-FED_SHARE = 0.01  # of the time lost in steps that waited: below, nothing is worth changing
+FED_SHARE = 0.01  # "fed" if slow steps lost less than this share of the time: not worth changing anything
 
-REFETCHED_SHARE = 0.1  # of what was fetched had been in the cache before: it is too small
+REFETCHED_SHARE = 0.1  # cache too small if this share of fetched bytes had been in the cache before
 
-THROTTLED_SHARE = 0.01  # of requests answered 503: clients slow themselves down after each
+THROTTLED_SHARE = 0.01  # throttled if this share of requests got a 503: clients slow down after each
 
-RETRIED_SHARE = 0.05  # of requests made again
+RETRIED_SHARE = 0.05  # store failing if this share of requests was retried
 
-SLOW_FIRST_BYTE_SECONDS = 0.5  # S3 answers most requests within 0.2 s
+SLOW_FIRST_BYTE_SECONDS = 0.5  # slow store if the p99 first byte is later; S3 answers most within 0.2 s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStats:
-    """What the shard cache did since the start; used and capacity bytes are of now."""
+    """Counters of the shard cache since the start; `used_bytes` and `capacity_bytes` are current values."""
 
     hits: float = 0.0
-    """Shards that were in the cache."""
+    """Shards that were in the cache when needed."""
     misses: float = 0.0
-    """Shards that were not."""
+    """Shards that were not in the cache when needed."""
     evictions: float = 0.0
     """Shards removed to make room."""
     fetched_bytes: float = 0.0
@@ -50,19 +50,19 @@ class CacheStats:
     refetched_bytes: float = 0.0
     """Bytes fetched again after their eviction."""
     decompressed_bytes: float = 0.0
-    """Bytes that decompression gave."""
+    """Bytes produced by decompression."""
     row_reads: float = 0.0
-    """Rows read before their shard was there."""
+    """Single rows fetched because their shard was not in the cache yet."""
     unproved_bytes: float = 0.0
-    """Bytes whose index states nothing that proves them but their size."""
+    """Bytes that could be checked only by size, because the index records no hashes."""
     bypassed: float = 0.0
-    """Shards read without being kept."""
+    """Shards read without being cached, because the cache had no room."""
     quarantined: float = 0.0
     """Shards whose bytes were wrong."""
     disk_full: float = 0.0
-    """Times that the disk of the cache had no room for a shard."""
+    """Number of times that the cache's disk had no room for a shard."""
     locked_out: float = 0.0
-    """Times that a stopped process held the lock of the cache."""
+    """Number of times that a stopped process held the lock of the cache."""
     used_bytes: float = 0.0
     """Bytes in the cache."""
     capacity_bytes: float = 0.0
@@ -71,61 +71,61 @@ class CacheStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStats:
-    """What the object store was asked since the start; percentiles are of its latest requests."""
+    """Counters of object store requests since the start; percentiles cover the latest requests."""
 
     requests: float = 0.0
     """Requests sent to the object store."""
     read_bytes: float = 0.0
     """Bytes read from the object store."""
     retries: float = 0.0
-    """Requests made again after a failure."""
+    """Requests repeated after a failure."""
     outages: float = 0.0
-    """Times that requests failed for more than a few seconds."""
+    """Number of times that requests failed for more than a few seconds."""
     throttled: float = 0.0
-    """Answers 503, slow down."""
+    """Responses with status 503 (slow down)."""
     hedges: float = 0.0
-    """Requests doubled because the first took long."""
+    """Duplicate requests sent because the first one took long."""
     resumed_bodies: float = 0.0
-    """Reads continued on a new connection."""
+    """Response bodies continued on a new connection."""
     errors: float = 0.0
     """Requests that failed."""
     first_byte_p50_seconds: float | None = None
-    """Half of the first bytes came sooner."""
+    """Median time to the first byte, in seconds."""
     first_byte_p99_seconds: float | None = None
-    """99 % of the first bytes came sooner."""
+    """99th percentile of the time to the first byte, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceStats:
-    """How uneven the work of ranks was, by the cost of their rows: the dearest rank's over the mean of all.
+    """Imbalance of the ranks' work: the cost of the most expensive rank divided by the mean over all ranks.
 
-    1.0 is level. Over all batches that were delivered, and, where `global_batch` is given, over the optimizer
-    steps that ended. `unbalanced`: what it would have been by the order's own parts.
+    1.0 means perfectly balanced. Computed over all delivered batches and, if `global_batch` is given, over
+    all completed optimizer steps. The `unbalanced` values are those of the same rows without `balance`.
     """
 
     max_over_mean: float = 0.0
-    """Cost of each batch's dearest rank over the mean of all ranks."""
+    """Cost of each batch's most expensive rank, divided by the mean over all ranks."""
     unbalanced: float = 0.0
-    """The same without balance."""
+    """Value of `max_over_mean` that the same batches would have without `balance`."""
     step_max_over_mean: float | None = None
-    """The same of optimizer steps."""
+    """Cost of each optimizer step's most expensive rank, divided by the mean; None without `global_batch`."""
     step_unbalanced: float | None = None
-    """The same of optimizer steps without balance."""
+    """Value of `step_max_over_mean` without `balance`; None without `global_batch`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderStats:
-    """The figures of one rank over `seconds`. A step is a batch handed over; a wait is the loop's for it.
+    """Statistics of one rank over `seconds`. A step is a delivered batch; a wait is the loop's wait for it.
 
-    Percentiles come from a histogram of 8 classes per doubling: at most 9 % too high. `cache` and `store` are
-    None where there is none, `balance` where ranks are not balanced.
+    Percentiles come from a histogram with 8 bins per doubling, so they are at most 9 % too high. `cache` and
+    `store` are None without remote data, `balance` is None if ranks are not balanced.
     """
 
     steps: int = 0
     samples: int = 0
-    """Samples handed over by this rank."""
+    """Samples delivered by this rank."""
     seconds: float = 0.0
-    """Time since the first batch was asked for."""
+    """Time since the first batch was requested."""
     first_wait_seconds: float = 0.0
     """The wait for the first batch."""
     wait_seconds: float = 0.0
@@ -136,13 +136,13 @@ class LoaderStats:
     wait_max_seconds: float = 0.0
     """The longest wait."""
     slow_step_seconds: float = 1e-3
-    """Steps that wait longer are slow."""
+    """Threshold above which the wait of a step counts as slow."""
     slow_steps: int = 0
-    """Steps that waited longer than the threshold."""
+    """Steps that waited longer than `slow_step_seconds`."""
     slow_wait_seconds: float = 0.0
-    """Seconds that the slow steps waited."""
+    """Total wait of the slow steps, in seconds."""
     queue_depth: float = 0.0
-    """Batches ready behind the latest one."""
+    """Batches ready after the latest one was delivered."""
     queue_depth_mean: float = 0.0
     cache: CacheStats | None = None
     store: StoreStats | None = None
@@ -150,7 +150,7 @@ class LoaderStats:
 
     @property
     def samples_per_second(self) -> float:
-        """The samples per second of this rank."""
+        """Samples per second of this rank."""
         return _share(self.samples, self.seconds)
 
     @property
@@ -159,22 +159,22 @@ class LoaderStats:
 
     @property
     def waited_share(self) -> float:
-        """The share of the time that the loop spent waiting for batches."""
+        """Share of the time that the loop spent waiting for batches, from 0 to 1."""
         return min(1.0, _share(self.wait_seconds, self.seconds))
 
     @property
     def verdict(self) -> str:
-        """One line: whether training waited for data, and why."""
+        """One line that says whether training waited for data, and why."""
         return verdict(self)
 
     def to_dict(self) -> dict[str, object]:
-        """All figures as plain data, what is derived from them included; for JSON and loggers."""
+        """Return all statistics, including derived ones, as plain data for JSON and loggers."""
         derived = ("samples_per_second", "slow_steps_share", "waited_share", "verdict")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 def verdict(stats: LoaderStats) -> str:
-    """ "fed: …" or "input-bound: …; what to do", with damaged shards named in either."""
+    """Return "fed: …" or "input-bound: …; cause: advice", with the number of damaged shards, if any."""
     if not stats.steps:
         return "no steps yet"
     bad = f"; {stats.cache.quarantined:.0f} damaged shards" if stats.cache and stats.cache.quarantined else ""
@@ -190,27 +190,27 @@ def verdict(stats: LoaderStats) -> str:
 
 
 def _likeliest_cause(stats: LoaderStats) -> str:
-    """Why steps waited, and what to do: the first rule that applies."""
+    """Return the cause of waits, and what to do, by the first rule that applies."""
     cache, store = stats.cache or CacheStats(), stats.store or StoreStats()
     if cache.disk_full > REFETCHED_SHARE * cache.misses:
-        return "the disk of the cache is full, shards are read into memory: free some, or change cache_dir"
+        return "the cache's disk is full, so shards are read into memory: free disk space or change cache_dir"
     if cache.locked_out > REFETCHED_SHARE * cache.misses:
-        return "a process that has been stopped holds the lock of the cache: let it go on, or end it"
-    # Then: fetching again what was there is also what makes a store throttle.
+        return "a stopped process holds the lock of the cache: continue it or end it"
+    # Before the throttling rule, because refetching evicted shards also causes throttling.
     again = _share(cache.refetched_bytes, cache.fetched_bytes)
     too_small = f"the cache of {format_bytes(cache.capacity_bytes)} is too small"
     if again >= REFETCHED_SHARE:
         why = f"{_percent(again)} of the bytes fetched had been evicted before they were needed"
         return f"{too_small} ({why}): raise cache_bytes"
     if cache.bypassed and cache.bypassed >= REFETCHED_SHARE * cache.misses:
-        return f"{too_small} ({cache.bypassed:.0f} shards found no room): raise cache_bytes"
+        return f"{too_small} ({cache.bypassed:.0f} shards did not fit): raise cache_bytes"
     if _share(store.throttled, store.requests) >= THROTTLED_SHARE:
-        why = f"{store.throttled:.0f} answers 503 to {store.requests:.0f} requests"
+        why = f"{store.throttled:.0f} of {store.requests:.0f} requests were answered 503"
         return f"the store throttles ({why}): lower connections, use more prefixes or raise cache_bytes"
     if _share(store.retries, store.requests) >= RETRIED_SHARE:
         why = f"{store.retries:.0f} retries, {store.errors:.0f} errors, {store.requests:.0f} requests"
         return f"the store fails ({why}): check the network and the endpoint"
-    # A prefetcher that keeps up hides a slow store: it is to blame only if shards were missing when needed.
+    # A prefetcher that keeps up hides a slow store: the store is the cause only if shards were missing.
     if (store.read_bytes if stats.cache is None else cache.misses + cache.row_reads) > 0:
         first_byte = store.first_byte_p99_seconds
         if first_byte is not None and first_byte >= SLOW_FIRST_BYTE_SECONDS:
@@ -220,11 +220,12 @@ def _likeliest_cause(stats: LoaderStats) -> str:
     if cache.decompressed_bytes:
         rate = format_bytes(_share(cache.decompressed_bytes, stats.seconds))
         return (
-            f"decompression ({rate}/s) is too slow here: give it more CPU cores or store shards uncompressed"
+            f"decompression ({rate}/s) is too slow: give this process more CPU cores, or build uncompressed "
+            "shards"
         )
     if _share(stats.seconds - stats.wait_seconds, stats.steps) < BUSY_SECONDS:
-        return "the loop does nothing but read: this is as fast as batches are made here"
-    return "batches are made too slowly on this machine: look for busy CPU cores or a slow local disk"
+        return "the loop only reads, so this is the maximum rate at which this machine makes batches"
+    return "this machine makes batches too slowly: look for busy CPU cores or a slow local disk"
 
 
 def _share(part: float, whole: float) -> float:
@@ -240,16 +241,16 @@ def _seconds(value: float) -> str:
 
 
 CLASSES_PER_DOUBLING = 8
-_FIRST_CLASS_SECONDS = 1e-6  # what is not longer counts as no wait
-_CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # up to 1.2 hours; longer waits are in the last class
-_OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)  # class 0 is for no wait at all
+_FIRST_CLASS_SECONDS = 1e-6  # a wait of at most this long counts as no wait
+_CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # bins up to 1.2 hours; longer waits are in the last bin
+_OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)  # bin 0 is for no wait at all
 
 
 class Telemetry:
-    """Counts a loader's steps and waits, and shows them next to what its cache and its store did.
+    """Counts a loader's steps and waits, and reports them together with counters of its caches and stores.
 
-    `batch_size`: samples of a step on this rank. `shards`: of the remote datasets, with their caches and
-    stores. A step that waited longer than `slow_step_seconds` is a slow one.
+    `batch_size`: samples per step on this rank. `shards`: shards of the remote datasets, with their caches
+    and stores. A step that waits longer than `slow_step_seconds` counts as slow.
     """
 
     def __init__(
@@ -273,12 +274,12 @@ class Telemetry:
         self._work: npt.NDArray[np.float64] | None = None
 
     def balanced(self, work: npt.NDArray[np.int64], ranks: int) -> None:
-        """Count the work of a batch that was placed on `ranks`, as `Steps.work` has it."""
+        """Add the work of a balanced batch, in the format of `Steps.work`; `ranks`: the number of ranks."""
         total = work.astype(np.float64) * np.array([1, ranks, ranks] * 2)
         self._work = total if self._work is None else self._work + total
 
     def step(self, wait_seconds: float, queue_depth: float = 0) -> None:
-        """Count a batch that was handed over after `wait_seconds`, with `queue_depth` ready behind it."""
+        """Count a batch delivered after `wait_seconds`, with `queue_depth` more batches ready."""
         if self._started is None:
             self._started = self._clock() - wait_seconds
             self._first_wait_seconds = wait_seconds
@@ -298,11 +299,11 @@ class Telemetry:
             self._slow_wait_seconds += wait_seconds
 
     def more(self) -> None:
-        """Count one more batch of the latest wait."""
+        """Count one more batch delivered with the latest wait."""
         self._steps += 1
 
     def stats(self) -> LoaderStats:
-        """The figures since the first batch was asked for."""
+        """Return the statistics since the first batch was requested."""
         histogram = np.array(self._histogram, np.int64)
         steps = self._steps
         histogram[0] = steps - histogram.sum()
@@ -331,7 +332,10 @@ class Telemetry:
 def _balance_stats(
     work: float, dearest: float, plain: float, steps: float, step_dearest: float, step_plain: float
 ) -> BalanceStats:
-    """Make the stats from sums over batches and steps. The dearest rank's are times the number of ranks."""
+    """Return the stats from sums over batches and steps.
+
+    The sums of the most expensive rank's work are multiplied by the number of ranks.
+    """
     return BalanceStats(
         max_over_mean=_share(dearest, work),
         unbalanced=_share(plain, work),
@@ -341,7 +345,7 @@ def _balance_stats(
 
 
 def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> float:
-    """The upper edge of the class that holds the quantile, and never more than the longest wait."""
+    """Return the upper edge of the bin that holds the quantile, but at most the longest wait, in seconds."""
     total = int(histogram.sum())
     if not total:
         return 0.0
@@ -353,7 +357,7 @@ def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> 
 
 
 def _cache_stats(shards: Sequence[CachedShards]) -> CacheStats:
-    """The totals of the caches together; what a cache that all datasets share holds counts once."""
+    """Return totals over the caches; used and capacity bytes of a cache shared by all datasets count once."""
     counted = [each.counters() for each in shards]
     total = {entry.name: sum(each[entry.name] for each in counted) for entry in fields(CacheStats)}
     if shards[0].cache.is_shared:
@@ -362,7 +366,7 @@ def _cache_stats(shards: Sequence[CachedShards]) -> CacheStats:
 
 
 def _store_stats(shards: Sequence[CachedShards]) -> StoreStats:
-    """The totals of the stores together, and the percentiles of the slowest."""
+    """Return totals over the stores, and the percentiles of the slowest store."""
     seen = [each.store.metrics.snapshot() for each in shards]
 
     def slowest(quantile: float) -> float | None:

@@ -1,23 +1,24 @@
-"""An error of one rank stops all ranks of the world, also those that have no loader.
+"""Stops all ranks of the world after an error of one rank, including ranks that have no loader.
 
 `StopTogether`: the failing rank writes its error to the store of the process group. On each rank a thread
-polls that store every `poll_seconds` through a separate connection, because the group's may be blocked in a
-wait. The loaders of the other ranks raise the error as `PeerError` at their next batch; a loop that waits for
-data is interrupted at once. A loop that hangs in a collective is left to the timeout of its process group,
-unless the user sets `grace_seconds`: if it has not returned to its loader after that time, its stacks are
-printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
+polls that store every `poll_seconds` through a separate connection, because the group's own connection may be
+blocked in a wait. The loaders of the other ranks raise the error as `PeerError` at their next batch; a loop
+that waits for data is interrupted at once. A loop that hangs in a collective is left to the timeout of its
+process group, unless the user sets `grace_seconds`: if the loop has not returned to its loader after that
+time, its stacks are printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
 
-Ranks here are those of torch.distributed, whatever the data-parallel ranks: the error of a loader concerns
-its tensor, pipeline and context parallel peers as well. `watch` is for ranks that build no loader.
+In this module, ranks are those of torch.distributed, not data-parallel ranks: the error of a loader also
+concerns its tensor, pipeline and context parallel peers. `watch` is for ranks that create no loader.
 
 Cost at the store: one `check` of one key per rank and poll, at most `_MOST_CHECKS_PER_SECOND` over all ranks
-(worlds above 4,096 ranks poll less often). Details are read only when that key exists. Ranks that have the
-error count themselves in one key, so the failing rank waits for a number, not for a key of each rank.
+(worlds above 4,096 ranks poll less often). Details are read only when that key exists. Ranks that have
+received the error increment one shared counter, so the failing rank waits for a number, not for a key of each
+rank.
 
-An error stands for as long as the process group does. A rank that ends without an error writes nothing, and a
-store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or
-with one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends with `close`, and does
-not keep the loader alive.
+An error stays in effect as long as the process group exists. A rank that ends without an error writes
+nothing, and a store that is gone only means that rank 0 ended first: neither stops another rank. Without
+torch.distributed, or with one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends
+with `close`, and does not keep the loader alive.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from typing import Any, Generic, Self, TypeVar
 from shardkit.errors import PeerError
 from shardkit.loaders.placement import Store, group_store, process_place, run_key
 
-END_SECONDS = 10.0  # from SIGTERM to the end: enough to unwind, short compared with a lost run
+END_SECONDS = 10.0  # from SIGTERM to the forced end: enough to unwind, short compared with a lost run
 
-MESSAGE_CHARACTERS = 2000  # of an error: the store of rank 0 holds it and every rank prints it
+MESSAGE_CHARACTERS = 2000  # limit of an error message: rank 0's store holds it and every rank prints it
 
-_JOIN_SECONDS = 12.0  # a request to a store that does not answer fails after 10 s
+_JOIN_SECONDS = 12.0  # longest wait for the thread; a request to an unresponsive store fails after 10 s
 
-_SLACK_SECONDS = 1.0  # for busy machines
+_SLACK_SECONDS = 1.0  # added to waits for other ranks, in case machines are busy
 
 # A check costs the store of rank 0 13 microseconds of CPU (measured with 256 connections): 5 % of a core.
 _MOST_CHECKS_PER_SECOND = 4096
@@ -57,7 +58,7 @@ Owner = TypeVar("Owner")
 
 
 class StopTogether(Generic[Owner]):
-    """Reports errors of `owner`, a loader of this rank, to the other ranks, and theirs to it."""
+    """Reports errors of `owner`, a loader of this rank, to the other ranks, and their errors to `owner`."""
 
     def __init__(
         self,
@@ -70,13 +71,13 @@ class StopTogether(Generic[Owner]):
         process: tuple[int, int] | None = None,
         connect: Callable[[], Store | None] = group_store,
     ) -> None:
-        """`on_peer_error` is called in the thread.
+        """`on_peer_error`: called in the thread with the owner and the error of another rank.
 
-        `process`: (rank, world size) of this process, by default torch.distributed's; `connect` opens the
-        store of the ranks.
+        `process`: (rank, world size) of this process; default: torch.distributed's. `connect`: opens a
+        connection to the store of the ranks.
         """
         if grace_seconds is not None and not grace_seconds > 0:
-            raise ValueError(f"grace_seconds must be above 0, or None for never, not {grace_seconds}")
+            raise ValueError(f"grace_seconds must be above 0, or None for no limit, not {grace_seconds}")
         if not 0 < poll_seconds <= _POLL_SECONDS_MOST:
             raise ValueError(f"poll_seconds must be above 0 and at most 60, not {poll_seconds}")
         self._owner, self._on_peer_error = weakref.ref(owner), on_peer_error
@@ -88,11 +89,11 @@ class StopTogether(Generic[Owner]):
 
     @property
     def watching(self) -> bool:
-        """Whether the thread runs: not without torch.distributed, with one rank, or after `close`."""
+        """Whether the thread runs; False without torch.distributed, with one rank, and after `close`."""
         return self._thread is not None and self._thread.is_alive()
 
     def watch(self) -> None:
-        """Start to listen, unless that is done, an error was heard, or there is no other rank."""
+        """Start the thread, unless it runs, an error was received, or there is no other rank."""
         if self._thread is not None or self._heard is not None:
             return
         rank, world_size = self._place or process_place() or (0, 1)
@@ -103,26 +104,26 @@ class StopTogether(Generic[Owner]):
         self._key = f"{run_key()}/stop"
         self._outgoing: str | None = None
         self._closed = False
-        self._wake = threading.Event()  # set after each change of the two above
-        self._sent = threading.Event()  # or given up
-        self._returned = threading.Event()  # the loop has the error, or closed its loader
-        # The thread alone holds the connection, so that its end closes it.
+        self._wake = threading.Event()  # set after each change of `_outgoing` or `_closed`
+        self._sent = threading.Event()  # set when the error was sent, or sending was given up
+        self._returned = threading.Event()  # set when the loop got the error or closed its loader
+        # Only the thread refers to the connection, so the end of the thread closes it.
         self._thread = threading.Thread(target=self._run, args=(store,), name="shardkit-stop", daemon=True)
         _watching.add(self)
         atexit.register(self._at_exit)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise PeerError if a peer has stopped; cheap enough for every step."""
+        """Raise PeerError if another rank has failed; cheap enough for every step."""
         if self._heard is not None:
-            for each in list(_watching):  # the loop hangs in no collective, whichever loader it came to
+            for each in list(_watching):  # the loop is not stuck, so no loader may end this process
                 each._returned.set()
             raise PeerError(self._heard.rank, self._heard.step, self._heard.problem)
 
     def report(self, error: BaseException, step: int | None = None) -> None:
-        """Tell the peers that this rank stops because of `error`; the first error of a run is the one kept.
+        """Tell the other ranks that this rank stops because of `error`; only a run's first error is kept.
 
-        Returns when they have read it, after a few seconds at most. A peer's own error is not sent again.
+        Returns when they have read it, after a few seconds at most. A PeerError is not sent back.
         """
         if not self.watching or os.getpid() != self._process or isinstance(error, PeerError):
             return
@@ -133,9 +134,9 @@ class StopTogether(Generic[Owner]):
             self._sent.wait(self._hear_seconds + _SLACK_SECONDS)
 
     def close(self) -> None:
-        """End the thread. Safe to call twice, and from a forked child; `watch` may start another.
+        """End the thread. Safe to call twice, and from a forked child; `watch` may start another thread.
 
-        An error that was heard stays: `check` raises it again.
+        A received error stays: `check` raises it again.
         """
         thread = self._thread
         if thread is None or os.getpid() != self._process:
@@ -152,10 +153,10 @@ class StopTogether(Generic[Owner]):
         self._returned.set()
 
     def _at_exit(self) -> None:
-        """Report the error that ended the script, at the end of the interpreter.
+        """Report the error that ended the script, and end the thread before the interpreter exits.
 
-        The interpreter must not end while the thread is inside of the store: a thread that comes back from
-        C++ then is stopped there, which C++ answers by aborting the process.
+        A thread that returns from the store's C++ code after the interpreter's exit is terminated there,
+        which makes C++ abort the process.
         """
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
@@ -164,25 +165,25 @@ class StopTogether(Generic[Owner]):
 
     @property
     def _hear_seconds(self) -> float:
-        return 2 * self._wait_seconds + _SLACK_SECONDS  # a peer reads once in every `_wait_seconds`
+        return 2 * self._wait_seconds + _SLACK_SECONDS  # other ranks poll every `_wait_seconds`
 
     def _run(self, store: Store) -> None:
-        # RuntimeError is how torch's stores fail: rank 0 has ended, and its peers cannot know whether well.
+        # torch's stores raise RuntimeError when rank 0 has ended; other ranks cannot know whether it failed.
         with suppress(RuntimeError):
             self._listen(store)
         self._sent.set()
         del store
-        atexit.unregister(self._at_exit)  # which has nothing left to send, and keeps this object alive
+        atexit.unregister(self._at_exit)  # it has nothing left to send, and would keep this object alive
         if self._heard is None:
             return
         if (owner := self._owner()) is not None:
             self._on_peer_error(owner, self._heard)
-        del owner  # must not keep the loader alive while its loop is away
+        del owner  # this thread must not keep the loader alive during the wait below
         if self._grace_seconds is not None and not self._returned.wait(self._grace_seconds):
             self._end_process(self._heard, self._grace_seconds)
 
     def _listen(self, store: Store) -> None:
-        """Return when this rank has sent an error or wants no more, or a peer's error was `_heard`."""
+        """Poll until this rank has sent an error, the watch is closed, or another rank's error arrives."""
         while not self._closed and self._owner() is not None:
             if self._outgoing is not None:
                 return self._send(store, self._outgoing)
@@ -194,7 +195,7 @@ class StopTogether(Generic[Owner]):
         return None
 
     def _send(self, store: Store, error: str) -> None:
-        """Store the error, and stay until all ranks have it: the store may end with this process."""
+        """Store the error and wait until all ranks have read it: the store may end with this process."""
         store.compare_set(self._key, "", error)
         self._count(store)
         deadline = time.monotonic() + self._hear_seconds
@@ -206,21 +207,21 @@ class StopTogether(Generic[Owner]):
         return f"{self._key}/heard"
 
     def _count(self, store: Store) -> None:
-        """Count this rank among those that have the error: once, however many loaders it has."""
+        """Count this rank once as having read the error, even if it has several loaders."""
         if store.add(f"{self._heard_key}/{self._rank}", 1) == 1:
             store.add(self._heard_key, 1)
 
     def _end_process(self, heard: PeerError, seconds: float) -> None:
         sys.stderr.write(
             f"shardkit: {heard}; the loop of rank {self._rank} has not returned to its loader for "
-            f"{seconds:g} s, as if it waited for that rank: ending this process (stop_grace_seconds)\n"
+            f"{seconds:g} s and probably waits for that rank: ending this process (stop_grace_seconds)\n"
         )
         with suppress(
             OSError, ValueError, AttributeError
-        ):  # stderr may be replaced by something without a file
+        ):  # stderr may be an object without a file descriptor
             faulthandler.dump_traceback(sys.stderr)
         os.kill(os.getpid(), signal.SIGTERM)
-        # Over already, unless something handles the signal: in Python, only once the loop runs again.
+        # SIGTERM ends the process unless it has a handler; a Python handler runs only if the loop does.
         if not self._returned.wait(self._end_seconds):
             os._exit(1)
 
@@ -229,7 +230,7 @@ _watching: weakref.WeakSet[StopTogether[Any]] = weakref.WeakSet()
 
 
 class PeerWatch:
-    """Hears errors of the other ranks' loaders, for a rank that has none: see `watch`."""
+    """Receives errors of other ranks' loaders on a rank that has no loader: see `watch`."""
 
     def __init__(self, grace_seconds: float | None = None) -> None:
         self._stop_together = StopTogether(self, grace_seconds=grace_seconds)
@@ -237,7 +238,7 @@ class PeerWatch:
 
     def check(self) -> None:
         """Raise PeerError if a loader of another rank has failed; cheap enough for every step."""
-        self._stop_together.watch()  # the process group may have been made since
+        self._stop_together.watch()  # the process group may have been created after this object
         self._stop_together.check()
 
     def close(self) -> None:
@@ -256,7 +257,7 @@ class PeerWatch:
 
 
 def watch(grace_seconds: float | None = None) -> PeerWatch:
-    """Listen for errors of other ranks' loaders, on a rank that makes no loader, such as a pipeline stage.
+    """Listen for errors of other ranks' loaders, on a rank without a loader, such as a pipeline stage.
 
         with watch() as peers:
             for step in range(steps):
@@ -264,6 +265,6 @@ def watch(grace_seconds: float | None = None) -> PeerWatch:
                 train_step()
 
     An error that leaves the `with` is reported to the other ranks. `grace_seconds`: end this process if it
-    has not come to `check` this long after another rank has failed; default: never.
+    has not called `check` this many seconds after another rank failed; default: never.
     """
     return PeerWatch(grace_seconds)

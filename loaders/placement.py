@@ -1,18 +1,19 @@
-"""Where this process stands among the data-parallel ranks, and which of them share its machine.
+"""Finds the data-parallel rank and world size of this process, and the ranks that share its machine.
 
-A rank of a loader is a *data-parallel* rank: processes with one such rank (tensor, pipeline and context
+A rank of a loader is a *data-parallel* rank: processes with the same rank (tensor, pipeline and context
 parallel peers) are replicas, which get the same batches. `find_place` takes rank and world size from exactly
-one source, because a rank from one and a world size from another would silently train on wrong parts: a
-device mesh, a process group or numbers if given, else torch.distributed, else torchrun's environment, else 0
-of 1. torch is asked only if it is imported already. Slurm's and Open MPI's rank variables are not read: both
-are also set for tasks that do not train together. Where they say that several processes were started and
-nothing else is known, `check_place` warns; it refuses a place that torch.distributed has come to contradict.
+one source, because a rank from one source and a world size from another would silently train on wrong parts.
+The source is a device mesh, a process group or numbers if given, else torch.distributed, else torchrun's
+environment, else 0 of 1. torch is used only if it is already imported. Slurm's and Open MPI's rank variables
+are not read: both are also set for tasks that do not train together. `check_place` warns if only they show
+that several processes were started; it raises an error if torch.distributed later contradicts the place.
 
-`ranks_of_machine` learns which data-parallel ranks share this machine, for the plan of their common cache. It
-does not follow from LOCAL_WORLD_SIZE, which counts replicas, nor from the rank, for the ranks of a machine
-need not be consecutive. Each process appends its rank to a key named after its machine in the store of the
-process group, counts itself, waits until all are counted (30 s at most), and reads its machine's key: four
-to six requests a process and a connection, whatever the world size. Nothing that is learned decides an order.
+`ranks_of_machine` finds which data-parallel ranks share this machine, for the plan of their common cache.
+They do not follow from LOCAL_WORLD_SIZE, which counts replicas, nor from the rank, because the ranks of a
+machine need not be consecutive. Each process appends its rank to a key named after its machine in the store
+of the process group, counts itself, waits until all are counted (30 s at most), and reads its machine's key:
+four to six requests and one connection per process, at any world size. The result does not affect the order
+of samples.
 
 `usage_log_role` chooses one of the replicas to write the usage log.
 """
@@ -42,26 +43,26 @@ if TYPE_CHECKING:
 
 DATA_PARALLEL_DIMS = ("dp_replicate", "dp_shard", "dp", "batch", "data_parallel")
 
-WAIT_SECONDS = 30.0  # for the ranks to come to their first batch: they have met in init_process_group already
+WAIT_SECONDS = 30.0  # longest wait for other ranks' first batch; they already met in init_process_group
 
-_CONNECT_SECONDS = 10.0  # the store exists already: the ranks have met through it
+_CONNECT_SECONDS = 10.0  # timeout of a connection to the store, through which the ranks already met
 
-# S3 answers so many GETs a second for one prefix, before it divides it, which takes half an hour.
+# GET requests per second that S3 answers for a prefix before it splits the prefix, which takes half an hour.
 PREFIX_REQUESTS_PER_SECOND = 5500
-NODE_REQUESTS = 40  # of all processes of a node until each has its first rows of one dataset
-INDEX_REQUESTS = 3  # for a dataset's index and card
+NODE_REQUESTS = 40  # requests of a node until all its processes have their first rows of one dataset
+INDEX_REQUESTS = 3  # requests for a dataset's index and card
 SINGLE_ROWS = 32
 _MOST_DELAY_SECONDS = (
-    15.0  # at 2,048 nodes and one dataset; a job that starts has waited longer for its nodes
+    15.0  # reached at 2,048 nodes and one dataset; a job that large waits longer for its nodes
 )
 
-_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # processes started together
+_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # numbers of processes started together
 
 Source = Literal["arguments", "mesh", "group", "torch.distributed", "environment", "default"]
 
 
 class Store(Protocol):
-    """The part of `torch.distributed.Store` that carries errors; RuntimeError when it is gone."""
+    """The methods of `torch.distributed.Store` for sending errors; they raise RuntimeError if it is gone."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -71,14 +72,14 @@ class Store(Protocol):
 
 
 class CountingStore(Store, Protocol):
-    """What learning needs besides."""
+    """A `Store` with the further methods that `ranks_of_machine` needs."""
 
     def append(self, key: str, value: str, /) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
 
 def machine_name() -> str:
-    """A name that all processes of this machine share, in containers too, and no other machine has."""
+    """Return a name that all processes of this machine share, also in containers, unique to the machine."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -86,17 +87,17 @@ def machine_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Data-parallel rank `rank` of `world_size`."""
+    """The data-parallel rank and world size of a process, and where they came from."""
 
     rank: int
     world_size: int
     source: Source = "arguments"
     members: tuple[int, ...] = ()
-    """Ranks in the world of all processes of the mesh or group; () if not known, as with numbers."""
+    """World ranks of all processes of the mesh or group; () if unknown, as for ranks given as numbers."""
     is_first_replica: bool | None = None
-    """Whether the other coordinates in the mesh are all 0; None if not known."""
+    """Whether the coordinates in all other mesh dims are 0; None if unknown."""
     machine: str = field(default_factory=machine_name)
-    """Equal for all processes that share this one's cache folder."""
+    """Name that is equal for all processes that share this one's cache folder."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -112,14 +113,18 @@ def find_place(
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
 ) -> Place:
-    """The place of this process; ValueError for half an answer, two answers, or numbers out of range."""
+    """Return the place of this process.
+
+    Raises ValueError for a rank without a world size (or the reverse), for several sources, and for numbers
+    out of range.
+    """
     if (rank is None) != (world_size is None):
         missing = "world_size" if world_size is None else "rank"
         raise ValueError(f"give rank and world_size together, or neither: {missing} is missing")
     given = {"rank and world_size": rank, "mesh": mesh, "group": group}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise ValueError(f"give only one of {', '.join(names)}: each of them states the rank and world size")
+        raise ValueError(f"give only one of {', '.join(names)}: each defines rank and world size")
     if mesh is not None:
         return _from_mesh(mesh)
     if group is not None:
@@ -145,10 +150,10 @@ def _from_mesh(mesh: DeviceMesh) -> Place:
             f"mesh has no data-parallel dim: its dims are {names or 'unnamed'} of sizes {shape}, and data is "
             f"divided along {', '.join(DATA_PARALLEL_DIMS)}; give the process group of the dim that divides "
             "the data, group=mesh['name'].get_group(), or rank= and world_size= (0 and 1 if all processes "
-            "read the same)"
+            "read the same data)"
         )
     if (coordinate := mesh.get_coordinate()) is None:
-        raise ValueError("this process is not in the mesh: make the loader only where the mesh is used")
+        raise ValueError("this process is not in the mesh: create the loader only in processes of the mesh")
     rank = 0
     for size, at, counts in zip(shape, coordinate, is_data, strict=True):
         rank = rank * size + at if counts else rank
@@ -168,7 +173,7 @@ def _from_group(group: ProcessGroup) -> Place:
         raise ValueError("group was given, but torch.distributed is not initialized")
     rank = int(distributed.get_rank(group))
     if rank < 0:
-        raise ValueError("this process is not in the group: make the loader only on its members")
+        raise ValueError("this process is not in the group: create the loader only in processes of the group")
     members = tuple(distributed.get_process_group_ranks(group))
     return Place(rank, len(members), "group", members)
 
@@ -184,7 +189,7 @@ def _from_environment() -> tuple[int, int] | None:
         return None
     if rank is None or world_size is None:
         missing = "RANK" if rank is None else "WORLD_SIZE"
-        raise ValueError(f"the environment has only one of RANK and WORLD_SIZE: {missing} is missing")
+        raise ValueError(f"set both RANK and WORLD_SIZE in the environment, or neither: {missing} is missing")
     return rank, world_size
 
 
@@ -199,16 +204,16 @@ def _number(name: str) -> int | None:
 
 
 def process_place() -> tuple[int, int] | None:
-    """(rank, world size) of this process among all, by torch.distributed or torchrun; None if alone."""
+    """Return the world rank and world size from torch.distributed or torchrun; None without either."""
     if (found := _from_torch()) is not None:
         return found
-    with suppress(ValueError):  # half of an environment matters only to who relies on it
+    with suppress(ValueError):  # an incomplete environment is an error in `find_place` only
         return _from_environment()
     return None
 
 
 def local_processes(place: Place) -> int:
-    """Processes that share this machine's memory, as the launcher says; without one, all of the world."""
+    """Return how many processes share this machine's memory, from launcher variables; else the world size."""
     processes = process_place()
     most = place.world_size if processes is None else max(processes[1], place.world_size)
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
@@ -218,17 +223,17 @@ def local_processes(place: Place) -> int:
 
 
 def node_count(place: Place) -> int:
-    """Machines of the job, as far as the launcher says how many processes each has."""
+    """Return the number of machines of the job; 1 if no launcher variable has the processes per machine."""
     processes = process_place()
     most = place.world_size if processes is None else max(processes[1], place.world_size)
     return -(-most // local_processes(place))
 
 
 def start_delay(machine: str, nodes: int, datasets: int = 1) -> float:
-    """Seconds that a node waits before it first asks a store, so that nodes do not all ask in one second.
+    """Return how many seconds a node waits before its first request, so that nodes do not start together.
 
-    From 0 to the time in which one prefix answers what all nodes ask for at their start. It follows from the
-    name of the machine; a store that refuses requests all the same is asked again (`shardkit.storage.retry`).
+    The delay is a hash of the machine's name, scaled to the time that one prefix needs to answer all nodes'
+    initial requests. Requests that the store refuses anyway are retried (`shardkit.storage.retry`).
     """
     requests = nodes * (NODE_REQUESTS + (datasets - 1) * INDEX_REQUESTS)
     longest = min(_MOST_DELAY_SECONDS, requests / PREFIX_REQUESTS_PER_SECOND)
@@ -239,10 +244,10 @@ def start_delay(machine: str, nodes: int, datasets: int = 1) -> float:
 
 
 def first_rows(processes: int, nodes: int) -> int:
-    """Rows that a process may fetch one by one after a start, by two requests each if nothing proves them.
+    """Return how many single rows a process may fetch after its start; each may take two requests.
 
-    `SINGLE_ROWS` where the nodes are few; where they are many, all processes of a node have as many together
-    as `NODE_REQUESTS` allow.
+    `SINGLE_ROWS` for few nodes. For many nodes, all processes of a node together fetch as many rows as
+    `NODE_REQUESTS` allows.
     """
     if nodes * NODE_REQUESTS <= PREFIX_REQUESTS_PER_SECOND:
         return SINGLE_ROWS
@@ -250,7 +255,7 @@ def first_rows(processes: int, nodes: int) -> int:
 
 
 def replicas_on_machine(place: Place, ranks: tuple[int, ...]) -> int:
-    """Processes of this machine that get the same batches, this one among them, as far as is known.
+    """Return how many processes of this machine get the same batches, this one included; an estimate.
 
     `ranks`: the data-parallel ranks that share the machine.
     """
@@ -260,15 +265,15 @@ def replicas_on_machine(place: Place, ranks: tuple[int, ...]) -> int:
 
 
 def check_place(place: Place) -> None:
-    """Raise RuntimeError if torch.distributed contradicts a place that nobody stated."""
+    """Raise RuntimeError if torch.distributed contradicts a place that the user did not give."""
     if place.source in ("arguments", "mesh", "group"):
         return
     now = _from_torch()
     if now is not None and now[1] > 1 and now != (place.rank, place.world_size):
         raise RuntimeError(
-            f"this loader was made as rank {place.rank} of {place.world_size} (by {place.source}), but "
-            f"torch.distributed says rank {now[0]} of {now[1]}: make it after init_process_group, or give "
-            "rank= and world_size="
+            f"this loader was created as rank {place.rank} of {place.world_size} (from {place.source}), but "
+            f"in torch.distributed this is rank {now[0]} of {now[1]}: create the loader after "
+            "init_process_group, or give rank= and world_size="
         )
     if now is None and place.source == "default":
         started = {name: _number(name) or 1 for name in _LAUNCHERS}
@@ -276,21 +281,21 @@ def check_place(place: Place) -> None:
         if count > 1:
             warn_user(
                 f"{count} processes were started together ({name}), and this loader delivers every sample to "
-                "each of them: if they train one model, give rank= and world_size=, or make the loader after "
-                "torch.distributed.init_process_group; if not, give rank=0 and world_size=1"
+                "each of them: if they train one model, give rank= and world_size=, or create the loader "
+                "after torch.distributed.init_process_group; if not, give rank=0 and world_size=1"
             )
 
 
 _learned: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[int, ...]]]
-_learned = weakref.WeakKeyDictionary()  # by process group
+_learned = weakref.WeakKeyDictionary()  # results of `ranks_of_machine` by process group and place
 _learning = threading.Lock()
 
 
 def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tuple[int, ...]:
-    """The data-parallel ranks whose processes share this machine, in order; this rank is one of them.
+    """Return the data-parallel ranks whose processes share this machine, ascending, including this rank.
 
-    Asks the store of the process group once for each place. Without a store, and in a DataLoader worker, only
-    what torchrun's environment says is known.
+    Reads the store of the process group once per place. Without a store, and in a DataLoader worker, uses
+    only torchrun's environment variables.
     """
     distributed = distributed_in_use()
     if distributed is None or place.world_size == 1 or dataloader_workers():
@@ -300,7 +305,7 @@ def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tup
         known = _learned.setdefault(distributed.group.WORLD, {})
         if key not in known:
             known[key] = _by_environment(place)
-            # RuntimeError: the store is gone, or is one of files, which may not have what we call.
+            # RuntimeError: the store is gone, or is a FileStore, which may lack a method.
             with suppress(RuntimeError):
                 if (store := group_store()) is not None:
                     announce(store, place, process=int(distributed.get_rank()))
@@ -309,10 +314,10 @@ def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tup
 
 
 def announce(store: CountingStore, place: Place, *, process: int) -> None:
-    """Tell the store of the place of this process, which has rank `process` in the world.
+    """Write the place of this process, whose world rank is `process`, to the store.
 
-    All members of a mesh or group are counted, and of ranks given as numbers the first process of each,
-    because not every replica need have a loader.
+    Counts all members of a mesh or group. For ranks given as numbers, counts only the first process of each
+    rank, because not every replica need have a loader.
     """
     key = _ranks_key(place)
     store.append(f"{key}/on/{place.machine}", f"{place.rank},")
@@ -327,7 +332,7 @@ def announce(store: CountingStore, place: Place, *, process: int) -> None:
 
 
 def await_ranks(store: CountingStore, place: Place, *, wait_seconds: float) -> tuple[int, ...]:
-    """The ranks of this machine when all are announced; with a warning, those announced in this time."""
+    """Wait for all processes and return the ranks of this machine; on timeout warn and return those known."""
     count = _count_key(place)
     try:
         store.wait([f"{count}/all"], timedelta(seconds=wait_seconds))
@@ -336,7 +341,7 @@ def await_ranks(store: CountingStore, place: Place, *, wait_seconds: float) -> t
         if missing:
             warn_user(
                 f"{missing} of {_expected(place)} processes have not begun to read in {wait_seconds:g} s: "
-                "the cache plan of this machine leaves out those of them that share it (batches are not "
+                "the cache plan of this machine ignores those of them that share it (batches are not "
                 "affected); if only some processes of a mesh read data, give rank= and world_size= instead"
             )
     ranks = store.get(f"{_ranks_key(place)}/on/{place.machine}").decode().split(",")
@@ -348,7 +353,7 @@ def _expected(place: Place) -> int:
 
 
 def _ranks_key(place: Place) -> str:
-    # Slices of a mesh share it: each knows its own members only, and they use the machines' caches together.
+    # One key for all slices of a mesh: each knows only its own members, but they share the machines' caches.
     return f"{run_key()}/ranks/{place.world_size}"
 
 
@@ -366,7 +371,7 @@ def _by_environment(place: Place) -> tuple[int, ...]:
 
 
 def usage_log_role(place: Place, folder: str | os.PathLike[str]) -> Literal["writer", "replica", "unknown"]:
-    """Whether this process, or a replica of it, logs to `folder`; unknown without a store to agree in."""
+    """Return whether this process or a replica of it logs to `folder`; "unknown" if no store can decide."""
     if place.is_first_replica is not None:
         return "writer" if place.is_first_replica else "replica"
     process = process_place()
@@ -381,13 +386,13 @@ def usage_log_role(place: Place, folder: str | os.PathLike[str]) -> Literal["wri
 
 
 def run_key() -> str:
-    """Return the beginning of this run's keys. Torchrun's store outlives a run that failed."""
+    """Return the prefix of this run's keys; it differs per restart, as torchrun's store outlives a run."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return "/".join(["shardkit", *(os.environ.get(name, "") for name in names)])
 
 
 def group_store() -> CountingStore | None:
-    """Return a connection to the store of the default process group; None without torch.distributed."""
+    """Return a new connection to the store of the default process group; None without torch.distributed."""
     distributed = distributed_in_use()
     if distributed is None:
         return None
@@ -399,7 +404,7 @@ def group_store() -> CountingStore | None:
 
 
 def rendezvous_store() -> CountingStore | None:
-    """Return a connection to the store at MASTER_ADDR, which ranks meet over by default; None without one."""
+    """Return a connection to the store at MASTER_ADDR, where ranks meet by default; None if there is none."""
     distributed = distributed_in_use()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if distributed is None or not host or not port:
@@ -408,12 +413,12 @@ def rendezvous_store() -> CountingStore | None:
     try:
         store = distributed.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
     except RuntimeError:
-        return None  # the ranks have met elsewhere: init_process_group was given another address
+        return None  # init_process_group was given another address, so the ranks met elsewhere
     return store  # type: ignore[no-any-return]
 
 
 def distributed_in_use() -> Any:
-    """Return torch.distributed if it is in use. Not imported here: who uses it has done so."""
+    """Return torch.distributed if it is initialized, without importing it; else None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
@@ -421,7 +426,7 @@ def distributed_in_use() -> Any:
 
 
 def dataloader_workers() -> int:
-    """Return how many workers the torch DataLoader has of which this process is one; 0 outside of workers."""
+    """Return the number of workers of this process's torch DataLoader; 0 if this process is not a worker."""
     data = sys.modules.get("torch.utils.data")
     worker = None if data is None else data.get_worker_info()
     return 0 if worker is None else int(worker.num_workers)

@@ -1,18 +1,18 @@
-"""Produces batches: plans many, reads a few at a time, and has them ready before the loop asks.
+"""Produces batches: plans many, reads a few at a time, and prepares them before the loop requests them.
 
 `GroupMaker` plans thousands of positions in one call (100 ns per sample) and gathers a group of batches that
-fits a core's second-level cache, where a gather is fastest. A plan covers up to `PLAN_ROWS` samples, after
-shorter ones at the start, because the first batch must wait neither for a long plan nor for shards that only
-later batches need. A dataset of more than `MAX_PLAN_SHARDS` shards is planned in shorter pieces; shards that
-the plan before did not use are mapped again, which costs tens of microseconds each.
+fits a core's second-level cache, where a gather is fastest. A plan covers up to `PLAN_ROWS` samples. The
+first plans are shorter, because the first batch must wait neither for a long plan nor for shards that only
+later batches need. A dataset of more than `MAX_PLAN_SHARDS` shards is planned in shorter pieces; each shard
+that the previous plan did not use is mapped again, which costs tens of microseconds.
 
 `Prefetcher` advances that iterator either in the training loop or in one background thread, never in both at
-once, and keeps its order. The thread runs only while the loop has something else to do: a loop that comes
-back sooner than `BUSY_SECONDS` leaves nothing to overlap with, and two threads that take turns with Python's
-lock and each other's caches are slower than one (16 microseconds gather 8 rows; waking a thread costs more).
-So a loop that only reads runs at full speed on a busy machine too, and a loop that trains finds its batches
-ready. An error in the thread is raised where the group was due, with the thread's traceback. `close` ends the
-thread; so do leaving the loop and the interpreter's end. Nothing here survives a fork: a child must start its
+once, and keeps its order. The thread runs only while the loop does other work: a loop that returns within
+`BUSY_SECONDS` leaves nothing to overlap with, and two threads that alternate between the GIL and each other's
+caches are slower than one (gathering 8 rows takes 16 microseconds; waking a thread takes longer). So a loop
+that only reads runs at full speed on a busy machine too, and a loop that trains finds its batches ready. An
+error in the thread is raised at the point of its group, with the thread's traceback. `close`, leaving the
+loop and the interpreter's exit end the thread. None of these objects survives a fork: a child must create its
 own.
 """
 
@@ -42,26 +42,26 @@ from shardkit.order.batches import BatchPlan, Cursor
 from shardkit.storage.running_clock import LOOK_SECONDS, running_seconds
 from shardkit.storage.store import StoreError
 
-PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
-PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
+PLAN_ROWS = 65536  # maximum rows of one rank in a plan; planning them takes six milliseconds
+PLAN_POSITIONS = 1 << 20  # maximum positions of all ranks in a plan; they take 8 MiB
 GROUP_BYTES = 2 << 20
-PLAN_GROWTH = 8  # of each plan over the one before
-# A plan maps all its shards, the next one is made while it is read, and Linux allows a process 65,530 maps.
+PLAN_GROWTH = 8  # factor by which each plan exceeds the one before
+# A plan maps all its shards while the next plan is made, and Linux allows 65,530 maps per process.
 MAX_PLAN_SHARDS = 8192
 
-BUSY_TIMES = 2  # in a row: once may be the operating system's doing
-_JOIN_SECONDS = 5.0  # how long closing waits for a thread in the middle of a read
+BUSY_TIMES = 2  # long pauses of the loop in a row that start the thread; a single one may be OS scheduling
+_JOIN_SECONDS = 5.0  # longest wait of `close` for a thread in the middle of a read
 
 
 class LoaderTimeoutError(ShardkitError, TimeoutError):
-    """A batch did not arrive in time; the message says which, and what was being read."""
+    """A batch did not arrive in time; the message names the batch and what was being read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What an iteration reads of the batches from a cursor on: number `first` and each `every`-th after it.
+    """The part of the batches that an iteration reads: number `first` and each `every`-th one after it.
 
-    `reads_ahead`: in a thread too, where the loop leaves time. `makes_batches`: of the fields of groups.
+    `reads_ahead`: read in a background thread, too. `makes_batches`: make batches of the fields of groups.
     """
 
     first: int = 0
@@ -78,27 +78,27 @@ class Group:
     """Consecutive batches and the loader's cursor after each."""
 
     fields: Fields
-    batches: list[Batch]  # made of `fields`; none where whoever receives them makes them
+    batches: list[Batch]  # batches made of `fields`; empty if the receiver of the fields makes them
     cursors: list[Cursor]
-    ids: npt.NDArray[np.int64]  # (batches, batch size): of the samples, -1 is padding
+    ids: npt.NDArray[np.int64]  # sample ids of shape (batches, batch size); -1 is padding
     bytes: int
-    work: npt.NDArray[np.int64] | None = None  # of each batch, as `Steps.work`
+    work: npt.NDArray[np.int64] | None = None  # work of each batch, in the format of `Steps.work`
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Planned batches, and what reads them from their open shards."""
+    """Planned batches and the function that reads them from their open shards."""
 
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]
     read: ReadRows
-    is_late: bool  # shards had to be fetched first
-    real: npt.NDArray[np.int64] | None  # how many samples before entry i are not padding; None: all
+    is_late: bool  # whether shards had to be fetched first
+    real: npt.NDArray[np.int64] | None  # number of samples before entry i that are not padding; None: all
     work: npt.NDArray[np.int64] | None
 
 
 class GroupMaker:
-    """Makes the groups of one rank from any position on."""
+    """Makes the groups of one rank, starting at any position."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class GroupMaker:
         balance: WorkBalance | None = None,
         makes_batches: bool = True,
     ) -> None:
-        """`most_bytes`: of a group, except that one batch is always allowed."""
+        """`most_bytes`: maximum size of a group, except that one batch is always allowed."""
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
         self._balance, self._makes_batches = balance, makes_batches
         self._streams = streams
@@ -120,9 +120,9 @@ class GroupMaker:
         self._planning, self._reading = "", 0
 
     def groups(self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1) -> Iterator[Group]:
-        """Yield the rest of the epoch of the next batch; if endless, all epochs from there on.
+        """Yield the rest of the epoch at `cursor`, or with `endless` also all later epochs.
 
-        Of these batches only number `first` and each `every`-th after it; the others cost nothing.
+        Of these batches, yields number `first` and each `every`-th after it; skipped batches cost nothing.
         """
         skip = first
         rows = self._plan.batch_size
@@ -140,7 +140,7 @@ class GroupMaker:
                 yield from self._read(planned)
                 cursor, skip = planned.cursors[-1], every - 1
                 left -= (len(planned.cursors) - 1) * every + 1
-                # A plan waits for all its shards: while they must be fetched first, short plans wait for few.
+                # A plan waits for all its shards, so use short plans as long as shards must be fetched first.
                 if planned.is_late:
                     rows = max(rows // PLAN_GROWTH, self._plan.batch_size)
                 else:
@@ -149,7 +149,7 @@ class GroupMaker:
                 return
 
     def describe(self) -> str:
-        """Describe where this rank is and what it is reading and planning."""
+        """Describe the position of this rank and what it is reading and planning, for messages."""
         plan, position = self._plan, self._reading
         step = position // plan.global_batch
         place = f"rank {plan.rank} of {plan.world_size}, step {step:,} (up to position {position:,})"
@@ -182,12 +182,12 @@ class GroupMaker:
         return _Planned(cursors, ids, read, is_late, real, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
-        """How many of `count` batches the streams' limits allow; StreamExhaustedError if none."""
+        """Return how many of `count` batches the stream limits allow; raise StreamExhaustedError if none."""
         limit, plan = self._arrangement.limit, self._plan
         if limit is None:
             return count
         start, batch = plan.start(position), plan.global_batch
-        if plan.tail == "pad":  # an epoch's last batch draws on less
+        if plan.tail == "pad":  # an epoch's last batch may have fewer samples
             batch = min(batch, plan.samples - start % plan.samples)
         if start + batch > limit.position:
             raise StreamExhaustedError(limit.message(plan.global_batch))
@@ -211,7 +211,7 @@ class GroupMaker:
 
     @contextmanager
     def _errors_with_place(self) -> Iterator[None]:
-        """Add rank, step and shards to errors of the store."""
+        """Add rank, step and shards to the messages of store and shape errors."""
         try:
             yield
         except FetchTimeoutError as error:
@@ -232,7 +232,7 @@ class GroupMaker:
 
 
 class Prefetcher:
-    """Hands out what `source` yields; `describe` says what is being read when a wait takes too long."""
+    """Delivers the groups of `source`; `describe` tells, for errors of long waits, what is being read."""
 
     def __init__(
         self,
@@ -243,15 +243,18 @@ class Prefetcher:
         most_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        """`most_…`: ready ahead of the loop, but one group is always allowed; 0 batches: no thread."""
+        """`most_…`: limits of what is ready ahead of the loop, except that one group is always allowed.
+
+        Without a thread if `most_batches` is 0.
+        """
         self._source, self._describe = source, describe
         self._most_batches, self._most_bytes = most_batches, most_bytes
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._ready: deque[Group] = deque()
         self._ready_batches = self._ready_bytes = 0
-        self._busy = False  # someone is advancing the source
-        self._wanted = False  # the thread may advance it
+        self._busy = False  # whether the loop or the thread is advancing the source
+        self._wanted = False  # whether the thread may advance the source
         self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -260,9 +263,9 @@ class Prefetcher:
         self._busy_times = 0
 
     def get(self) -> Group | None:
-        """The next group, or None at the end. Raises what the source raised, or LoaderTimeoutError."""
+        """Return the next group, or None at the end; raise the source's error, or LoaderTimeoutError."""
         if os.getpid() != self._process:
-            raise RuntimeError("this iterator belongs to the parent process: call iter(loader) in this one")
+            raise RuntimeError("this iterator belongs to the parent process: call iter(loader) in the child")
         is_busy = time.perf_counter() - self._returned > BUSY_SECONDS
         self._busy_times = self._busy_times + 1 if is_busy else 0
         wanted = self._busy_times >= BUSY_TIMES and self._most_batches > 0
@@ -275,11 +278,11 @@ class Prefetcher:
 
     @property
     def ready_batches(self) -> int:
-        """Batches that are ready to be handed out."""
+        """Number of batches that are ready to be delivered."""
         return self._ready_batches
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`: raised by `get`, at once if it waits. From any thread."""
+        """End the source with `error`, which `get` raises, at once if it is waiting. Safe in any thread."""
         with self._changed:
             self._ended, self._error = True, error
             self._ready.clear()
@@ -287,7 +290,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread and forget what is ready. Safe to call twice, and from a forked child."""
+        """End the thread and drop ready groups. Safe to call twice, and from a forked child."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -299,7 +302,7 @@ class Prefetcher:
             atexit.unregister(self.close)
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
-        self._source = iter(())  # an iterator of a closed loader keeps no shards open
+        self._source = iter(())  # so that an iterator of a closed loader keeps no shards open
 
     def _get_from_either(self, wanted: bool) -> Group | None:
         with self._changed:
@@ -316,7 +319,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _take_ready(self) -> Group | None:
-        """The next ready group, or None; waits for it while the thread is at work."""
+        """Return the next ready group, or None; wait for it while the thread is reading."""
         deadline = running_seconds() + self._timeout_seconds
         while not self._ready and self._busy and self._error is None:
             left = deadline - running_seconds()
@@ -334,11 +337,11 @@ class Prefetcher:
         return None
 
     def _advance(self) -> Group | None:
-        """The source's next group, or None at its end; nobody else can advance it meanwhile."""
+        """Return the source's next group, or None at its end; the caller must have exclusive use of it."""
         try:
             group = next(self._source, None)
         except BaseException as error:
-            # A generator that raised is at its end: asked again, it would pass for a finished epoch.
+            # A generator that raised is exhausted; another `next` would look like the end of the epoch.
             self._ended, self._error = True, error
             raise
         if group is None:

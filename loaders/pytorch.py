@@ -2,29 +2,28 @@
 
     StreamingDataset     for DataLoader(dataset, batch_size=None, num_workers=k): whole batches
     StreamingDataLoader  a DataLoader over it whose state is exact with any number of workers
-    state_of             extracts the plain state from one of torchdata's StatefulDataLoader
+    state_of             extracts the plain state from a state of torchdata's StatefulDataLoader
     checkpoint_state     reads the plain state from a torch.distributed.checkpoint
     MapDataset           single samples by number, for samplers and the Hugging Face Trainer
 
-The first two give what `StreamingLoader` gives, batch for batch. A DataLoader takes its batch t from worker t
-% k, so worker w of k makes the batches w, w + k, ... of this rank and plans no others; each has its own
-loader.
+The first two deliver the same batches as `StreamingLoader`. A DataLoader takes its batch t from worker t % k,
+so worker w of k makes the batches w, w + k, ... of this rank and plans no others; each has its own loader.
 
-A StreamingLoader alone prefetches with a thread and is faster than any of these. They are for code that wants
+A StreamingLoader alone prefetches with a thread and is faster than any of these. They are for code that needs
 a DataLoader, and for columns that are slow to decode. A plain DataLoader copies each batch between processes;
-the workers of a StreamingDataLoader hand over blocks of batches in memory that both see (`blocks`).
+the workers of a StreamingDataLoader send blocks of batches in shared memory (`worker_blocks`).
 
 **Leaving a `for` early.** Without workers the next `for` continues with the next batch. With workers only
-`StreamingDataLoader` knows what the loop has received, and continues as exactly. Under a plain DataLoader the
-workers know only what they made: the next `for` starts the epoch again, or the next epoch if all batches were
-made (when a loop is left within the last prefetch_factor * num_workers ones). To continue exactly, give the
-dataset `load_state_dict(dataset.state_dict(batches))`.
+`StreamingDataLoader` knows what the loop has received, and it continues with the next batch, too. Under a
+plain DataLoader the workers know only what they made: the next `for` starts the epoch again, or starts the
+next epoch if all batches were made (when a loop is left within the last prefetch_factor * num_workers
+batches). To continue exactly, call `dataset.load_state_dict(dataset.state_dict(batches))`.
 
-Remote datasets: give `cache_dir`, which workers share. In memory, each worker has its own cache.
+For remote datasets give `cache_dir`, which workers share. A cache in memory is separate for each worker.
 
-`MapDataset` reads any dataset, local or remote, in its own order: order and resuming are the sampler's
-business. A DataLoader asks for a batch at a time (`__getitems__`), which one gather reads. Random samples
-touch as many shards as there are samples, so a remote dataset needs a cache with room for all of it.
+`MapDataset` reads any dataset, local or remote, in stored order: shuffling and resuming are left to the
+sampler. A DataLoader requests one batch at a time (`__getitems__`), which one gather reads. Random samples
+touch about as many shards as there are samples, so a remote dataset needs a cache with room for all of it.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ __all__ = [
 
 Sample = dict[str, Any]
 
-_teams = itertools.count(-1, -1)  # of workers, each with a number that no DataLoader's seed has
+_teams = itertools.count(-1, -1)  # numbers of worker teams; negative, unlike the seeds of DataLoaders
 
 _OPTIONS = {
     *("labels", "keep_length", "mask_document_starts", "position_ids", "document_ids", "seq_lengths"),
@@ -93,13 +92,12 @@ _REMOTE_OPTIONS = {"cache_dir", "cache_bytes", "connections", "storage"}
 
 
 class MapDataset(TorchDataset[Sample]):
-    """Sample i as {"tokens": int64[length], …}; numbers and arrays of constant shape are tensors.
+    """Samples by index: {"tokens": int64[length], …}; numbers and arrays of constant shape are tensors.
 
-    `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`. Options, as of
-    `StreamingLoader`: labels, eos_id, bos_id, columns; keep_length, mask_document_starts, position_ids,
-    document_ids, seq_lengths, rename and tensors of `Layout`; of remote datasets cache_dir, cache_bytes,
-    storage, and connections of `Run`.
-    Can be pickled, and works in forked processes.
+    `dtype`: type of the delivered tokens; None keeps the stored type. `return_ids` adds `sample_id`. Accepts
+    these options of `StreamingLoader`: labels, eos_id, bos_id, columns; of `Layout`: keep_length,
+    mask_document_starts, position_ids, document_ids, seq_lengths, rename and tensors; for remote datasets
+    cache_dir, cache_bytes, storage, and connections of `Run`. Can be pickled, and works in forked processes.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class MapDataset(TorchDataset[Sample]):
         known = _OPTIONS | _REMOTE_OPTIONS
         if unknown := sorted(flattened(options).keys() - known):
             raise TypeError(
-                f"MapDataset() takes no option {unknown[0]!r}; known options: {', '.join(sorted(known))}"
+                f"MapDataset() has no option {unknown[0]!r}; its options are {', '.join(sorted(known))}"
             )
         self._dtype = dtype
         streams = open_streams(dataset, self._config, processes=1).streams
@@ -125,7 +123,7 @@ class MapDataset(TorchDataset[Sample]):
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset, open."""
+        """The open dataset."""
         return self._dataset
 
     def __len__(self) -> int:
@@ -140,17 +138,20 @@ class MapDataset(TorchDataset[Sample]):
     def __getitem__(
         self, index: SupportsIndex | slice | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
     ) -> Sample | list[Sample]:
-        """Sample `index`, or a list of those in a slice, list or array; negative ones count from the end."""
+        """Return sample `index`, or a list of the samples of a slice, list or array.
+
+        Negative numbers count from the end.
+        """
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
         if isinstance(index, np.ndarray) and index.dtype.kind not in "iu":
-            raise TypeError(f"samples are numbered by integers, not {index.dtype}")
+            raise TypeError(f"samples are indexed by integers, not by an array of {index.dtype}")
         if isinstance(index, (Sequence, np.ndarray)):
             return self.__getitems__(index)
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]) -> list[Sample]:
-        """The samples of a batch, in the order asked for; torch's DataLoader calls this."""
+        """Return the samples with these indices, in this order; torch's DataLoader calls this."""
         numbers = np.array([self._number(index) for index in indices], dtype=np.int64)
         if not len(numbers):
             return []
@@ -164,11 +165,11 @@ class MapDataset(TorchDataset[Sample]):
     def _number(self, index: SupportsIndex) -> int:
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"{self._dataset.location}: sample {number} of {len(self)}")
+            raise IndexError(f"{self._dataset.location}: there is no sample {number} of {len(self)}")
         return number % len(self)
 
     def _own_parts(self) -> tuple[SourceInfo, BatchMaker]:
-        """This process's: a child needs its own locks, threads, connections and memory."""
+        """Return this process's reader and maker; a child needs its own locks, threads and memory."""
         if self._parts is None or self._process != os.getpid():
             self._dataset = copy.copy(self._dataset)
             self._parts = self._open(Streams([self._dataset], ["0"]))
@@ -201,15 +202,16 @@ class MapDataset(TorchDataset[Sample]):
 
 
 def unchanged(batch: Batch) -> Batch:
-    """For `collate_fn`: torch's own would make tensors of the arrays in lists."""
+    """Return `batch`, as a `collate_fn`; torch's default one would convert arrays in lists to tensors."""
     return batch
 
 
 def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -> State:
-    """Read the state of a loader that torch.distributed.checkpoint saved as {name: loader}, on its own.
+    """Read only the state of a loader that torch.distributed.checkpoint saved as {name: loader}.
 
-    Also of states before version 4, whose keys `load({name: loader})` misses ("Missing key"). For
-    `load_state_dict` of any loader, with on_mismatch="fork" too. StateError if there is none.
+    Use it for `load_state_dict` of any loader, also with on_mismatch="fork". It also reads states before
+    version 4, for which `load({name: loader})` fails with "Missing key". Raises StateError if the checkpoint
+    has no such state.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a second to import
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -217,7 +219,7 @@ def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -
     reader = FileSystemReader(checkpoint)
     keys = [key for key in reader.read_metadata().state_dict_metadata if key.startswith(f"{name}.")]
     if not keys:
-        raise StateError(f"{os.fspath(checkpoint)}: nothing was saved as {name!r} in this checkpoint")
+        raise StateError(f"{os.fspath(checkpoint)}: this checkpoint has no entry {name!r}; give another name")
     values: dict[str, Any] = dict.fromkeys(keys)
     load(values, storage_reader=reader, no_dist=True)
     state: dict[str, Any] = {}
@@ -234,7 +236,7 @@ def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -
 
 
 class WorkerOptions(TypedDict, total=False):
-    """Arguments of torch's DataLoader that `StreamingDataLoader` hands on to it."""
+    """Arguments that `StreamingDataLoader` passes on to torch's DataLoader."""
 
     persistent_workers: bool
     timeout: float
@@ -244,17 +246,17 @@ class WorkerOptions(TypedDict, total=False):
 
 
 class StreamingDataLoader(DataLoader[Batch]):
-    """A DataLoader whose state is exact: it counts what the loop has received.
+    """A DataLoader whose state is exact: it counts the batches that the loop has received.
 
-    Accelerate's `prepare` returns it as it is, because each rank's loader gives that rank's batches, on the
-    CPU; `accelerator.save_state` saves its state and `load_state` restores it.
+    Accelerate's `prepare` returns it unchanged, because each rank's loader delivers that rank's batches, on
+    the CPU; `accelerator.save_state` saves its state and `load_state` restores it.
 
-    The state is that of `StreamingLoader`: either may load what the other saved, with another number of
-    workers, batch size or world size. Leaving a `for` early and starting another continues with the next
-    batch. Only one iterator is live. Arguments: those of DataLoader; the dataset makes the batches.
+    States are interchangeable with `StreamingLoader`: each loads the other's, also with another number of
+    workers, batch size or world size. After leaving a `for` early, the next one continues with the next
+    batch. Only one iterator is valid at a time. Takes arguments of DataLoader; the dataset makes the batches.
     """
 
-    # What Accelerate asks of a loader that it gets; it would have rank 0's feed all ranks.
+    # Attributes that Accelerate checks. Without them it would send rank 0's batches to all ranks.
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
 
@@ -269,10 +271,10 @@ class StreamingDataLoader(DataLoader[Batch]):
         block_bytes: int | str = BLOCK_BYTES,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        """`block_bytes`: batches travel from a worker together up to this size; 0: each alone.
+        """`block_bytes`: a worker sends batches in blocks of up to this size; 0: each batch separately.
 
-        Batches of columns that vary in size, which may be slow to decode, and those of a `collate_fn` always
-        travel alone. `prefetch_factor` counts batches, of which a worker makes whole blocks.
+        Batches of columns that vary in size, which may be slow to decode, and batches of a `collate_fn` are
+        always sent separately. `prefetch_factor` counts batches; a worker makes whole blocks of them.
         """
         known = [*WorkerOptions.__annotations__, "in_order", "pin_memory_device"]
         refuse_unknown("StreamingDataLoader()", options, known)
@@ -281,7 +283,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged
         self._timeout_seconds = options.pop("timeout", 0) or dataset.loader.config.timeout_seconds
         if num_workers:
-            options["timeout"] = LOOK_SECONDS  # torch looks after dead workers so often
+            options["timeout"] = LOOK_SECONDS  # interval at which torch checks for dead workers
         if self._hands_over_blocks and prefetch_factor is not None and prefetch_factor > 2:
             prefetch_factor = max(2, -(-prefetch_factor // self._block_batches))
         super().__init__(
@@ -294,7 +296,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             **options,
         )
         self._memory: BlockMemory | None = None
-        self._team, self._round = 0, 0  # which workers there are, and how often they have been iterated
+        self._team, self._round = 0, 0  # number of the worker team, and how often it has been iterated
         self._batches = dataset
         dataset.loop_logs = True
         self._cursor = dataset.next
@@ -313,7 +315,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             loader.prepare_workers(self._cursor)
         dataset.start_at(self._cursor, left=(self._team, self._round))
         number = dataset.iteration
-        self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun
+        self._own_iterations = (number, number + 1)  # + 1 when the iterator or its workers have begun
         self._round += 1
         source: Any = self._begin_workers() if self.num_workers else super().__iter__()
         if self._hands_over_blocks:
@@ -324,9 +326,9 @@ class StreamingDataLoader(DataLoader[Batch]):
         return delivery
 
     def _begin_workers(self) -> Iterator[Any]:
-        """Start the workers, or let persistent ones begin anew; a wait for one of them is bounded."""
+        """Start the workers, or restart persistent ones, with a limit on the wait for each of them."""
         if self._iterator is not None:
-            self._iterator._timeout = self._timeout_seconds  # for all to have begun
+            self._iterator._timeout = self._timeout_seconds  # limit until all workers have begun
         try:
             found: Any = super().__iter__()
         except RuntimeError as error:
@@ -346,7 +348,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         return f"rank {plan.rank} of {plan.world_size}, step {step:,} (position {position:,})"
 
     def _get_iterator(self) -> Any:
-        """torch's, whose workers are started here."""
+        """Return torch's iterator, whose workers are started here."""
         blocks = None
         if self._hands_over_blocks:
             self._memory = BlockMemory(self.num_workers, tensor_maker(self._batches.loader.config))
@@ -360,31 +362,31 @@ class StreamingDataLoader(DataLoader[Batch]):
         return iterator
 
     def __len__(self) -> int:
-        """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
+        """Return how many batches the next batch's epoch has, delivered ones included; equal on all ranks."""
         self._follow_dataset()
         loader = self._batches.loader
         return loader.epoch_batches(loader.start_of(self._cursor))
 
     def state_dict(self) -> State:
-        """Return where the loop is as plain data, the same on every rank."""
+        """Return the loop's position and settings as plain data, equal on every rank."""
         self._follow_dataset()
         return self._batches.loader.state_at(self._cursor)
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
-        """Continue where `state` was taken, as `StreamingLoader.load_state_dict`. Ends the live iterator."""
+        """Continue where `state` was taken, as `StreamingLoader.load_state_dict` does; end the iterator."""
         self._end_delivery()
         self._batches.load_state_dict(state, on_mismatch=on_mismatch)
         self._follow_dataset()
-        self._iterator = None  # also of persistent workers: more than the position may have changed
+        self._iterator = None  # also ends persistent workers, as more than the position may have changed
 
     def seek(self, consumed_samples: SupportsIndex) -> None:
-        """Continue at this position, as `StreamingLoader.seek`. Ends the live iterator."""
+        """Continue at this position, as `StreamingLoader.seek` does; end the live iterator."""
         self._end_delivery()
         self._batches.seek(consumed_samples)
         self._follow_dataset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to an epoch as `StreamingDataset.set_epoch` does. Ends the live iterator if that moves."""
+        """Move to an epoch as `StreamingDataset.set_epoch` does; end the iterator if the position moves."""
         self._follow_dataset()
         self._batches.move_to_epoch(self._cursor, epoch)
         self._follow_dataset()
@@ -397,9 +399,9 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._batches.close()
 
     def _follow_dataset(self) -> None:
-        """Take over where the dataset was moved to, or iterated by another DataLoader, since.
+        """Adopt the dataset's position if it was moved, or iterated by another DataLoader, in the meantime.
 
-        Accelerate's `skip_first_batches` makes such a DataLoader, for the rest of an epoch.
+        Accelerate's `skip_first_batches` creates such a DataLoader for the rest of an epoch.
         """
         number = self._batches.iteration
         if number not in self._own_iterations:
@@ -414,7 +416,7 @@ class StreamingDataLoader(DataLoader[Batch]):
 
 
 class _Delivery:
-    """An iteration of a `StreamingDataLoader`. Workers end with it, as with torch's own."""
+    """An iteration of a `StreamingDataLoader`; its workers end with it, as those of torch's iterator do."""
 
     def __init__(self, owner: StreamingDataLoader, source: Iterator[Batch]) -> None:
         self.source: Iterator[Batch] | None = source
@@ -426,7 +428,8 @@ class _Delivery:
     def __next__(self) -> Batch:
         if self.source is None:
             raise RuntimeError(
-                "stale iterator: it failed, or its loader was closed, re-iterated, or had a state loaded"
+                "stale iterator: it failed, or its loader was closed, re-iterated, or had a state loaded: "
+                "call iter(loader) again"
             )
         owner = self._owner
         plan = self._loader.plan
@@ -436,9 +439,9 @@ class _Delivery:
         except StopIteration:
             raise
         except Exception as error:
-            self.source = None  # torch's iterator would skip the batch that is missing
+            self.source = None  # prevents further use: torch's iterator would skip the missing batch
             if owner.num_workers:
-                # Otherwise the traceback keeps torch's iterator and its workers alive until it is collected.
+                # Otherwise the traceback keeps torch's iterator and its workers alive until it is garbage.
                 traceback.clear_frames(error.__traceback__)
                 if error.__cause__ is not None:
                     traceback.clear_frames(error.__cause__.__traceback__)

@@ -1,21 +1,21 @@
-"""`SharedCursor`: where an iteration of DataLoader workers starts, which is all that they must agree on.
+"""`SharedCursor`: where an iteration of DataLoader workers starts, the only thing they must agree on.
 
-It is memory that a process shares with the DataLoader workers it starts, changed under a
-lock: a worker is a copy of the dataset of the process that iterates, which does not see what workers do.
+It is memory that a process shares with the DataLoader workers it starts, changed under a lock: each worker
+has a copy of the process's dataset, and the process does not see what workers change in their copies.
 
     start   where the running iteration began, or the last one
     next    where the next one begins: `start`, until all workers have made the last batch of their share
 
-The first worker of an iteration sets `start` to `next`; the others, however late they come, find it set.
-`next` moves when all workers are done, so an iteration that a loop leaves before that starts again. Workers
-tell iterations apart by the DataLoader's seed and by how often they have been iterated; where a seed repeats,
-by having entered before. A StreamingDataLoader gives its workers a number that does not repeat, and says
-which iteration it has left: a worker that comes to it only now begins nothing. A worker that ends after
-another iteration has begun changes nothing.
+The first worker of an iteration sets `start` to `next`; later workers find it set. `next` moves when all
+workers are done, so an iteration that a loop leaves earlier starts again. Workers distinguish iterations by
+the DataLoader's seed and by how often they have been iterated; if a seed repeats, a worker that has already
+entered the iteration begins a new one. A StreamingDataLoader gives its workers a number that does not repeat,
+and records which iteration it has left: a worker that enters that iteration late does not begin it. A worker
+that ends after another iteration has begun changes nothing.
 
-The memory is an unnamed file: forked workers inherit it, spawned ones are given its descriptor, and nothing
-is left behind however the processes end. A copy that is not a worker's (by pickle, or in a process that was
-forked for something else) gets its own numbers.
+The memory is an unnamed file: forked workers inherit it, spawned workers receive its descriptor, and nothing
+remains after the processes end, even if they crash. A copy that does not belong to a worker (a pickle, or in
+a process forked for another purpose) gets its own numbers.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ _LOCK_SECONDS = 60.0
 
 _NUMBERS = np.dtype(
     [
-        ("iteration", "i8"),  # a running number
-        ("seed", "i8"),  # of the workers of this iteration
+        ("iteration", "i8"),  # number of the iteration, counted up
+        ("seed", "i8"),  # seed of the workers of this iteration
         ("round", "i8"),
-        ("workers", "i8"),  # how many of them; 0: it is not one of workers
+        ("workers", "i8"),  # number of workers; 0: an iteration without workers
         ("start", "i8", (2,)),
         ("next", "i8", (2,)),
         ("settings", "i8"),
-        ("entered", "i8", (MAX_WORKERS,)),  # the iteration that each worker has begun
-        ("made", "i8", (MAX_WORKERS,)),  # and the one of which it has made all batches
+        ("entered", "i8", (MAX_WORKERS,)),  # number of the iteration that each worker has begun
+        ("made", "i8", (MAX_WORKERS,)),  # number of the iteration whose batches each worker has all made
     ]
 )
 
-_CURSORS = struct.Struct("qqqq")  # start and next
+_CURSORS = struct.Struct("qqqq")  # the fields `start` and `next`
 
 _OFFSET: int = _NUMBERS.fields["start"][1] if _NUMBERS.fields else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Worker `number` of `count`, in its `round`-th iteration.
+    """DataLoader worker `number` of `count`, in its `round`-th iteration.
 
-    `seed`: the DataLoader's; below 0 for the workers of a `StreamingDataLoader`, and never the same again.
+    `seed`: the DataLoader's seed; for workers of a `StreamingDataLoader`, a unique number below 0.
     """
 
     number: int
@@ -81,26 +81,26 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What is known; `by_workers`: whether workers deliver the running iteration, or delivered the last."""
+    """A snapshot of the cursor; `by_workers`: whether workers deliver the running or last iteration."""
 
     start: Cursor
     next: Cursor
     by_workers: bool
     iteration: int = field(default=0, compare=False)
-    """Its running number: whoever started an iteration knows by it whether another has begun since."""
+    """Number of the iteration, counted up; a change shows that another iteration has begun."""
 
 
 class SharedCursor:
-    """Where iterations start, shared with workers. In each process one thread uses it at a time."""
+    """The start of iterations, shared with workers. In each process only one thread at a time may use it."""
 
     def __init__(self, cursor: Cursor = (0, 0), settings: int = 0) -> None:
         self._create()
         self.begin(cursor, settings)
 
     def begin(self, cursor: Cursor, settings: int, *, left: tuple[int, int] = (0, 0)) -> None:
-        """Start the next iteration here; `settings` is a digest of all else that batches depend on.
+        """Start the next iteration at `cursor`; `settings` is a digest of all else that batches depend on.
 
-        `left`: (seed, round) of an iteration that the loop has left, of which workers may still be starting.
+        `left`: (seed, round) of an iteration that the loop has left, whose workers may still be starting.
         """
         with self._locked() as numbers:
             numbers["iteration"] += 1
@@ -110,27 +110,27 @@ class SharedCursor:
             numbers["settings"] = settings
 
     def move(self, cursor: Cursor) -> None:
-        """Record that an iteration started by `begin` has come here. Once per batch, so without the lock."""
+        """Record the position of an iteration started by `begin`. Lock-free, as it is called per batch."""
         _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
 
     def read(self) -> Shared:
-        """Read what is known now."""
+        """Return a snapshot of the cursor."""
         with self._locked() as numbers:
             start, following = _cursor(numbers["start"]), _cursor(numbers["next"])
             return Shared(start, following, bool(numbers["workers"]), int(numbers["iteration"]))
 
     def enter(self, worker: Worker, settings: int, saved: Cursor | None) -> tuple[int, Cursor]:
-        """In a worker: return (number, start) of the iteration that it begins.
+        """Return, in a worker, the number and the start of the iteration that it begins.
 
-        `saved`: where a saved iteration started that all workers continue. StateError if workers disagree on
-        that, or if a worker has other settings than the process that started it.
+        `saved`: start of a saved iteration that all workers continue. Raises StateError if workers have
+        different `saved` values, or if a worker's settings differ from those of the process that started it.
         """
         if worker.count > MAX_WORKERS:
-            raise ValueError(f"{worker.count} workers are too many: at most {MAX_WORKERS}")
+            raise ValueError(f"num_workers is {worker.count}; the limit is {MAX_WORKERS}")
         with self._locked() as numbers:
             left = int(numbers["round"]) - bool(numbers["workers"])
             if worker.seed < 0 and numbers["seed"] == worker.seed and worker.round <= left:
-                return -1, _cursor(numbers["start"])  # it begins what the loop has left
+                return -1, _cursor(numbers["start"])  # the loop has already left this iteration
             known = tuple(int(numbers[name]) for name in ("seed", "round", "workers"))
             is_first = known != (worker.seed, worker.round, worker.count)
             if is_first or numbers["entered"][worker.number] == numbers["iteration"]:
@@ -147,7 +147,7 @@ class SharedCursor:
             if numbers["settings"] != settings:
                 raise StateError(
                     "this worker was started with other settings (lanes, window, weights, …) than those of "
-                    "the state that was loaded since: make a new DataLoader"
+                    "the state that was loaded later: create a new DataLoader"
                 )
             if saved is not None and saved != _cursor(numbers["start"]):
                 raise StateError("the states of the DataLoader's workers are not from the same iteration")
@@ -155,7 +155,7 @@ class SharedCursor:
             return int(numbers["iteration"]), _cursor(numbers["start"])
 
     def mark_done(self, worker: Worker, iteration: int, following: Cursor) -> None:
-        """In a worker: its share is made. When all are, the next iteration starts at `following`."""
+        """Record, in a worker, that its share is made; after the last one, move `next` to `following`."""
         with self._locked() as numbers:
             numbers["made"][worker.number] = iteration
             if numbers["iteration"] == iteration and (numbers["made"][: worker.count] == iteration).all():
@@ -182,7 +182,7 @@ class SharedCursor:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"a DataLoader worker has held the lock of the shared cursor for {_LOCK_SECONDS:g} s: it "
-                    "is stopped or hangs; end the workers and make another DataLoader"
+                    "is stopped or hangs; end the workers and create another DataLoader"
                 )
             time.sleep(0.001)
         try:
@@ -193,7 +193,7 @@ class SharedCursor:
     def _try_lock(self) -> bool:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: another process has it
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: another process holds the lock
             return False
         return True
 

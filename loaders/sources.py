@@ -1,11 +1,11 @@
-"""How planned samples are read: gathered if all wanted columns have constant size, decoded otherwise.
+"""Reads planned samples: gathers them if all wanted columns have constant size, and decodes them otherwise.
 
-`open_source` chooses once, when a loader is made. Streams whose rows look the same in memory share one
+`open_source` chooses once, when a loader is created. Streams whose rows have the same memory layout share one
 reader (`gather.FixedRows`). `DecodedSamples` reads any column, sample by sample: numbers and arrays of
 constant shape become one array, everything else (text, images, arrays of any length) a list with one entry
-per sample. Which columns are stacked follows from their encoding in the index, so a key never changes its
-type from one batch to the next. `MixedSource` joins what streams that need different readers give. Columns
-that could not be in one batch are refused.
+per sample. The encoding in the index determines which columns are stacked, so the type of a key is the same
+in all batches. `MixedSource` joins the samples of streams that need different readers. Columns that cannot be
+in one batch are an error.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
 
-# Signed types for unsigned ids of their size, which stay far below 2**31: batches are checked for others.
+# (stored, delivered) pairs of one size that are allowed: ids are normally far below 2**31, and each batch is
+# checked for larger ones.
 _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 
 PLAN_BYTES = 1 << 30
 
-_UNKNOWN_BYTES = 1 << 16  # of a sample, where a list does not state the sizes of its tars
+_UNKNOWN_BYTES = 1 << 16  # assumed size of a sample if an index does not record the sizes of its tars
 
-PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
+PLANS_IN_CACHE = 16  # plans that fit the cache; short plans do not evict shards that are in use
 
 
 class Source(Protocol):
     """Opens the shards of planned samples."""
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """Return (a reader of samples (shard[i], row[i]), whether shards had to be fetched first).
+        """Return a reader of the samples (shard[i], row[i]), and whether shards had to be fetched first.
 
         Shards are numbered as in `Streams.once`.
         """
@@ -49,16 +50,16 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
-    """A source and what the loader must know of it."""
+    """A source and the facts about it that a loader needs."""
 
     source: Source
-    columns: tuple[str, ...]  # as a batch names them
-    token_key: str | None  # the batch's name of the column that holds tokens, if it is delivered
-    token_dtype: np.dtype[np.generic] | None  # to deliver tokens in; the source may give them as stored
-    stored_bytes: int  # of a sample, on average
-    delivered_bytes: int | None  # of a sample, if constant
+    columns: tuple[str, ...]  # names of the columns in a batch
+    token_key: str | None  # name of the token column in a batch; None if tokens are not delivered
+    token_dtype: np.dtype[np.generic] | None  # type of delivered tokens; the source may leave them as stored
+    stored_bytes: int  # mean stored size of a sample
+    delivered_bytes: int | None  # delivered size of a sample; None if it varies
     may_overflow: bool = False  # whether `token_dtype` holds only the lower half of the stored ids
-    plan_bytes: int = PLAN_BYTES  # of stored samples, at most, in a plan: its shards are open together
+    plan_bytes: int = PLAN_BYTES  # maximum stored size of a plan's samples; its shards are open together
 
 
 def open_source(
@@ -70,11 +71,11 @@ def open_source(
     mixed_lengths: bool = False,
     keep_stored: bool = False,
 ) -> SourceInfo:
-    """The source of `columns` (None: all); tokens are converted to `dtype`.
+    """Return the source of `columns` (None: all); tokens are converted to `dtype`.
 
-    ValueError for unknown names, and for streams whose columns could not be in one batch. `output`: where
-    gathered rows are written. `keep_stored`: leave the conversion to the receiver, who reads the tokens
-    first, if all streams store them in one type.
+    Raises ValueError for unknown names, and for streams whose columns cannot be in one batch. `output`:
+    memory that gathered rows are written to. `keep_stored`: if all streams store tokens in one type, deliver
+    that type and leave the conversion to the receiver, which searches the tokens before.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
@@ -98,13 +99,13 @@ def open_source(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is read of one stream, and how."""
+    """The columns to read of one stream and their types."""
 
     dataset: Dataset
-    names: tuple[str, ...]  # of columns
+    names: tuple[str, ...]  # names of the columns
     token_key: str | None
-    delivered: dict[str, np.dtype[np.generic]]  # types of columns that are converted
-    fixed: dict[str, FixedColumn] | None  # all of them, if all have constant size
+    delivered: dict[str, np.dtype[np.generic]]  # delivered types of columns that are converted
+    fixed: dict[str, FixedColumn] | None  # all columns; None unless all have constant size
     stored_bytes: int
     plan_bytes: int
 
@@ -122,7 +123,7 @@ class _Part:
         return wanted is not None and not np.can_cast(self.dataset.token_dtype, wanted)
 
     def as_stored(self) -> _Part:
-        """The same without conversion."""
+        """Return a copy that does not convert tokens."""
         if self.token_key is None or self.dataset.token_dtype is None:
             return self
         native = self.dataset.token_dtype.newbyteorder("=")
@@ -153,7 +154,7 @@ def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype
 
 
 def _one_source(streams: Streams, parts: list[_Part], output: OutputMemory) -> Source:
-    """One reader for all if their rows look the same in memory, one for each and a copy otherwise."""
+    """Return one reader for all streams if their rows have the same layout, else a `MixedSource`."""
     layouts = [
         None if part.fixed is None else {k: (c.shape, c.stored, c.delivered) for k, c in part.fixed.items()}
         for part in parts
@@ -173,15 +174,18 @@ def _one_source(streams: Streams, parts: list[_Part], output: OutputMemory) -> S
 
 
 def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixed_lengths: bool) -> None:
-    """ValueError unless samples of both can be in one batch, or their lengths alone differ and may."""
+    """Raise ValueError unless samples of both streams can be in one batch.
+
+    With `mixed_lengths`, shapes may differ.
+    """
     names = f"streams {streams.names[0]!r} and {streams.names[number]!r}"
     if {*first.names} != {*other.names}:
         raise ValueError(
             f"{names} have different columns, {', '.join(first.names)} and {', '.join(other.names)}: "
-            "name those that both have with columns=[...]"
+            "select common columns with columns=[...]"
         )
     if first.token_key != other.token_key:
-        raise ValueError(f"{names} have their tokens in different columns: name one with columns=[...]")
+        raise ValueError(f"{names} have their tokens in different columns: select one with columns=[...]")
     if first.delivered != other.delivered:
         raise ValueError(f"{names} store tokens in different types: give dtype='int64'")
     for name in first.names:
@@ -195,12 +199,13 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
         if mine is not None and its is not None and mine[1] != its[1] and not mixed_lengths:
             raise ValueError(
                 f"{names} have different shapes in column {name!r}, {list(mine[1])} and {list(its[1])}: "
-                "build them alike, or give Order(mixed_lengths=True, schedule=…) that changes between them"
+                "build them with one shape, or give Order(mixed_lengths=True, schedule=…) that switches "
+                "between them"
             )
 
 
 def _columns(dataset: Dataset) -> Sequence[Column]:
-    """The columns as samples have them: of a dataset that decodes nothing, bytes."""
+    """Return the columns with their encodings in samples: bytes if the dataset does not decode them."""
     return [Column(c.name, "bytes") for c in dataset.columns] if dataset.gives_bytes else dataset.columns
 
 
@@ -214,11 +219,11 @@ def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[in
 
 
 def _wanted_names(dataset: Dataset, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of `columns`, each once; None: of all. ValueError for unknown ones."""
+    """Return the distinct names in `columns` (None: all); raise ValueError for an unknown name."""
     known = [column.name for column in _columns(dataset)]
     is_tar = dataset.manifest.format == "tar"
     if columns is None:
-        # A key names a sample of a foreign tar; that of a packed row is only its number again.
+        # In tars of other tools the key names the sample; for packed rows it only repeats the row number.
         token_column = _token_column(dataset)
         is_rows = token_column is not None and {*known} <= {token_column, LOSS_MASK}
         return tuple(known if not is_tar or is_rows else ["__key__", *known])
@@ -232,7 +237,7 @@ def _wanted_names(dataset: Dataset, columns: Sequence[str] | None) -> tuple[str,
 def _fixed_columns(
     dataset: Dataset, names: Sequence[str], delivered: dict[str, np.dtype[np.generic]]
 ) -> dict[str, FixedColumn] | None:
-    """The columns as ones of constant size, None if one of them is not."""
+    """Return the named columns as `FixedColumn`s; None if one of them has no constant size."""
     by_name = {column.name: column for column in _columns(dataset)}
     fixed = {}
     for name in names:
@@ -246,20 +251,20 @@ def _fixed_columns(
 
 
 def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
-    """Whether every shard has these very columns, a constant distance apart from row to row."""
+    """Return whether every shard has these columns at a constant distance from row to row."""
     for columns in dataset.shard_columns():
         if not set(wanted) <= set(columns):
             return False
-        # In MDS, one column of varying size shifts all others; tars state sizes only of strided columns.
+        # In MDS, a column of varying size shifts all others. Tars record sizes only of strided columns.
         if dataset.manifest.format == "mds" and any(column.size is None for column in columns):
             return False
     return True
 
 
 def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """The NumPy type to deliver tokens in; None and "stored" keep the stored one.
+    """Return the NumPy type of delivered tokens; None and "stored" keep the stored one.
 
-    ValueError when token ids would not fit: ids that wrap around are the quietest way to ruin a run.
+    Raises ValueError if token ids would not fit, because ids that wrap around silently ruin a run.
     """
     native = stored.newbyteorder("=")
     if requested is None or (isinstance(requested, str) and requested == "stored"):
@@ -271,7 +276,7 @@ def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtyp
     except TypeError:
         raise ValueError(f"dtype must be an integer type of torch or NumPy, not {requested!r}") from None
     if wanted.kind not in "iu":
-        raise ValueError(f"dtype must be an integer type, not {requested}: tokens are ids")
+        raise ValueError(f"dtype must be an integer type, not {requested}, because tokens are ids")
     if not np.can_cast(native, wanted) and (native.name, wanted.name) not in _SAME_SIZE:
         raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use int64")
     return wanted
@@ -283,7 +288,7 @@ class DecodedSamples:
     def __init__(
         self, streams: Streams, names: Sequence[str], delivered: Mapping[str, np.dtype[np.generic]]
     ) -> None:
-        """`streams`: a single one; `names`: of columns; `delivered`: types of columns that are converted."""
+        """`streams`: one stream; `names`: columns to read; `delivered`: types of columns to convert."""
         (dataset,) = streams.datasets
         self._streams = streams
         self._names = tuple(names)
@@ -294,13 +299,13 @@ class DecodedSamples:
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """Open rows for decoding, as `Source.open_rows` says."""
+        """Open rows for decoding: see `Source.open_rows`."""
         is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
         self._streams.run.fetch_ahead()  # whole shards are needed from the first sample on
 
         def read(low: int, high: int) -> Columns:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
-            # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
+            # Shard by shard, so that a decompressed shard is not closed and opened again within a batch.
             by_shard = np.argsort(shard[low:high], kind="stable").tolist()
             found = {i: self._sample(*places[i]) for i in by_shard}
             samples = [found[i] for i in range(len(places))]
@@ -309,7 +314,7 @@ class DecodedSamples:
         return read, is_late
 
     def _sample(self, shard: int, row: int) -> dict[str, object]:
-        """Return a sample; ShardError says how to leave it out if it alone cannot be read."""
+        """Return a sample; raise ShardError, which names the exclusion to set, if it cannot be read."""
         opened = self._streams.shard(shard)
         try:
             return opened.sample(row, self._wanted)
@@ -323,8 +328,8 @@ class DecodedSamples:
         (dataset,) = self._streams.datasets
         number = int(dataset.manifest.shard_starts[shard]) + row
         return (
-            f"Stream(path, exclude=[{number}]) leaves this row out, on all ranks; a run goes on from its "
-            "state by load_state_dict(state, on_mismatch='fork')"
+            f"Stream(path, exclude=[{number}]) leaves this row out, on all ranks; to continue the run from "
+            "its state, use load_state_dict(state, on_mismatch='fork')"
         )
 
     def _column(
@@ -332,7 +337,7 @@ class DecodedSamples:
     ) -> npt.NDArray[np.generic] | list[object]:
         for sample, place in zip(samples, places, strict=True):
             if name not in sample:
-                problem = f"has no column {name!r}; name those that all samples have with columns=[...]"
+                problem = f"has no column {name!r}; select columns that all samples have with columns=[...]"
                 raise self._error(place, problem)
         values = [sample[name] for sample in samples]
         if name not in self._stacked:
@@ -341,7 +346,7 @@ class DecodedSamples:
         arrays = [np.asarray(value) for value in values]
         for array, place in zip(arrays, places, strict=True):
             if array.shape != arrays[0].shape:
-                found = f"has shape {array.shape} in column {name!r}, others {arrays[0].shape}"
+                found = f"has shape {array.shape} in column {name!r}, but others have {arrays[0].shape}"
                 raise self._error(place, found)
         return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
@@ -355,19 +360,19 @@ class MixedShapesError(ValueError):
 
 
 class MixedSource:
-    """Reads streams of any kinds, whose columns have the same names."""
+    """Reads streams with the same column names that need different readers."""
 
     def __init__(self, streams: Streams, sources: Sequence[Source]) -> None:
         self._streams = streams
         self._sources = list(sources)
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """Open rows of several streams, as `Source.open_rows` says."""
+        """Open rows of several streams: see `Source.open_rows`."""
         by_shard = np.argsort(shard, kind="stable")
         parts: list[tuple[npt.NDArray[np.int64], ReadRows]] = []
         is_late = False
         for stream, piece, numbers in self._streams.split(shard[by_shard]):
-            where = np.sort(by_shard[piece])  # in the order in which they are asked for
+            where = np.sort(by_shard[piece])  # in the order of the plan
             if len(where):
                 own = shard[where] - np.int32(self._streams.first_shard(stream))
                 assert len(own) == len(numbers)
@@ -405,8 +410,8 @@ def _joined(
     if len(shapes) > 1:
         found = " and ".join(map(str, sorted(shapes)))
         raise MixedShapesError(
-            f"samples of different shapes, {found}, would be in one batch: with mixed_lengths=True, let the "
-            "weights change at a multiple of the batch over all ranks, from some streams to others"
+            f"a batch would hold samples of different shapes, {found}: with mixed_lengths=True, the schedule "
+            "must switch between streams at a position that is a multiple of the global batch"
         )
     whole = np.empty((count, *shapes.pop()), dtype=first.dtype)
     for where, part in parts:

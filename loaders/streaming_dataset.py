@@ -1,9 +1,8 @@
-"""`StreamingDataset`: batches for a DataLoader, of which each worker makes its share.
+"""`StreamingDataset`: delivers batches to a DataLoader; each worker makes its share of them.
 
 Each worker has its own loader, because threads, locks and connections do not survive a fork. Worker w of k
-makes the batches w, w + k, ... from where the iteration starts. That start is all that workers must agree on.
-
-`SharedCursor` holds it in memory that workers share.
+makes the batches w, w + k, ..., counted from the start of the iteration. Workers must agree only on that
+start; `SharedCursor` holds it in shared memory.
 """
 
 from __future__ import annotations
@@ -41,17 +40,18 @@ from shardkit.order.state import LoaderState, OnMismatch
 
 State = dict[str, object]
 
-_CALLERS = 16  # frames from a DataLoader's or Accelerate's iteration to the dataset's: about five
+_CALLERS = 16  # stack frames to search for a DataLoader or Accelerate; they are about five frames away
 
-_REGROUPING = ("DataLoaderDispatcher", "IterableDatasetShard")  # of Accelerate
+_REGROUPING = ("DataLoaderDispatcher", "IterableDatasetShard")  # classes of Accelerate that regroup batches
 
-_WORKER = "worker"  # the key that a worker's state has besides those of a loader's
+_WORKER = "worker"  # key in a worker's state, in addition to the keys of a loader's state
 
 
 class StreamingDataset(IterableDataset[Batch]):
-    """Batches for `DataLoader(dataset, batch_size=None, num_workers=…)`; arguments as of `StreamingLoader`.
+    """Batches for `DataLoader(dataset, batch_size=None, num_workers=…)`; arguments as in `StreamingLoader`.
 
-    Give `batch_size=None` to the DataLoader, or it makes batches of batches. Pickled copies are independent.
+    Give the DataLoader `batch_size=None`; otherwise it would make batches of batches. Pickled copies are
+    independent.
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class StreamingDataset(IterableDataset[Batch]):
         self._arguments: dict[str, Any] = {"batch_size": batch_size, **options}
         loader = StreamingLoader(dataset, rank=rank, world_size=world_size, **self._arguments)
         self._arguments |= {"rank": loader.rank, "world_size": loader.world_size}
-        for name in ("mesh", "group"):  # they live in this process only
+        for name in ("mesh", "group"):  # these objects are valid in this process only
             self._arguments.pop(name, None)
         self._loader: StreamingLoader | _Closed = loader
         self._inherited: object = None
         self._process: int | None = os.getpid()
         self._shared = SharedCursor((0, 0), self._settings())
-        self._began: Cursor = (0, 0)  # where the last iteration without workers did
-        self._share: _Share | None = None  # in a worker
-        self._saved: _Share | None = None  # in a worker: what it will continue
+        self._began: Cursor = (0, 0)  # start of the last iteration without workers
+        self._share: _Share | None = None  # in a worker: its share of the iteration
+        self._saved: _Share | None = None  # in a worker: the loaded share that it will continue
         self._round = 0
-        self._was_placed = False  # by a state or a position, and nothing was requested since
+        self._was_placed = False  # a state or position was set, and no batch was requested since
         self.received: Cursor | None = None
-        """Where the loop is, if it is a StreamingDataLoader's."""
+        """Cursor of a StreamingDataLoader's loop; None if another loop iterates."""
         self.loop_logs = False
         """Whether the loop that receives the batches calls `log_received`."""
-        self._team = 0  # in a worker of a StreamingDataLoader: the number of its workers
-        self._blocks: tuple[BlockMemory, int] | None = None  # where workers put them, batches in one
+        self._team = 0  # number of the worker team of a StreamingDataLoader, below 0; 0: none
+        self._blocks: tuple[BlockMemory, int] | None = None  # memory of blocks, maximum batches per block
 
     @property
     def loader(self) -> StreamingLoader:
@@ -94,13 +94,13 @@ class StreamingDataset(IterableDataset[Batch]):
             loader = StreamingLoader(_own_copies(self._loader.streams), **arguments)
             loader.load_state_dict(state)
             loader.machine_ranks = self._loader.machine_ranks
-            # Kept: destroying what a forked child has inherited could wait for its parent's threads.
+            # Kept, because destroying an inherited loader in a forked child could wait for parent threads.
             self._inherited, self._loader, self._process = self._loader, loader, os.getpid()
         assert isinstance(self._loader, StreamingLoader)
         return self._loader
 
     def __len__(self) -> int:
-        """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
+        """Return how many batches the next batch's epoch has, delivered ones included; equal on all ranks."""
         return self.loader.epoch_batches(self.next)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -114,7 +114,7 @@ class StreamingDataset(IterableDataset[Batch]):
             seed = self._team or info.seed - info.id
             return self._iterate_share(Worker(info.id, info.num_workers, seed, self._round))
         except Exception as error:
-            # An error of iter() kills a persistent worker; one of next() reaches the loop.
+            # Raise it from next(): an error of iter() would kill a persistent worker and not reach the loop.
             return map(_raise, (error,))
 
     @overload
@@ -122,16 +122,16 @@ class StreamingDataset(IterableDataset[Batch]):
     @overload
     def state_dict(self, num_samples: int, from_beginning: bool, /) -> State: ...
     def state_dict(self, num_batches: int | None = None, from_beginning: bool | None = None) -> State:
-        """The state in which `num_batches` batches have been received since the iteration began.
+        """Return the state after the loop has received `num_batches` batches of the current iteration.
 
-        By default, all that were handed out. With workers the number is required (ValueError), because only
-        the loop knows it, unless it iterates over a StreamingDataLoader, which tells the dataset. Ask for 0
-        before an iteration, not at its beginning. In a worker: the worker's own state, for torchdata's
-        StatefulDataLoader; `state_of` reads it.
+        Default: all delivered batches. With workers the number is required (else ValueError), because only
+        the loop knows it, unless the loop iterates over a StreamingDataLoader, which informs the dataset.
+        Pass 0 only before an iteration, not after its start. In a worker, returns the worker's own state for
+        torchdata's StatefulDataLoader; `state_of` reads it.
 
-        With `from_beginning`, as Composer calls it: the first number counts samples over all ranks, since the
-        epoch began (True) or since this iteration did (False). It is not needed where the loop iterates over
-        a StreamingDataLoader.
+        With `from_beginning`, as Composer calls it, the first number counts samples over all ranks since the
+        start of the epoch (True) or of this iteration (False). It is ignored if the loop iterates over a
+        StreamingDataLoader.
         """
         if self._share is not None:
             return self._share.state(self.loader)
@@ -143,8 +143,8 @@ class StreamingDataset(IterableDataset[Batch]):
                 return self.loader.state_dict()
             if self.received is None:
                 raise ValueError(
-                    "a dataset does not see what its workers deliver: give state_dict the number of batches "
-                    "that the loop has received since it began, or use StreamingDataLoader"
+                    "the dataset does not know how many batches its workers delivered: give state_dict the "
+                    "number of batches that the loop has received so far, or use StreamingDataLoader"
                 )
             return self.loader.state_at(self.received)
         if not num_batches:
@@ -155,7 +155,7 @@ class StreamingDataset(IterableDataset[Batch]):
         return self.loader.state_at(plan.advance(start, num_batches))
 
     def _state_after_samples(self, num_samples: int, from_beginning: bool) -> State:
-        """The state in which the loop has `num_samples` of the epoch, or of this iteration."""
+        """Return the state after `num_samples` samples of the epoch or of this iteration."""
         if self.received is not None:
             return self.loader.state_at(self.received)
         plan, shared = self.loader.plan, self._shared.read()
@@ -164,15 +164,16 @@ class StreamingDataset(IterableDataset[Batch]):
         before = plan.delivered(start) if from_beginning and batches else 0
         if rest or batches < before:
             raise ValueError(
-                f"{num_samples} samples over all ranks are not the batches of {plan.global_batch} that this "
-                f"iteration, which began with batch {before} of its epoch, can have delivered"
+                f"{num_samples} samples over all ranks cannot be what this iteration has delivered: it began "
+                f"with batch {before} of its epoch, and a global batch has {plan.global_batch} samples"
             )
         return self.state_dict(batches - before)
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
-        """Continue where `state` was taken, as `StreamingLoader.load_state_dict`.
+        """Continue where `state` was taken, as `StreamingLoader.load_state_dict` does.
 
-        Make a new DataLoader with persistent workers if the state changes lanes, window or weights.
+        If the DataLoader has persistent workers and the state changes lanes, window or weights, create a new
+        DataLoader.
         """
         if get_worker_info() is not None:
             self._saved = self._saved_share(state)
@@ -184,24 +185,24 @@ class StreamingDataset(IterableDataset[Batch]):
         self._was_placed = True
 
     def seek(self, consumed_samples: SupportsIndex) -> None:
-        """Continue at this position, in samples over all ranks and epochs, as `StreamingLoader.seek`."""
+        """Continue at a position in samples over all ranks and epochs, as `StreamingLoader.seek` does."""
         self.loader.seek(consumed_samples)
         self.start_at(self.loader.cursor)
         self._was_placed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with the first batch of `epoch`; nothing if the next batch is of that epoch.
+        """Continue with the first batch of `epoch`; do nothing if the next batch is already in that epoch.
 
-        Trainers call this before each epoch, and after a restart with the epoch that they have computed from
-        steps. ValueError where that could be another one than the data's: after a state was loaded, or a
-        position sought, that is in another epoch; and where epochs differ in length, because batches of
-        tail="carry" cross their edges. With `endless` there are no epochs, and nothing happens.
+        Trainers call this before each epoch, and after a restart with an epoch that they computed from steps.
+        Raises ValueError if that epoch may differ from the data's epoch: after a state was loaded or a
+        position was set that is in another epoch, and if epochs differ in length, because batches of
+        tail="carry" span epochs. Does nothing with `endless`, which has no epochs.
         """
         self._refuse_regrouping()
         self.move_to_epoch(self.next, epoch)
 
     def move_to_epoch(self, cursor: Cursor, epoch: int) -> None:
-        """`set_epoch` of a loop that is at `cursor`."""
+        """Do what `set_epoch` does, for a loop that is at `cursor`."""
         loader = self.loader
         plan, config = loader.plan, loader.config
         current = plan.epoch(cursor[0])
@@ -209,25 +210,25 @@ class StreamingDataset(IterableDataset[Batch]):
             return
         if self._was_placed:
             raise ValueError(
-                f"set_epoch({epoch}), but the state that was loaded, or the position that was sought, is in "
-                f"epoch {current}: let the trainer skip nothing and start at that epoch, or load no state"
+                f"set_epoch({epoch}), but the loaded state or the position set by seek is in epoch {current}"
+                ": let the trainer skip no batches and start at that epoch, or load no state"
             )
         if plan.tail == "carry" and plan.samples % plan.global_batch:
             raise ValueError(
-                f"set_epoch({epoch}), but the next batch is of epoch {current}: with tail='carry', epochs of "
+                f"set_epoch({epoch}), but the next batch is in epoch {current}: with tail='carry', epochs of "
                 f"{plan.samples:,} samples differ in their number of batches of {plan.global_batch:,}, and a "
-                "trainer that computes its epoch from steps would continue with other samples. Continue by "
-                "load_state_dict or seek(consumed samples), and let the trainer skip nothing "
-                "(ignore_data_skip=True in the Hugging Face Trainer); or use tail='drop' or 'pad'; or "
-                "endless=True, and max_steps"
+                "trainer that computes its epoch from steps would continue with other samples. Use "
+                "load_state_dict or seek(consumed samples) to continue, and let the trainer skip no batches "
+                "(ignore_data_skip=True in the Hugging Face Trainer); or use tail='drop' or 'pad'; or use "
+                "endless=True and max_steps"
             )
         loader.seek(plan.first_batch(epoch))
         self.start_at(loader.cursor)
 
     def start_at(self, cursor: Cursor, *, left: tuple[int, int] = (0, 0)) -> None:
-        """Start the next iteration, by workers or not, at (position, batches delivered in its epoch).
+        """Start the next iteration, with or without workers, at (position, batches delivered in its epoch).
 
-        `left`: as of `SharedCursor.begin`.
+        `left`: see `SharedCursor.begin`.
         """
         if cursor != self.loader.cursor:
             self.loader.load_state_dict(self.loader.state_at(cursor))
@@ -237,14 +238,14 @@ class StreamingDataset(IterableDataset[Batch]):
     def log_received(self, batch: Batch, start: Cursor, after: Cursor) -> None:
         """Record in the usage log, if there is one, a batch that a worker made and the loop received.
 
-        Removes from the batch what it carries for this purpose only.
+        Removes the batch's ids if the user did not request them with `return_ids`.
         """
         if (usage := self.loader.usage) is None:
             return
         rename = self.loader.config.rename or {}
         sample_id, stream_id = (rename.get(name, name) for name in ("sample_id", "stream_id"))
         if not isinstance(batch, dict) or sample_id not in batch:
-            raise ValueError(f"usage_log with workers: collate_fn must leave dicts with {sample_id}")
+            raise ValueError(f"usage_log with workers: collate_fn must return dicts that keep {sample_id}")
         ids = np.asarray(batch[sample_id])
         if stream_id in batch:
             starts = np.cumsum([0, *map(len, self.loader.datasets)])
@@ -258,9 +259,9 @@ class StreamingDataset(IterableDataset[Batch]):
     def starting_workers(
         self, team: int, blocks: tuple[BlockMemory, int] | None, start_method: str
     ) -> Iterator[None]:
-        """Let the workers that start meanwhile, by this method, have this number, below 0.
+        """Give workers that start inside the `with`, by `start_method`, the team number `team`, below 0.
 
-        `blocks`: (the memory, the most batches) of the blocks that they hand over; None: batches.
+        `blocks`: (memory, maximum batches) of the blocks that workers send; None: they send single batches.
         """
         self._team, self._blocks = team, blocks
         try:
@@ -269,15 +270,15 @@ class StreamingDataset(IterableDataset[Batch]):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            problem = "no room for the locks of DataLoader workers in /dev/shm (docker run --shm-size)"
+            problem = "/dev/shm has no space for the locks of DataLoader workers (docker run --shm-size)"
             raise OSError(error.errno, problem) from error
         finally:
             self._team, self._blocks = 0, None
 
     def _refuse_regrouping(self) -> None:
-        """TypeError if what calls would make other batches of these, or give one rank's batches to all.
+        """Raise TypeError if the caller would rebatch the batches, or send one rank's batches to all ranks.
 
-        A dataset is not told who iterates over it, so this looks at the callers.
+        A dataset does not know what iterates over it, so this checks the call stack.
         """
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_CALLERS):
@@ -287,22 +288,22 @@ class StreamingDataset(IterableDataset[Batch]):
             name = type(caller).__name__
             if isinstance(caller, _BaseDatasetFetcher) and caller.auto_collation:
                 raise TypeError(
-                    "a StreamingDataset gives whole batches, of which DataLoader(dataset) would make "
-                    "batches: use StreamingDataLoader(dataset), or DataLoader(dataset, batch_size=None, "
-                    "collate_fn=unchanged); a trainer that makes the DataLoader itself takes a MapDataset"
+                    "a StreamingDataset delivers whole batches, and DataLoader(dataset) would make batches "
+                    "of them: use StreamingDataLoader(dataset), or DataLoader(dataset, batch_size=None, "
+                    "collate_fn=unchanged); for a trainer that creates the DataLoader itself use a MapDataset"
                 )
             if name in _REGROUPING and self.loader.world_size > 1:
                 raise TypeError(
-                    f"Accelerate's {name} would give the batches of one rank to all ranks and never read the "
-                    "others': give accelerator.prepare a StreamingDataLoader, which it leaves as it is; a "
-                    "trainer that makes the DataLoader itself takes a MapDataset"
+                    f"Accelerate's {name} would send one rank's batches to all ranks and never read the "
+                    "others': give accelerator.prepare a StreamingDataLoader, which it does not change; for "
+                    "a trainer that creates the DataLoader itself use a MapDataset"
                 )
 
     def _usage_arguments(self) -> dict[str, Any]:
-        """In a worker: arguments that leave logging to the process that receives the batches."""
+        """Return, in a worker, arguments that leave logging to the process that receives the batches."""
         if not self.loop_logs:
             raise ValueError(
-                "usage_log records what the loop receives, which workers do not know: "
+                "usage_log records the batches that the loop receives, which workers do not know: "
                 "use StreamingDataLoader, or no workers"
             )
         return {"usage_log": None, "return_ids": True}
@@ -319,11 +320,11 @@ class StreamingDataset(IterableDataset[Batch]):
 
     @property
     def iteration(self) -> int:
-        """The running number of the iteration, of this process or its workers, that began last."""
+        """Number of the iteration, of this process or its workers, that began last; counted up."""
         return self._shared.read().iteration
 
     def _settings(self) -> int:
-        """A digest of what batches depend on besides the cursor and the constructor's arguments."""
+        """Return a digest of all that batches depend on besides the cursor and the constructor arguments."""
         text = json.dumps(self.loader.state_at((0, 0)), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -352,7 +353,7 @@ class StreamingDataset(IterableDataset[Batch]):
                 self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
 
         count(0)
-        # Small batches wait in blocks, and a thread would only take turns with this one.
+        # Blocks of small batches already read ahead; a thread would only compete with this one for the GIL.
         reads_ahead = self._blocks is None or self._blocks[1] == 1
         first = worker.number + share.made * worker.count
         makes_batches = self._blocks is None
@@ -371,7 +372,7 @@ class StreamingDataset(IterableDataset[Batch]):
             yield block
 
     def _saved_share(self, state: Mapping[str, object]) -> _Share:
-        """In a worker: the share that its state continues."""
+        """Return, in a worker, the share that a loaded state continues."""
         info = get_worker_info()
         assert info is not None
         share = cast(dict[str, int], state.get(_WORKER, {}))
@@ -383,8 +384,8 @@ class StreamingDataset(IterableDataset[Batch]):
         }
         if share and expected != {name: share.get(name) for name in expected}:
             raise StateError(
-                f"the state is of worker {share}, this is {expected}: to continue with another number of "
-                "workers or batch size, load state_of(the whole state)"
+                f"the state belongs to worker {share}, but this is worker {expected}: to continue with "
+                "another number of workers or batch size, load state_of(the whole state)"
             )
         return _Share(Worker(info.id, info.num_workers, 0, 0), self.loader.cursor, share.get("made", 0))
 
@@ -402,10 +403,10 @@ class StreamingDataset(IterableDataset[Batch]):
 
 
 def state_of(state: Mapping[str, Any]) -> State:
-    """Extract the plain state from one that torchdata's StatefulDataLoader gives for a `StreamingDataset`.
+    """Extract the plain state from a state of torchdata's StatefulDataLoader over a `StreamingDataset`.
 
-    `StreamingLoader`, `StreamingDataLoader` and the dataset itself load it, with any number of workers.
-    StateError if it contains none.
+    `StreamingLoader`, `StreamingDataLoader` and the dataset itself load the result, with any number of
+    workers. Raises StateError if `state` contains no such state.
     """
     try:
         if "_snapshot" not in state:
@@ -429,7 +430,7 @@ def state_of(state: Mapping[str, Any]) -> State:
 
 @dataclass(slots=True)
 class _Share:
-    """A worker's part of an iteration: `made` batches of those that are its own."""
+    """A worker's share of an iteration; `made`: how many batches of the share it has made."""
 
     worker: Worker
     start: Cursor
@@ -447,7 +448,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """What a pickle keeps of a loader."""
+    """The parts of a loader that a pickle contains."""
 
     streams: list[Stream]
     state: State
@@ -465,7 +466,7 @@ def _share_in_batches(groups: Iterator[Group], count: Callable[[int], None]) -> 
 
 
 def _own_copies(streams: Sequence[Stream]) -> list[Stream]:
-    """Copy the datasets, with locks and threads of their own; one dataset in several streams stays one."""
+    """Copy the datasets, with locks and threads of their own; streams of one dataset share its copy."""
     copies = {id(stream.path): copy.copy(cast(Dataset, stream.path)) for stream in streams}
     return [replace(stream, path=copies[id(stream.path)]) for stream in streams]
 

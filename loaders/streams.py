@@ -1,9 +1,9 @@
-"""The datasets of a loader: opened as its `Stream`s say, and numbered as one.
+"""Opens the datasets of a loader's `Stream`s and numbers their shards and samples consecutively.
 
-`open_streams` applies what each `Stream` asks for: exclusions, limits, a name, a weight. `Streams` numbers
-the shards of all streams consecutively, so one plan names rows of any of them and one reader gathers them.
-Samples are numbered the same way; `split_ids` maps them back to their streams. Several streams may draw on
-one dataset: its shards then have one number per stream, and `once` lists each dataset only once.
+`open_streams` applies the options of each `Stream`: exclusions, limits, name, weight. `Streams` numbers the
+shards of all streams consecutively, so one plan can name rows of all streams and one reader gathers them.
+Samples are numbered the same way; `split_ids` maps them back to their streams. Several streams may share one
+dataset: its shards then have one number per stream, and `once` lists each dataset only once.
 
 A remote dataset has one `CacheReader` per loader, because other loaders may read the same open dataset at
 other positions. They belong to the loader's `CacheRun`, which fetches ahead for all of them.
@@ -43,16 +43,16 @@ from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.token_mask import TokenMask
 from shardkit.storage import StorageOptions, is_remote
 
-_OPENED_AT_ONCE = 8  # datasets: each takes two requests side by side
+_OPENED_AT_ONCE = 8  # number of datasets opened in parallel; each sends two parallel requests
 
 Columns = dict[str, npt.NDArray[np.generic] | list[object]]
 
 ReadRows = Callable[[int, int], Columns]
-"""ReadRows(low, high): the columns of the planned samples low to high. It holds their shards open."""
+"""A function (low, high) -> columns of the planned samples low to high - 1; it holds their shards open."""
 
 
 class Streams:
-    """One or more open datasets, of which some may be the same."""
+    """One or more open datasets; several streams may share a dataset."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Streams:
         readers: Sequence[CacheReader | None] | None = None,
         run: CacheRun | None = None,
     ) -> None:
-        """`timeout_seconds`: longest wait for a remote shard; `readers`, `run`: those that exist already."""
+        """`timeout_seconds`: longest wait for a remote shard. `readers`, `run`: existing ones to reuse."""
         assert datasets
         if readers is None:
             remote = {id(dataset): dataset.shards for dataset in datasets if dataset.shards is not None}
             made = {number: CacheReader(shards, timeout_seconds) for number, shards in remote.items()}
             readers = [made.get(id(dataset)) for dataset in datasets]
         self.readers = tuple(readers)
-        """Of each stream; None for a local dataset."""
+        """The cache reader of each stream; None for a local dataset."""
         self.run = run or CacheRun(list(dict.fromkeys(reader for reader in readers if reader is not None)))
-        """What fetches ahead for the remote ones."""
+        """The run that fetches ahead for remote datasets."""
         self.datasets = tuple(datasets)
         self.names = tuple(names)
         shards = [dataset.manifest.shards for dataset in datasets]
@@ -85,12 +85,12 @@ class Streams:
 
     @cached_property
     def shard_samples(self) -> npt.NDArray[np.int64]:
-        """int64[shards]: samples of each shard."""
+        """Number of samples per shard: int64[shards]."""
         return np.concatenate([dataset.manifest.shard_samples for dataset in self.datasets])
 
     @cached_property
     def sharing(self) -> tuple[tuple[int, ...], ...]:
-        """The streams that draw on each dataset of `once`."""
+        """For each dataset of `once`, the numbers of the streams that share it."""
         found: dict[int, list[int]] = {}
         for number, dataset in enumerate(self.datasets):
             found.setdefault(id(dataset), []).append(number)
@@ -98,12 +98,12 @@ class Streams:
 
     @property
     def once(self) -> Streams:
-        """Each dataset once, in the order of the first streams that draw on them; this if none is shared."""
+        """Streams with each dataset once, in order of its first stream; self if no dataset is shared."""
         return self._distinct or self
 
     @cached_property
     def _distinct(self) -> Streams | None:
-        """`once`, or None if that is this: a reference to itself would keep it until a garbage collection."""
+        """`once`, or None if that is self, as a reference to self would delay the release until a gc run."""
         if len(self.sharing) == len(self):
             return None
         names = [
@@ -116,11 +116,11 @@ class Streams:
 
     @cached_property
     def remote(self) -> tuple[CachedShards, ...]:
-        """The shards of each remote dataset."""
+        """The cached shards of each remote dataset."""
         return tuple(dataset.shards for dataset in self.once.datasets if dataset.shards is not None)
 
     def in_datasets(self, shards: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The numbers in `once` of shards."""
+        """Return the numbers that these shards have in `once`."""
         if self.once is self:
             return shards
         stream = np.searchsorted(np.array(self._first_shards), shards, side="right") - 1
@@ -128,16 +128,16 @@ class Streams:
         return numbers
 
     def stream_of(self, shard: int) -> int:
-        """The stream that a shard belongs to."""
+        """Return the number of the stream that a shard belongs to."""
         return bisect_right(self._first_shards, shard) - 1
 
     def shard(self, number: int) -> ShardReader:
-        """A shard, open."""
+        """Return an open shard."""
         stream = self.stream_of(number)
         return self.datasets[stream].shard(number - self._first_shards[stream], self.readers[stream])
 
     def use(self, stream: int, numbers: Sequence[int]) -> list[int]:
-        """Keep only these shards of a stream open; returns those that have to be fetched."""
+        """Keep only these shards of a stream open; return the shards that have to be fetched."""
         reader = self.readers[stream]
         if reader is None:
             return []
@@ -146,37 +146,37 @@ class Streams:
         return reader.missing(numbers)
 
     def progress(self) -> str:
-        """Describe what is being waited for, as the end of a sentence. "" if nothing is."""
+        """Describe the fetch that is being waited for, as the end of a sentence; "" if there is none."""
         return next(filter(None, (reader.progress() for reader in self.readers if reader is not None)), "")
 
     def where(self, number: int) -> str:
-        """A shard's path or URL."""
+        """Return a shard's path or URL."""
         stream = self.stream_of(number)
         return self.datasets[stream].where(number - self._first_shards[stream])
 
     def split(self, shards: npt.NDArray[np.int32]) -> Iterator[tuple[int, slice, npt.NDArray[np.int32]]]:
-        """(stream, where in `shards`, its own numbers of them) of sorted shard numbers, for each stream."""
+        """Yield for each stream: its number, its slice of sorted `shards`, their numbers in its dataset."""
         edges = np.searchsorted(shards, self._first_shards).tolist()
         for stream, (low, high) in enumerate(pairwise(edges)):
             yield stream, slice(low, high), shards[low:high] - np.int32(self._first_shards[stream])
 
     def first_shard(self, stream: int) -> int:
-        """The number of a stream's first shard."""
+        """Return the number of a stream's first shard."""
         return self._first_shards[stream]
 
     def first_sample(self, stream: int) -> int:
-        """The number of a stream's first sample."""
+        """Return the number of a stream's first sample."""
         return int(self._first_samples[stream])
 
     def split_ids(
         self, sample_ids: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(stream, row number in its dataset's order) of samples; -1, which is padding, stays -1 in both."""
+        """Return the stream and the row number in its dataset of each sample; -1 (padding) stays -1."""
         stream = np.searchsorted(self._first_samples, sample_ids, side="right") - 1
         return stream, np.where(stream < 0, -1, sample_ids - self._first_samples[stream])
 
     def close(self) -> None:
-        """Close the run, and the datasets that no other loader is reading."""
+        """Close the run and all datasets that no other loader is reading."""
         self.run.close()
         for dataset in self.once.datasets:
             if dataset.shards is None or not any(other.is_open for other in dataset.shards.readers):
@@ -184,7 +184,7 @@ class Streams:
 
     @cached_property
     def _shifts(self) -> npt.NDArray[np.int32]:
-        """int32[streams]: from a stream's shards' numbers to those of `once`."""
+        """Offsets from each stream's shard numbers to the shard numbers in `once`: int32[streams]."""
         shifts = np.zeros(len(self), dtype=np.int32)
         for number, who in enumerate(self.sharing):
             for stream in who:
@@ -193,7 +193,7 @@ class Streams:
 
 
 class _Joined(Sequence[ShardInfo]):
-    """Sequences as one, without a copy: a thousand classes of ten thousand shards would be large."""
+    """Concatenation of sequences without a copy, as 1,000 classes of 10,000 shards would take much memory."""
 
     def __init__(self, parts: Sequence[Sequence[ShardInfo]]) -> None:
         self._parts = parts
@@ -216,7 +216,7 @@ class _Joined(Sequence[ShardInfo]):
 
 @dataclass(frozen=True)
 class Opened:
-    """Open streams and what was asked for with them."""
+    """Open streams with their `Stream` objects, exclusions and token masks."""
 
     streams: Streams
     specs: tuple[Stream, ...]
@@ -225,12 +225,12 @@ class Opened:
 
     @property
     def token_mask(self) -> TokenMask | None:
-        """The masked tokens of all streams, whose samples are numbered through."""
+        """The masked tokens of all streams, with samples numbered consecutively over streams."""
         return TokenMask.joined(self.masks, [self.streams.first_sample(n) for n in range(len(self.streams))])
 
     @cached_property
     def sizes(self) -> list[StreamSizes]:
-        """Return the sizes from which a run's order is made, one of each stream."""
+        """The sizes of each stream that determine a run's order."""
         found = []
         named = zip(self.streams.names, self.streams.datasets, strict=True)
         for (name, dataset), spec, excluded in zip(named, self.specs, self.exclusions, strict=True):
@@ -240,18 +240,18 @@ class Opened:
 
     @property
     def kept(self) -> list[int]:
-        """Samples of each stream that are not excluded."""
+        """Number of samples of each stream that are not excluded."""
         return [stream.kept for stream in self.sizes]
 
     @property
     def limits(self) -> list[int | None]:
-        """Samples that each stream may deliver in all."""
+        """Total number of samples that each stream may deliver; None: no limit."""
         return [stream.limit for stream in self.sizes]
 
     def settings(
         self, config: LoaderConfig, *, seed: int = 17, shuffle: Shuffle = "window", tail: Tail = "carry"
     ) -> RunSettings:
-        """The settings that a run over these streams begins with. ValueError for impossible ones."""
+        """Return the initial settings of a run over these streams; raise ValueError for invalid options."""
         settings = first_settings(
             self.sizes,
             seed=seed,
@@ -265,14 +265,14 @@ class Opened:
         return settings.named([spec.name or "" for spec in self.specs])
 
     def epoch_samples(self, config: LoaderConfig) -> int:
-        """Samples of an epoch, as configured."""
+        """Return the number of samples in an epoch: as configured, else all samples that are not excluded."""
         return config.epoch_samples or sum(self.kept)
 
     def schedule(self, config: LoaderConfig) -> Schedule | None:
-        """How the streams are mixed; None for a single one. ValueError for impossible settings."""
+        """Return the schedule of weights (None for a single stream); raise ValueError for invalid weights."""
         if len(self.streams) == 1:
             if config.schedule is not None:
-                raise ValueError("a schedule belongs to mixtures: give several streams")
+                raise ValueError("schedule needs a mixture: give several streams")
             if not self.specs[0].weight:
                 raise ValueError("the only stream has weight 0")
             return None
@@ -280,7 +280,7 @@ class Opened:
         entries = config.schedule or [(0, [spec.weight for spec in self.specs])]
         schedule = Schedule.of(named_weights(names, entries[0][1]))
         if entries[0][0] != 0:
-            raise ValueError(f"a schedule begins at position 0, not {entries[0][0]}")
+            raise ValueError(f"schedule must begin at position 0, not {entries[0][0]}")
         for start, weights in entries[1:]:
             schedule = schedule.changed(start, named_weights(names, weights))
         for name, samples, weights in zip(
@@ -299,16 +299,17 @@ def open_streams(
     place: Place | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Opened:
-    """Open what a loader was given; `processes` on this machine share its memory.
+    """Open the datasets of a loader; `processes`: number of processes that share this machine's memory.
 
-    `place`: in a job, whose nodes begin one after another if they are many.
+    `place`: the process's place in a job. If the job has many nodes, this function first waits, so that the
+    nodes do not all send requests at the same time.
     """
     if isinstance(dataset, (str, os.PathLike, Dataset)):
         specs: tuple[Stream, ...] = (Stream(dataset),)
     else:
         specs = tuple(dataset)
         if not specs or not all(isinstance(spec, Stream) for spec in specs):
-            raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
+            raise TypeError(f"dataset must be a path, a Dataset or a list of Stream, not {dataset!r:.200}")
     paths = [spec.path if isinstance(spec.path, Dataset) else os.fspath(spec.path) for spec in specs]
     to_open = dict.fromkeys(path for path in paths if not isinstance(path, Dataset))
     nodes = 1 if place is None else node_count(place)
@@ -324,8 +325,8 @@ def open_streams(
     if remote := sum(map(is_remote, to_open)):
         sleep(0.0 if place is None else start_delay(place.machine, nodes, remote))
     storage = config.storage or StorageOptions()
-    # A store must not fail before the loader does: it is retried for as long as a batch is waited for, also
-    # if it is away when the job starts.
+    # Retry the store at least as long as the loader waits for a batch, so that the store does not fail first,
+    # also if it is unavailable when the job starts.
     seconds = max(storage.retry_seconds, config.timeout_seconds)
     storage = replace(storage, retry_seconds=seconds, first_contact_seconds=seconds)
     open_one = partial(
@@ -349,7 +350,7 @@ def open_streams(
 
 
 def _require_hashes(datasets: Sequence[Dataset]) -> None:
-    """ValueError for a local dataset whose shards cannot be, or will not be, verified."""
+    """Raise ValueError for a local dataset that has no hashes or was opened without verify=True."""
     for dataset in datasets:
         if dataset.shards is not None:
             continue
@@ -359,19 +360,21 @@ def _require_hashes(datasets: Sequence[Dataset]) -> None:
             )
         if not all(info.stored.hashes or info.raw.hashes for info in dataset.manifest.shards[:1]):
             raise ValueError(
-                f"Run(verify=True), but the index of {dataset.location} states no hashes: write it with "
+                f"Run(verify=True), but the index of {dataset.location} has no hashes: write it with "
                 "hashes=['xxh64'], or copy it with `shardkit convert`"
             )
 
 
 def named_weights(names: Sequence[str], weights: Weights) -> list[float | Fraction]:
-    """Weights in the order of `names`; ValueError for an unknown name or a wrong number of them."""
+    """Return weights in the order of `names`; raise ValueError for an unknown name or a wrong count."""
     if isinstance(weights, Mapping):
         if unknown := [name for name in weights if name not in names]:
-            raise ValueError(f"no stream is called {unknown[0]!r}; there are {', '.join(names)}")
+            raise ValueError(f"no stream is called {unknown[0]!r}; the streams are {', '.join(names)}")
         return [weights.get(name, 0) for name in names]
     if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} streams ({', '.join(names)})")
+        raise ValueError(
+            f"got {len(weights)} weights for {len(names)} streams ({', '.join(names)}); give one per stream"
+        )
     return list(weights)
 
 
@@ -396,17 +399,17 @@ def _token_mask(mask: MaskedTokens, dataset: Dataset, config: LoaderConfig) -> T
         mask = TokenMask(mask)
     if mask.fingerprint not in (None, dataset.fingerprint):
         raise ValueError(
-            f"the mask is of the dataset with fingerprint {mask.fingerprint}, and {dataset.location} is "
-            f"{dataset.fingerprint}: its rows have other numbers"
+            f"the mask was made for the dataset with fingerprint {mask.fingerprint}, but {dataset.location} "
+            f"has fingerprint {dataset.fingerprint}, so row numbers do not match: make a mask for it"
         )
     if dataset.sequence_length is None:
-        raise ValueError(f"{dataset.location}: has no rows of tokens of one length, so mask= is not possible")
+        raise ValueError(f"{dataset.location}: mask= needs token rows of one length, which it does not have")
     mask.check(len(dataset), dataset.sequence_length)
     return mask
 
 
 def _names(specs: Sequence[Stream], datasets: Sequence[Dataset]) -> list[str]:
-    """Name the streams as given, else by the last part of their path, numbered where ambiguous."""
+    """Return the streams' names: as given, else the last part of the path, with a number if ambiguous."""
     found = [
         spec.name or dataset.location.rstrip("/").rpartition("/")[2] or str(number)
         for number, (spec, dataset) in enumerate(zip(specs, datasets, strict=True))

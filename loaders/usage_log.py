@@ -1,12 +1,12 @@
-"""Writes which samples a training loop was given: one file for each rank and start of a process.
+"""Logs which samples a training loop received: one file per rank and process start.
 
     loader = StreamingLoader("out", batch_size=8, usage_log="logs/run-7")
     shardkit audit --logs logs/run-7 out
 
 A step is logged by one unbuffered write before it is handed over, so the log of a killed process has every
 step that its loop received, except that the last record may be truncated. The file is created with the first
-step. If writing fails, one warning says so and training continues: the audit will miss those steps. The
-format is in `shardkit.formats.usage_log`.
+step. If writing fails, the loader warns once and training continues: the audit will miss those steps.
+`shardkit.formats.usage_log` documents the format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardkit.order.run_settings import RunSettings
 def open_usage_log(
     folder: str | os.PathLike[str] | None, streams: Streams, place: Place, *, batch_size: int
 ) -> UsageLog | None:
-    """The usage log, if one is asked for and this is the replica that writes it."""
+    """Return the usage log, or None without a folder or if another replica of this rank writes it."""
     if folder is None or (role := usage_log_role(place, folder)) == "replica":
         return None
     process = process_place() if role == "unknown" else None
@@ -52,7 +52,7 @@ class UsageLog:
         *,
         replica: int | None = None,
     ) -> None:
-        """`replica`: this process's rank in the world, if its replicas write logs of the same steps too."""
+        """`replica`: this process's world rank if its replicas also log the same steps, else None."""
         self._folder, self._names = local_path(folder, "usage_log").absolute(), streams.names
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
         self._replica = replica
@@ -63,10 +63,10 @@ class UsageLog:
         self._failed = False
         self._end = 0
         self.path: Path | None = None
-        """The file; None before the first step."""
+        """Path of the log file; None before the first step."""
 
     def begin(self, settings: RunSettings, position: int) -> None:
-        """Record with the next step that a run starts, or continues from a state, at `position`."""
+        """Prepare a record, written with the next step, that a run starts or continues at `position`."""
         self._head_due = True
         self._head = RunHead(
             settings=settings.named(self._names),
@@ -81,7 +81,7 @@ class UsageLog:
         ).record()
 
     def step(self, start: int, ids: npt.NDArray[np.int64], after: int) -> None:
-        """Log a batch that is handed over: a step from position `start` to `after`; id -1 is padding."""
+        """Log a delivered batch: a step from position `start` to `after`; id -1 is padding."""
         if self._failed:
             return
         record = step_record(start, ids.astype(self._type).tobytes())

@@ -1,20 +1,20 @@
-"""Blocks: many batches in one message from a DataLoader worker, their arrays in memory that both map.
+"""Blocks: many batches in one message from a DataLoader worker, with their arrays in shared memory.
 
-torch's queue makes a shared file for each tensor of each batch, passes its descriptor and maps it anew, which
-costs more than reading a small batch and takes fresh pages for every byte. Here worker w of k still makes the
-batches w, w + k, ... and sends some of them together. The parent deals them out in turn, batch t from worker
-t % k, so neither the order nor the place of an error changes. A worker's first block is one batch and each
-next one twice as many, up to `block_bytes`: the first batches do not wait for those behind them.
+For each tensor of each batch, torch's queue creates a shared file, passes its descriptor and maps it anew.
+That costs more than reading a small batch and takes fresh pages for every byte. Here worker w of k still
+makes the batches w, w + k, ... but sends several of them together. The parent delivers them in turn, batch t
+from worker t % k, so neither the order nor the place of an error changes. A worker's first block is one
+batch, and each later block has twice as many, up to `block_bytes`: the first batches do not wait for others.
 
-`BlockMemory` is one unnamed file in memory: a part for each worker, with an arena that only this worker
-allocates from and a flag for each block that it has sent. A block's message has the places of its arrays; the
-parent's batches are views of them. When all of these are garbage, in whatever order and thread, the parent
-clears the flag, and the worker reuses the memory for its next block: pages are faulted in once, not once for
-each batch. Memory that somebody may still see is never written to: a process that is forked sees all batches
-that its parent holds, so the flags of these are never cleared, unless it is a worker of this kind itself.
+`BlockMemory` is one unnamed file in memory. It has a part for each worker, with an arena that only this
+worker allocates from and a flag for each block that it has sent. A block's message has the offsets of its
+arrays; the parent's batches are views of them. When all views are garbage, in any order and thread, the
+parent clears the flag, and the worker reuses the memory for its next block: pages are faulted in once, not
+once per batch. Memory that a process may still see is never written to: a forked process sees all batches of
+its parent, so the flags of their blocks are never cleared, unless the forked process is itself such a worker.
 
-Arrays that find no room (a loop that keeps its batches; a system without memfd) travel as torch's shared
-tensors, one for each column of a block. Everything else (lists, strings, small arrays) is pickled.
+Arrays that do not fit the arena (a loop that keeps its batches; a system without memfd) are sent as torch's
+shared tensors, one for each column of a block. Everything else (lists, strings, small arrays) is pickled.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from shardkit.loaders.batch import Batch, Fields, batches_of
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
 
-BLOCK_BYTES = 4 << 20  # a message costs as much as gathering about 1 MiB
-MAX_BLOCK_BATCHES = 256  # shares that cost among the smallest batches; growing there from 1 takes 8 blocks
+BLOCK_BYTES = 4 << 20  # default size of a block; a message costs as much as gathering about 1 MiB
+MAX_BLOCK_BATCHES = 256  # limit of batches per block, for the smallest batches; reached after 8 doublings
 
-_ARENA_BYTES = 512 << 20  # of addresses for each worker, not of memory
-_SMALL_BYTES = 64 << 10  # pickled instead: the smallest piece of an arena
-_FLAGS = _ARENA_BYTES // _SMALL_BYTES  # as many blocks have arrays in an arena
+_ARENA_BYTES = 512 << 20  # addresses reserved for each worker, not used memory
+_SMALL_BYTES = 64 << 10  # smaller arrays are pickled; equal to the smallest piece of an arena
+_FLAGS = _ARENA_BYTES // _SMALL_BYTES  # maximum number of blocks with arrays in one arena
 
 _Array = npt.NDArray[np.generic]
 _Bytes = npt.NDArray[np.uint8]
 
 
 class _Placed(NamedTuple):
-    """An array in the shared memory."""
+    """The location and layout of an array in the shared memory."""
 
     offset: int
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """In a worker: some of its batches. What the parent unpickles is (worker, the batches)."""
+    """Several batches of a worker; the parent unpickles a block as (worker, its batches)."""
 
     count: int
     memory: int
@@ -81,12 +81,12 @@ class Block:
 
 
 class BlockMemory:
-    """What a process and the workers of one of its DataLoader iterators share."""
+    """Memory shared by a process and the workers of one of its DataLoader iterators."""
 
     def __init__(
         self, workers: int, tensor: Callable[[_Array], object], *, arena_bytes: int = _ARENA_BYTES
     ) -> None:
-        """`tensor`: makes what a batch has of an array. `arena_bytes`: of each worker."""
+        """`tensor`: converts an array for a batch. `arena_bytes`: size of each worker's arena."""
         self._number = next(_numbers)
         self._tensor = tensor
         self._part_bytes = _FLAGS + arena_bytes
@@ -97,7 +97,7 @@ class BlockMemory:
         _memories[self._number] = self
 
     def outbox(self, worker: int, output: OutputMemory) -> Outbox:
-        """In a worker: what sends its blocks, whose arrays are lent by `output`."""
+        """Return, in a worker, the object that makes its blocks, whose arrays `output` lends."""
         if self._outbox is None:
             first = worker * self._part_bytes
             flags = slice(first, first + _FLAGS)
@@ -107,8 +107,8 @@ class BlockMemory:
         return self._outbox
 
     def receive(self, worker: int, flag: int | None, pieces: list[dict[str, Any]]) -> tuple[int, list[Batch]]:
-        """In the parent: (worker, the batches of its block)."""
-        # The base of all that shows this block, and of nothing else: memoryviews are not looked through.
+        """Return, in the parent, the worker's number and the batches of its block."""
+        # The base of all views of this block only: a memoryview hides the array under it from NumPy.
         lent = np.frombuffer(self._bytes.data, np.uint8)
         if flag is not None:
             place = worker * self._part_bytes + flag
@@ -120,7 +120,7 @@ class BlockMemory:
         return worker, batches
 
     def _release(self, place: int, forks: int, _: weakref.ref[_Bytes]) -> None:
-        """Let a worker reuse a block's memory, unless a process forked meanwhile may still see it."""
+        """Let a worker reuse a block's memory, unless a process forked since then may still see it."""
         del self._watched[place]
         if forks == _forks and os.getpid() == self._process:
             self._bytes[place] = 0
@@ -143,14 +143,14 @@ class BlockMemory:
 
 
 def _new_file(size: int) -> int | None:
-    """The descriptor of `size` bytes of shared memory without a name; None if the system gives none."""
+    """Return the descriptor of an unnamed file of `size` bytes in memory; None if unavailable."""
     if not hasattr(os, "memfd_create"):
         return None
     descriptor: int | None = None
     try:
         descriptor = os.memfd_create("shardkit-blocks")
         os.ftruncate(descriptor, size)
-        mmap.mmap(descriptor, 0).close()  # there may be a limit on addresses
+        mmap.mmap(descriptor, 0).close()  # fails if a limit on addresses (ulimit -v) is too low
     except OSError:
         if descriptor is not None:
             os.close(descriptor)
@@ -159,16 +159,16 @@ def _new_file(size: int) -> int | None:
 
 
 class Outbox:
-    """In a worker: makes blocks, and takes back the memory of those that the parent has released."""
+    """Makes blocks in a worker, and reuses the memory of blocks that the parent has released."""
 
     def __init__(self, memory: int, worker: int, whole: _Bytes, flags: slice, output: OutputMemory) -> None:
-        """`whole`: the memory; `flags`: where those of this worker are."""
+        """`whole`: the shared memory of all workers; `flags`: the slice of it with this worker's flags."""
         self._memory, self._worker, self._whole, self._output = memory, worker, whole, output
         self._flags = whole[flags]
         self._sent: dict[int, list[_Array]] = {}
 
     def blocks(self, groups: Iterator[Group], most_batches: int) -> Iterator[Block]:
-        """The batches of `groups` in blocks; those before an error come before it."""
+        """Yield the batches of `groups` in blocks; batches read before an error are delivered before it."""
         size, rest = 1, _Piece({}, 0)
         while True:
             pieces: list[_Piece] = []
@@ -182,7 +182,7 @@ class Outbox:
                     piece, rest = rest.cut(missing)
                     pieces.append(piece)
                     missing -= piece.batches
-            except Exception:  # of any kind: what was read before it is delivered before it
+            except Exception:  # deliver the batches that were read before the error, then raise it
                 if pieces:
                     yield self._block(pieces)
                 raise
@@ -205,7 +205,7 @@ class Outbox:
         return Block(sum(piece.batches for piece in pieces), self._memory, self._worker, flag, sent)
 
     def _placed(self, values: Any, placed: list[_Array]) -> Any:
-        """Return the place of `values` in the memory, copied there if need be, or else what to pickle."""
+        """Return the place of `values` in shared memory, after a copy if needed, or a value to pickle."""
         if (
             not isinstance(values, np.ndarray)
             or values.nbytes < _SMALL_BYTES
@@ -227,20 +227,20 @@ class Outbox:
 
 
 class _Piece(NamedTuple):
-    """Some of a group's batches."""
+    """Consecutive batches of a group."""
 
     fields: Fields
     batches: int
 
     def cut(self, most: int) -> tuple[_Piece, _Piece]:
-        """(the first `most` batches, those behind them)."""
+        """Return the first `most` batches and the remaining ones."""
         first = {name: values[:most] for name, values in self.fields.items()}
         behind = {name: values[most:] for name, values in self.fields.items()}
         return _Piece(first, min(most, self.batches)), _Piece(behind, max(0, self.batches - most))
 
 
 def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Batch]:
-    """The batches of the workers' blocks, batch t from worker t % `workers`."""
+    """Yield the batches of the workers' blocks: batch t from worker t % `workers`."""
     ready: list[deque[Batch]] = [deque() for _ in range(workers)]
     for own in itertools.cycle(ready):
         while not own:
@@ -248,20 +248,20 @@ def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Ba
             if batches is None:
                 return
             ready[worker].extend(batches)
-            batches = None  # or the last block would live as long as this waits for the next one
+            batches = None  # otherwise the wait for the next block would keep this one alive
         yield own.popleft()
 
 
 def _receive(
     memory: int, worker: int, flag: int | None, pieces: list[dict[str, Any]]
 ) -> tuple[int, list[Batch]]:
-    """Open a block, in whichever thread of the parent unpickles it."""
+    """Open a block, in the thread of the parent that unpickles it."""
     found = _memories.get(memory)
     return (worker, []) if found is None else found.receive(worker, flag, pieces)
 
 
 def _opened(values: Any, lent: _Bytes) -> Any:
-    """An array of a message, or what else it has."""
+    """Return a value of a message, with arrays in shared memory as views."""
     if isinstance(values, _Placed):
         return np.ndarray(values.shape, values.dtype, lent, values.offset, values.strides)
     return values.numpy() if isinstance(values, torch.Tensor) else values
@@ -274,9 +274,10 @@ def _address(array: _Array) -> int:
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Fork workers that see none of the batches that this process holds, and collect none of its garbage.
+    """Mark forks inside the `with` as workers, which use no batches and collect no garbage of this process.
 
-    Garbage may hold CUDA events and streams, at whose end a fork of a process that has used CUDA aborts.
+    Garbage may hold CUDA events and streams. A forked child of a process that has used CUDA aborts when it
+    destroys them.
     """
     _forking.workers = True
     try:
@@ -306,10 +307,10 @@ def _after_fork_in_child() -> None:
         _forking.workers = False
 
 
-_KINDS = "biuf"  # of numbers, all of which torch knows too
+_KINDS = "biuf"  # NumPy kinds of dtypes that torch supports as well
 _numbers = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BlockMemory] = weakref.WeakValueDictionary()
-_forks = 0  # of processes that may show batches
+_forks = 0  # number of forks whose processes may see batches
 _forking = threading.local()
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child

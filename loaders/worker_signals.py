@@ -1,15 +1,16 @@
-"""Signals that are meant for the trainer do not end DataLoader workers.
+"""Protects DataLoader workers from signals that are meant for the trainer.
 
 Schedulers send TERM, and on request USR1, USR2 or HUP, to all processes of a job, and a terminal sends INT to
 all of its group. The trainer handles the signal, ends its step and saves. A worker that died of the same
 signal would take the step, and the checkpoint, with it.
 
-`signals_held_back` blocks these signals while workers start, so that there is no moment at which one would
-end them: forked and spawned processes inherit the mask. `leave_to_trainer` runs in the worker, before its
-first batch. From then on the signals do nothing, except TERM of the process that started the worker, by
-which torch ends workers that do not end by themselves: a thread takes it, and ends the worker when that
-process is gone, however it ended. A fork server gets the mask as well, and `forkserver_children` gives its
-children the usual one: they begin unprotected. A fork server that was started by others is not protected.
+`signals_held_back` blocks these signals while workers start, so that a signal cannot end them during their
+start: forked and spawned processes inherit the mask. `leave_to_trainer` runs in the worker, before its first
+batch. From then on the signals do nothing, except a TERM from the process that started the worker, which
+torch uses to end workers that do not end by themselves. A thread receives this TERM, and also ends the worker
+when that process is gone, even after a crash. A fork server gets the mask as well, and `forkserver_children`
+restores the usual mask in its children, which therefore start unprotected. A fork server that was started by
+other code is not protected.
 
 Processes that a worker starts have the usual handlers, except that TERM stays blocked in them: use SIGKILL.
 """
@@ -27,17 +28,17 @@ from multiprocessing.connection import wait
 
 TRAINER_SIGNALS = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 
-_LOOK_SECONDS = 1.0  # between looks whether the parent is alive: workers outlive it by no more
+_LOOK_SECONDS = 1.0  # interval of checks that the parent is alive; workers outlive it by at most this
 _PRELOADED = "shardkit.loaders.forkserver_children"
 
-_watched: set[int] = set()  # processes in which a thread waits for TERM: this one
+_watched: set[int] = set()  # ids of processes in which a thread waits for TERM
 
 
 @contextmanager
 def signals_held_back(start_method: str) -> Iterator[None]:
-    """Block the trainer's signals in this thread and in the processes that it starts meanwhile."""
+    """Block the trainer's signals, inside the `with`, in this thread and in processes that it starts."""
     if start_method != "fork":
-        resource_tracker.ensure_running()  # which unblocks signals when it starts
+        resource_tracker.ensure_running()  # now, because starting it later would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINER_SIGNALS)
     try:
         if start_method == "forkserver":
@@ -48,7 +49,7 @@ def signals_held_back(start_method: str) -> Iterator[None]:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server, if none runs, with this thread's mask."""
+    """Start the fork server, if none runs, with this thread's signal mask."""
     from multiprocessing import forkserver
 
     server = forkserver._forkserver
@@ -59,13 +60,13 @@ def _start_fork_server() -> None:
 
 
 def leave_to_trainer() -> None:
-    """In a worker process: ignore the trainer's signals, and end with the process that started this one."""
+    """Ignore the trainer's signals in a worker process, and end it together with its parent process."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or os.getpid() in _watched:
         return
     if threading.current_thread() is not threading.main_thread():
         return  # a worker of DataLoader(worker_method="thread")
-    # No SIG_IGN, which programs that a worker runs would inherit.
+    # A handler instead of SIG_IGN, which programs started by a worker would inherit.
     for number in TRAINER_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, _do_nothing)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -75,7 +76,7 @@ def leave_to_trainer() -> None:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """Handle a signal that the trainer handles."""
+    """Ignore a signal that is meant for the trainer."""
 
 
 def _watch(parent: int) -> None:
@@ -86,7 +87,7 @@ def _watch(parent: int) -> None:
     while True:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
         if received is not None and received.si_pid == parent:
-            os._exit(0)  # as torch's own handler
+            os._exit(0)  # the same exit status as with torch's own handler
         if _has_ended(parent, descriptor):
             os._exit(1)
 

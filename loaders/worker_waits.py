@@ -1,11 +1,12 @@
-"""Waits for DataLoader workers that end: with the worker, what it does, and when it last gave a batch.
+"""Limits waits for DataLoader workers; errors name the worker, its state and the time of the last batch.
 
-torch waits without end for a worker that is stopped or hangs, whose batch could not be sent (a full /dev/shm,
-something that is not picklable), or that never starts, unless it is given a timeout; then it counts time in
-which the whole job was suspended. Here torch is given a short one, `LOOK_SECONDS`, after which it looks for
-dead workers, and `PatientIterator` asks again until the time is up, by the clock of `storage.clock`.
+Without a timeout, torch waits forever for a worker that is stopped or hangs, that cannot send its batch (a
+full /dev/shm, an object that is not picklable), or that never starts. With a timeout, torch also counts time
+in which the whole job was suspended. This module gives torch a short timeout, `LOOK_SECONDS`, after which
+torch checks for dead workers, and `PatientIterator` retries until its own timeout, measured by the clock of
+`storage.running_clock`, which leaves out suspended time.
 
-Workers that do not end by themselves, not even by SIGTERM because they are stopped, are killed: when their
+Workers that do not end by themselves, not even at SIGTERM because they are stopped, are killed: when their
 iterator is dropped, when a wait for one has failed, and when the interpreter ends, which would wait for them.
 """
 
@@ -27,9 +28,9 @@ from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.running_clock import running_seconds
 from shardkit.units import format_bytes
 
-LOOK_SECONDS = 5.0  # as torch does if it has no timeout
+LOOK_SECONDS = 5.0  # interval of checks for dead workers; torch's own interval without a timeout
 
-_END_SECONDS = 2.0  # for workers to end by SIGTERM
+_END_SECONDS = 2.0  # time for workers to end after SIGTERM
 _STATES = {
     "T": "stopped",
     "t": "traced",
@@ -41,10 +42,10 @@ _STATES = {
 
 
 class PatientIterator(Iterator[Any]):
-    """An iterator of torch's DataLoader of which each `next` takes `timeout_seconds` at most."""
+    """Wraps an iterator of torch's DataLoader so that each `next` takes at most `timeout_seconds`."""
 
     def __init__(self, source: Any, where: Callable[[], str], timeout_seconds: float) -> None:
-        """`where`: says which rank waits, at which step."""
+        """`where`: returns the waiting rank and its step, for messages."""
         self._source, self._where, self._timeout_seconds = source, where, timeout_seconds
         self._source._timeout = min(LOOK_SECONDS, timeout_seconds)
         self._last = running_seconds()
@@ -56,7 +57,7 @@ class PatientIterator(Iterator[Any]):
                 found = next(self._source)
             except RuntimeError as error:
                 if str(error).startswith("DataLoader worker"):
-                    lost = "one that was killed may have had no memory left"
+                    lost = "if it was killed, the machine may have run out of memory"
                     raise RuntimeError(f"{self._where()}: {error} ({lost})") from error
                 if not is_torch_timeout(error):
                     raise
@@ -72,19 +73,19 @@ class PatientIterator(Iterator[Any]):
 
 
 def is_torch_timeout(error: RuntimeError) -> bool:
-    """Whether this is how torch's DataLoader says that its timeout is over."""
+    """Return whether this is the error that torch's DataLoader raises at its timeout."""
     return str(error).startswith("DataLoader timed out after")
 
 
 def describe_wait(iterator: Any, seconds: float) -> str:
-    """Say which worker of torch's iterator is waited for, and what it seems to be doing."""
+    """Return a message that names the worker that torch's iterator waits for, and the worker's state."""
     workers = iterator._workers
     task = iterator._task_info.get(iterator._rcvd_idx, ())
     numbers = [task[0]] if len(task) == 1 else range(len(workers))
     named = ", ".join(f"worker {n} (process {workers[n].pid}, {_state(workers[n].pid)})" for n in numbers)
     return (
-        f"no batch from {named} within {seconds:g} s (timeout_seconds); a traceback on stderr would say that "
-        "a batch could not be sent: those of a collate_fn must be picklable and need room in /dev/shm"
+        f"no batch from {named} within {seconds:g} s (timeout_seconds); if stderr has a traceback, a batch "
+        "could not be sent: batches of a collate_fn must be picklable and need space in /dev/shm"
         f"{_shared_memory()} (docker run --shm-size)"
     )
 
@@ -106,8 +107,8 @@ def _state(process: int) -> str:
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of torch's iterator, in seconds, whatever they do."""
-    if getattr(iterator, "_worker_pids_set", False):  # or torch's handler of SIGCHLD raises
+    """End the workers of torch's iterator within seconds, killing those that do not end at SIGTERM."""
+    if getattr(iterator, "_worker_pids_set", False):  # otherwise torch's SIGCHLD handler would raise
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
         iterator._worker_pids_set = False
     for worker in iterator._workers:
@@ -120,7 +121,7 @@ def end_workers(iterator: Any) -> None:
 
 def _kill(workers: list[Any]) -> None:
     for worker in workers:
-        with suppress(ValueError, AssertionError):  # closed, or another process's
+        with suppress(ValueError, AssertionError):  # the worker is closed, or belongs to another process
             if worker.is_alive():
                 worker.kill()
                 worker.join(_END_SECONDS)
@@ -130,19 +131,19 @@ _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _EndingIterator(_MultiProcessingDataLoaderIter):
-    """Torch's iterator, which waits for its workers to end, and then kills those that are left."""
+    """Torch's iterator, which waits for its workers to end and then kills the remaining ones."""
 
     def _shutdown_workers(self) -> None:
-        # No finalizer does it: of a cycle of garbage they run first, when torch still takes a worker that is
-        # killed for one that was lost, and raises an error wherever the program is.
+        # Not in a finalizer: in a garbage cycle finalizers run first, while torch still takes a killed worker
+        # for a lost one and raises an error anywhere in the program.
         super()._shutdown_workers()
         _kill(self._workers)
 
 
 def kill_when_dropped(iterator: Any) -> None:
-    """Kill what is left of the workers when torch's iterator is gone, and has waited for them to end."""
+    """Kill the workers that remain after torch's iterator has been dropped and has waited for them."""
     if not _iterators:
-        # Behind multiprocessing's own function, so before it: that one waits for workers without end.
+        # Registered after multiprocessing's exit function, which waits forever, so that it runs first.
         atexit.unregister(_end_all)
         atexit.register(_end_all)
     _iterators.add(iterator)

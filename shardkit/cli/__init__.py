@@ -1,1 +1,1 @@
-"""The `shardkit` command: thin verbs that parse, call one public function and print."""
+"""The `shardkit` command: each verb parses its options, calls one public function and prints the result."""

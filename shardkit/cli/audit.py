@@ -1,4 +1,4 @@
-"""`shardkit audit`: is every sample delivered exactly once, by the plan or by the logs of a real run?"""
+"""`shardkit audit`: check that every sample is delivered exactly once, by the plan or in a run's logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_FLAT_FILES = ("sequence_length", "token_dtype", "per_file")
 
 
 def _counts(text: str) -> list[int]:
-    """argparse type: numbers of 1 or more, separated by commas."""
+    """Parse an argparse value: numbers of at least 1, separated by commas."""
     return [count(part.strip()) for part in text.split(",")]
 
 
@@ -44,10 +44,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "audit",
         help="prove that every sample is delivered exactly once, by plan or by a run's logs",
-        description="Prove that every epoch delivers each sample once, and every step the samples of its "
-        "positions, on any number of ranks and across restarts: for the plan of all ranks, from the index "
-        "alone, or for a real run, from the usage logs that its loaders wrote (option usage_log=FOLDER). "
-        "Exit status 1 if anything is wrong; the first wrong deliveries are listed.",
+        description="Prove that every epoch delivers each sample once, and that every step delivers the "
+        "samples of its positions, on any number of ranks and across restarts. Checks the plan of all ranks, "
+        "from the index alone, or a real run, from the usage logs of its loaders (loader option "
+        "usage_log=FOLDER). Exit status 1 if anything is wrong; the first wrong deliveries are listed.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", nargs="?", help=PATH_HELP)
@@ -63,7 +63,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="[PATH=]FILE",
         action="append",
         default=[],
-        help="exclusion list of the only dataset, or of the stream PATH (default: none)",
+        help="exclusion list of PATH, a --stream; PATH may be left out if there is only one dataset "
+        "(default: none)",
     )
     parser.add_argument(
         "--logs", metavar="FOLDER", type=file_path, help="check these usage logs (default: check the plan)"
@@ -84,8 +85,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--global-batch",
         type=count,
         metavar="G",
-        help="sequences per step over all ranks, the same for all world sizes, whose steps must then hold "
-        "the same samples (default: B times the world size)",
+        help="sequences per step over all ranks, equal for all world sizes; also checks that their steps "
+        "hold the same samples (default: B times the world size)",
     )
     group.add_argument(
         "--world-sizes",
@@ -99,7 +100,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=_counts,
         metavar="STEP,…",
         default=[],
-        help="check another run that stops after each of these steps and resumes from the saved state with "
+        help="also check a run that stops after each of these steps and resumes from the saved state with "
         "the next world size (default: none)",
     )
     group.add_argument("--epochs", type=count, default=2, metavar="E", help="number of epochs (default: 2)")
@@ -110,7 +111,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audit and print."""
+    """Audit the plan or the logs, and print the report."""
     if (arguments.path is None) == (not arguments.stream):
         arguments.misuse("give either PATH, or --stream for each dataset of a mixture")
     try:
@@ -131,7 +132,7 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
     from shardkit.tools.audit.plan import audit_plan
 
     options = loader_options(arguments)
-    if arguments.logs is not None:  # they state the order
+    if arguments.logs is not None:  # the logs record the order, so no other option is needed
         options = {name: options[name] for name in _OF_FLAT_FILES if name in options}
     config = LoaderConfig(**options, storage=storage_options(arguments))
     opened = open_streams(_streams(arguments), config, 1)
@@ -142,7 +143,7 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
 
 
 def _streams(arguments: argparse.Namespace) -> list[Stream]:
-    """The streams of a loader; ValueError if --exclude names an unknown dataset."""
+    """Return the streams of the command line; raise ValueError if --exclude names an unknown dataset."""
     from shardkit.loaders.config import Stream
 
     paths: dict[str, float] = {}
@@ -158,7 +159,7 @@ def _streams(arguments: argparse.Namespace) -> list[Stream]:
         if not path and len(paths) == 1:
             path = next(iter(paths))
         if path not in paths:
-            raise ValueError(f"--exclude {text}: name the stream: PATH=FILE, with PATH as in --stream")
+            raise ValueError(f"--exclude {text}: give PATH=FILE with PATH as in --stream")
         excluded[path] = file
     return [Stream(path, weight, exclude=excluded.get(path)) for path, weight in paths.items()]
 
@@ -174,13 +175,13 @@ def _legs(arguments: argparse.Namespace) -> list[Leg]:
         return [Leg(arguments.batch_size or 8, ranks) for ranks in arguments.world_sizes]
     for ranks in arguments.world_sizes:
         if arguments.global_batch % ranks:
-            raise ValueError(f"--global-batch {arguments.global_batch} does not divide among {ranks} ranks")
+            raise ValueError(f"--global-batch {arguments.global_batch} is not a multiple of {ranks} ranks")
     return [Leg(arguments.global_batch // ranks, ranks) for ranks in arguments.world_sizes]
 
 
 def _show(report: AuditReport) -> None:
-    """Tables and a verdict on stdout, notices on stderr."""
-    from shardkit.tools.audit.findings import KINDS  # imports NumPy: not for --help
+    """Print tables and a verdict on stdout, notices on stderr."""
+    from shardkit.tools.audit.findings import KINDS  # imported here, because NumPy would slow down --help
 
     for notice in report.findings.notices:
         stderr_console().print(f"notice: {notice}")
@@ -207,14 +208,14 @@ def _show(report: AuditReport) -> None:
     if report.ok:
         dropped = max(walk.dropped for walk in report.walks)
         exceptions = f", except {dropped:,} that the tail drops at the end of epochs" if dropped else ""
-        out.print(f"OK: every sample exactly once an epoch{exceptions}")
+        out.print(f"OK: every sample exactly once per epoch{exceptions}")
         return
     out.print("FAILED:")
     for kind in KINDS:
         if number := report.findings.counts[kind]:
             out.print(f"  {number:,} {KINDS[kind]} ({kind})")
     out.print("first findings:")
-    # A few of each kind: hundreds of lost samples must not hide the rank that lost them.
+    # Show a few of each kind, so that hundreds of lost samples do not hide the rank that lost them.
     for kind in KINDS:
         for finding in [one for one in report.findings.kept if one.kind == kind][:SHOWN_OF_KIND]:
             out.print(f"  {finding}")
@@ -246,7 +247,7 @@ def _walk(walk: Walk) -> tuple[str, ...]:
 
 
 def _show_proofs(report: AuditReport) -> None:
-    from shardkit.tools.audit.sums import FALSE_ACCEPTANCE  # imports NumPy: not for --help
+    from shardkit.tools.audit.sums import FALSE_ACCEPTANCE  # imported here, as NumPy would slow down --help
 
     counts = report.findings.counts
 
@@ -256,11 +257,11 @@ def _show_proofs(report: AuditReport) -> None:
     held = (
         (
             "every epoch holds each sample once",
-            f"count, sum and 128-bit keyed sum of its ids are the index's (misses: below {FALSE_ACCEPTANCE})",
+            f"count, sum and 128-bit keyed sum of ids equal the index's (miss rate below {FALSE_ACCEPTANCE})",
             verdict("epoch", "lost", "repeated", "foreign", "excluded", "gap", "rank", "resume", "log"),
         ),
         (
-            "every step holds the samples of its positions, whatever the world size",
+            "every step holds the samples of its positions, at any world size",
             "exact: each id is mapped back to its position",
             verdict("lost", "repeated", "moved", "part", "steps", "foreign", "excluded", "settings", "world",
                     "rank"),
@@ -290,7 +291,7 @@ def _show_shards(report: AuditReport) -> None:
     _table("shard", "delivered", "dropped", "expected in total", "", rows=rows)
     if (more := report.shard_count - len(rows)) > 0:
         wrong = report.findings.counts["shard"]
-        stdout_console().print(f"and {more:,} more shards ({wrong:,} wrong in all; --json lists more)")
+        stdout_console().print(f"and {more:,} more shards ({wrong:,} wrong in total; --json lists more)")
 
 
 def _table(*names: str, rows: Sequence[tuple[str, ...]]) -> None:

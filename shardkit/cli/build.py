@@ -38,10 +38,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "build",
-        help="build a dataset from a recipe; continues where an interrupted build stopped",
+        help="build a dataset from a recipe; continue where an interrupted build stopped",
         description="Build the dataset that a recipe describes. Finished work is not redone: after an "
-        "interruption or a crash the same command continues, and the result is the same byte for byte, "
-        "whatever the number of workers.",
+        "interruption or a crash the same command continues. The result is the same byte for byte with any "
+        "number of workers.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file; relative paths start from its folder")
@@ -54,8 +54,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--limit",
         type=count,
         metavar="N",
-        help="build a trial from at most N records of each input, spread evenly over its files, in an output "
-        "folder of its own, named as the recipe's with -limit-N (default: build everything)",
+        help="build a trial from at most N records of each input, spread evenly over its files, in a "
+        "separate output folder with -limit-N added to its name (default: build everything)",
     )
     add_recipe_arguments(parser, example="pack.sequence_length=4096")
     add_options(parser, "shardkit.writers.executors:Execution", "task_seconds", "retry_failed", "speculate")
@@ -63,14 +63,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print which tasks are finished, which have to run and why, but do not build (default: build)",
+        help="print which tasks are finished, which have to run and why, without building (default: build)",
     )
     parser.add_argument(
         "--timings",
         type=file_path,
         metavar="FILE",
         help="write the time, tasks and rate of each stage: as a page if FILE ends in .html, else as JSON "
-        "(default: print the total and the longest steps; the dataset itself stores no times)",
+        "(default: print the total and the longest steps only; the dataset itself stores no times)",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -81,13 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
     from shardkit.writers.recipe.recipe import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)  # refused before anything heavy is imported
+    recipe = load_recipe(arguments.recipe, arguments.overrides)  # before slow imports, so errors come at once
     if arguments.limit is not None:
         recipe = recipe.as_trial(arguments.limit)
     if arguments.explain:
         return _explain(recipe, arguments)
     if arguments.timings is not None and not arguments.timings.absolute().parent.is_dir():
-        raise BuildError(f"--timings {arguments.timings}: its folder does not exist; make it first")
+        raise BuildError(f"--timings {arguments.timings}: its folder does not exist; create it first")
     from shardkit.writers import build
 
     how = ("workers", "engine", "ray_address", "task_seconds", "retry_failed", "speculate", "replace")
@@ -110,22 +110,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """End as at Ctrl-C if SIGTERM comes: workers end, the lease is given back. Then die by that signal."""
+    """Handle SIGTERM like Ctrl-C, so that workers end and the lease is released; then end by SIGTERM."""
     came = threading.Event()
 
     def end(number: int, frame: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one ends the process at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
         came.set()
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # it is the caller's
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the caller handles SIGTERM
         yield
         return
     signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except KeyboardInterrupt as interrupt:  # not always ours: Ray raises one of its own in its place
+    except KeyboardInterrupt as interrupt:  # may be another exception than ours, as Ray replaces it
         if not came.is_set():
             raise
         said = "; ".join(["terminated", *getattr(interrupt, "__notes__", []), "the same command continues"])
@@ -181,7 +181,7 @@ def _show_explanation(explanation: Explanation) -> None:
     rows += [(name, "", "", "?", "depends on the results of the stages above") for name in explanation.later]
     print_columns("", ("stage", "tasks", "finished", "to run", "why"), rows, left=(0, 4))
     if not explanation.later and all(plan.finished == plan.tasks for plan in explanation.stages):
-        console.print("every task is finished: the build would only publish, or find its output up to date")
+        console.print("every task is finished: a build would only publish, or find its output up to date")
     if explanation.stale:
         size = format_bytes(sum(task.bytes for task in explanation.stale))
         console.print(

@@ -21,17 +21,17 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "clean",
         help="remove intermediate files that a build does not use",
-        description="A build never removes finished work, so that an earlier recipe can reuse it. This "
-        "removes the finished tasks that the build of a recipe does not use from its work folder. Stages "
-        "after one that has to run are left alone, because it is not known yet which of their tasks will be "
-        "used: build first, then clean.",
+        description="Remove the finished tasks that the build of a recipe does not use from its work folder. "
+        "A build itself never removes finished work, so that an earlier recipe can reuse it. Stages after "
+        "one that has to run are not cleaned, because it is not known yet which of their tasks will be used: "
+        "build first, then clean.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as given to shardkit build")
     parser.add_argument(
         "--output", metavar="PLACE", help="as given to shardkit build (default: the recipe's output.path)"
     )
-    add_override_argument(parser, "pack.sequence_length=4096, as given to shardkit build")
+    add_override_argument(parser, "pack.sequence_length=4096, with the same values as for shardkit build")
     parser.add_argument(
         "--all", action="store_true", help="remove the whole work folder (default: only unused tasks)"
     )
@@ -39,7 +39,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         parser,
         "shardkit.writers.explain:clean_work",
         dry_run="print what would be removed, but do not remove it",
-        force="also clean in a store while a driver holds its lease",
+        force="clean a work folder in a store even while a driver holds its lease",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)

@@ -1,13 +1,13 @@
-"""What verbs share: options, quantities, and output.
+"""Options, quantities and output that the verbs share.
 
 Results go to stdout, everything else to stderr. Documents, URLs and file names may hold escape sequences that
 control a terminal: they change its title, hide lines or fill the clipboard. Everything that a verb prints
 therefore goes through `escaped`: by a console of this module, by `print_json` and `print_columns`, or as an
 error or warning in `shardkit.cli.main`.
 
-An option that several verbs have is registered here once; `shardkit.cli.declared` takes what it says from the
-class or function that it serves. A `Quantity` is an option with a value that is shown to users: parsed from
-text such as "10Gbit/s", printed with its unit, and given, measured or assumed.
+An option that several verbs have is registered here once; `shardkit.cli.declared` takes its help, type and
+default from the class or function that the option is for. A `Quantity` is an option whose value is shown to
+users: parsed from text such as "10Gbit/s", printed with its unit and its origin (given, measured or assumed).
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ if TYPE_CHECKING:
     from shardkit.progress import TransferListener
     from shardkit.storage.store import StorageOptions
 
-_FIRST_CONTACT_SECONDS = 5.0  # that a person waits for a store at a wrong address
+_FIRST_CONTACT_SECONDS = 5.0  # wait for a store's first answer in commands that a person waits for
 _STORAGE = "shardkit.storage.store:StorageOptions"
 _EXECUTION = "shardkit.writers.executors:Execution"
 _CONFIG = "shardkit.loaders.config:LoaderConfig"
-_OF_RUNS = ("lanes", "window", "balance", "eos_id", "bos_id", "pad_id")  # keys of --loader
+_OF_RUNS = ("lanes", "window", "balance", "eos_id", "bos_id", "pad_id")  # keys of --loader in all verbs
 
 PATH_HELP = "folder, index file, tar, pattern or URL"
 
-# C0 but tab and newline, DEL and C1, which terminals obey; and lone surrogates, which cannot be written.
+# Control characters (C0 except tab and newline, DEL, C1), and lone surrogates, which cannot be encoded.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    """`text` with characters that control a terminal spelled out, such as \\x1b; tabs and newlines stay."""
+    """Return `text` with control characters replaced by escapes such as \\x1b; keep tabs and newlines."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """argparse type: a whole number of at least `least` and at most `most`."""
+    """Return an argparse type for whole numbers from `least` to `most` (None: no upper limit)."""
 
     def parsed(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {least} or more")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         if most is not None and int(text) > most:
-            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
+            raise argparse.ArgumentTypeError(f"{text} is above the limit of {most}")
         return int(text)
 
     return parsed
 
 
 def file_path(text: str) -> Path:
-    """argparse type: a path on this machine, as `local_path` reads it."""
+    """Parse an argparse value as a path on this machine with `local_path`."""
     from shardkit.files import local_path
 
     return argument(local_path)(text)  # type: ignore[no-any-return]
@@ -73,18 +73,18 @@ natural = whole(0)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """Print plain data on stdout."""
-    text = json.dumps(result, indent=2, ensure_ascii=False)  # escapes C0, and leaves DEL, C1 and surrogates
+    """Print plain data as JSON on stdout."""
+    text = json.dumps(result, indent=2, ensure_ascii=False)  # escapes C0, but not DEL, C1 and surrogates
     sys.stdout.write(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def stdout_console() -> Console:
-    """Return the console for a verb's result when it is for people."""
+    """Return the console for a verb's result as text."""
     return _console(stderr=False)
 
 
 def stderr_console() -> Console:
-    """Return the console for messages."""
+    """Return the console for messages on stderr."""
     return _console(stderr=True)
 
 
@@ -92,10 +92,10 @@ def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     class EscapingConsole(Console):
-        def render_str(self, text: str, *args: Any, **options: Any) -> Text:  # lines and cells of tables
+        def render_str(self, text: str, *args: Any, **options: Any) -> Text:  # all lines and table cells
             return super().render_str(escaped(text), *args, **options)
 
-    # No mark-up: names of files and sources may hold brackets. Lines are not cut: they may be piped.
+    # No markup, because names of files and sources may hold brackets; no cut lines, as output may be piped.
     return EscapingConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -107,9 +107,9 @@ def print_columns(
     left: Collection[int] = (0,),
     stderr: bool = False,
 ) -> None:
-    """Print a table: a title, a line of column names (none if all are empty), rows.
+    """Print a table: a title, a line of column names (left out if all are empty), rows.
 
-    Columns in `left` are aligned left, others right. Lines are never cut or folded: they may be piped.
+    Columns in `left` are aligned left, others right. Lines are never cut or folded, as output may be piped.
     """
     shown = [*([columns] if any(columns) else []), *rows]
     lines = [[escaped(cell) for cell in line] for line in shown]
@@ -125,31 +125,31 @@ def print_columns(
 
 
 def add_json_argument(parser: argparse.ArgumentParser, default: Any = False) -> None:
-    """--json."""
+    """Register --json."""
     parser.add_argument(
         "--json", action="store_true", default=default, help="print the result as JSON (default: text)"
     )
 
 
 def add_quiet_argument(parser: argparse.ArgumentParser) -> None:
-    """--quiet."""
+    """Register --quiet."""
     parser.add_argument(
         "--quiet", action="store_true", help="suppress progress output (default: print it to stderr)"
     )
 
 
 def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
-    """--tokenizer of verbs that show text."""
+    """Register --tokenizer, for verbs that show text."""
     parser.add_argument(
         "--tokenizer",
         type=file_path,
         metavar="FILE",
-        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
+        help="tokenizer.json for decoding text (default: the file named in the dataset's card, if it exists)",
     )
 
 
 def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
-    """The `progress` of a transfer: none if --quiet, lines if --json, else a bar on a terminal."""
+    """Return a transfer's `progress`: False with --quiet, lines with --json, else a bar on a terminal."""
     from shardkit.progress import Lines
 
     if arguments.quiet:
@@ -158,7 +158,7 @@ def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
 
 
 def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None:
-    """--set; `example` is a KEY=VALUE for its help."""
+    """Register --set; `example` is a KEY=VALUE for its help."""
     parser.add_argument(
         "--set",
         action="append",
@@ -170,7 +170,7 @@ def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None
 
 
 def add_loader_arguments(group: argparse._ActionsContainer, *keys: str) -> None:
-    """--seed, --shuffle, --tail and --loader, whose further keys are `keys`."""
+    """Register --seed, --shuffle, --tail and --loader; `keys` are further keys of --loader."""
     add_options(
         group,
         "shardkit.loaders.loader:StreamingLoader",
@@ -185,13 +185,13 @@ def add_loader_arguments(group: argparse._ActionsContainer, *keys: str) -> None:
         "another option of the loader",
         _CONFIG,
         (*_OF_RUNS, *keys),
-        balance="place the rows of a global batch on ranks by what they cost: attention, or LINEAR:QUADRATIC "
-        "of a CostModel",
+        balance="assign the rows of a global batch to ranks by their cost: attention, or LINEAR:QUADRATIC of "
+        "a CostModel",
     )
 
 
 def loader_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what --loader gives to `LoaderConfig`; ValueError for a balance that there is not."""
+    """Return the options of --loader for `LoaderConfig`; raise ValueError for an invalid balance."""
     from shardkit.order.balance import CostModel
 
     options = dict(arguments.loader or {})
@@ -199,23 +199,23 @@ def loader_options(arguments: argparse.Namespace) -> dict[str, Any]:
         linear, mark, quadratic = balance.partition(":")
         if not (mark and linear.isdecimal() and quadratic.isdecimal()):
             raise ValueError(
-                f"--loader balance is attention or LINEAR:QUADRATIC, two whole numbers, not {balance!r}"
+                f"--loader balance must be attention or LINEAR:QUADRATIC, two whole numbers, not {balance!r}"
             )
         options["balance"] = CostModel(int(linear), int(quadratic))
     return options
 
 
 def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register --endpoint-url, --profile and --storage, by which `StorageOptions` are given."""
+    """Register --endpoint-url, --profile and --storage, which set `StorageOptions`."""
     group = parser.add_argument_group("object stores")
     plain = ("endpoint_url", "profile")
     add_options(group, _STORAGE, *plain)
     others = [name for name in settings(_STORAGE) if name not in plain]
-    add_keys(group, "--storage", "another option of stores, such as region=eu-west-1", _STORAGE, others)
+    add_keys(group, "--storage", "another option of the store, such as region=eu-west-1", _STORAGE, others)
 
 
 def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> StorageOptions:
-    """Return the storage options of a command line; only a job waits for a store that is not there yet."""
+    """Return the storage options of the command line; with `is_job`, wait for an unavailable store."""
     from shardkit.storage.store import StorageOptions
 
     waits: dict[str, Any] = {} if is_job else {"first_contact_seconds": _FIRST_CONTACT_SECONDS}
@@ -237,12 +237,12 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An option with a value. `default` is text; None: the value is required or worked out."""
+    """An option with a value. `default` is text; None: the value is required or computed."""
 
     flag: str
-    """Also of a key, such as "--price get_1000"."""
+    """The option, or an option and a key, such as "--price get_1000"."""
     name: str
-    """Of the field that the value is for."""
+    """Name of the field that the value is for."""
     parse: Callable[[str], Any]
     show: Callable[[Any], str]
     help: str
@@ -251,19 +251,19 @@ class Quantity:
     required: bool = False
 
     def given(self, arguments: argparse.Namespace) -> Any:
-        """Return the value on the command line, or None."""
+        """Return the value given on the command line, or None."""
         flag, _, key = self.flag.partition(" ")
         value = getattr(arguments, flag.strip("-").replace("-", "_"))
         return (value or {}).get(key) if key else value
 
 
 def format_rate(value: Any) -> str:
-    """ "1.25 GB/s"."""
+    """Return a rate in bytes per second as text, such as "1.25 GB/s"."""
     return f"{format_bytes(float(value))}/s"
 
 
 def add_quantities(parser: argparse._ActionsContainer, quantities: Sequence[Quantity]) -> None:
-    """Register the options; those not given are None."""
+    """Register an option for each quantity; the value of an option that is not given is None."""
     for quantity in quantities:
         parser.add_argument(
             quantity.flag,
@@ -277,7 +277,7 @@ def add_quantities(parser: argparse._ActionsContainer, quantities: Sequence[Quan
 def read_quantities(
     arguments: argparse.Namespace, quantities: Sequence[Quantity], measured: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(values, origins) by field: given on the command line, else measured, else assumed.
+    """Return values and their origins by field: given on the command line, else measured, else assumed.
 
     Quantities that are neither given nor measured and have no default are left out.
     """

@@ -1,4 +1,4 @@
-"""`shardkit convert`: datasets of other formats to MDS or WebDataset shards."""
+"""`shardkit convert`: convert datasets of other formats to MDS or WebDataset shards."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "convert",
-        help="MDS, tars, litdata, Megatron, nanoGPT or Hugging Face files to MDS or tars",
+        help="convert MDS, tars, litdata, Megatron, nanoGPT or Hugging Face files to MDS or tars",
         description="Write a dataset of another format as MDS or WebDataset shards, with the same rows in "
-        "the same order. The result is read back and compared before the index appears. Sources: MDS "
+        "the same order. The result is read back and compared before the index is written. Sources: MDS "
         "folders and tars; litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; "
         "Hugging Face folders, .arrow and .parquet files. Rows of one length are copied; documents and "
-        "streams need --sequence-length or --keep-lengths. An interrupted conversion leaves no index: run "
-        "it again.",
+        "token streams need --sequence-length or --keep-lengths. An interrupted conversion leaves no index: "
+        "run it again.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", help="folder, file, pattern in quotes, or URL of a dataset")
@@ -48,7 +48,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="format of SRC (default: detected)",
     )
     parser.add_argument(
-        "--columns", metavar="A,B", help="columns to convert (default: all; the tokens of Arrow and Parquet)"
+        "--columns", metavar="A,B", help="columns to convert (default: all; of Arrow and Parquet the tokens)"
     )
     _add_cut_arguments(parser)
     _add_output_arguments(parser)
@@ -71,17 +71,17 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         "shardkit.tools.convert.run:convert",
-        verify="read the result back and compare it with the source before the index appears",
-        replace="replace a dataset at DST",
+        verify="read the result back and compare it with the source before writing the index",
+        replace="replace an existing dataset at DST",
     )
     add_quiet_argument(parser)
     add_json_argument(parser)
 
 
 def _token(text: str) -> int:
-    """argparse type: a token id."""
+    """Parse an argparse value as a token id."""
     if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a token id, a number from 0 to 4,294,967,295")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id: give a number from 0 to 4,294,967,295")
     return int(text)
 
 
@@ -141,5 +141,5 @@ def _show(result: ConvertResult) -> None:
     if result.left_out:
         console.print(f"columns left out: {', '.join(result.left_out)}")
     if result.verified:
-        console.print(f"read back and equal to the source: digest {result.content_digest}")
+        console.print(f"verified: read back and equal to the source; digest {result.content_digest}")
     console.print(f"fingerprint {result.fingerprint}")

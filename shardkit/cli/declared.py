@@ -1,11 +1,13 @@
-"""Options that are declared by what they serve: fields of a dataclass, or arguments of a function.
+"""Makes command-line options from declarations: fields of a dataclass, or arguments of a function.
 
-Names, types, defaults and docstrings are read from the source, which is not imported: `--help` waits neither
-for NumPy nor for pydantic. A new field of `StorageOptions` is a key of `--storage` without a line here.
+Names, types, defaults and docstrings are read from the source file without importing it, so that `--help`
+waits neither for NumPy nor for pydantic. A new field of `StorageOptions` becomes a key of `--storage` without
+a change here.
 
-`add_options` makes an option of each name: `--task-seconds SECONDS`, a switch of a bool, choices of a
-`Literal`. `add_keys` makes one option KEY=VALUE of many names, which may be repeated; `--help` lists its keys
-at the end. What is not given is None, and `given` leaves it out: the signature alone says the default.
+`add_options` makes one option per name: a value such as `--task-seconds SECONDS`, a switch for a bool, or
+choices for a `Literal`. `add_keys` makes one repeatable option KEY=VALUE for many names; `--help` lists its
+keys at the end. An option that is not given is None, and `given` leaves it out, so that the default is
+defined only in the declaration.
 """
 
 from __future__ import annotations
@@ -30,28 +32,28 @@ _SHOWN = {"False": "no", "True": "yes", "None": "none"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field or argument, as its source declares it."""
+    """A field or argument as declared in its source."""
 
     name: str
     type: str
     """The annotation, without `| None`."""
     choices: tuple[str, ...]
-    """The words of its `Literal`; none if it has another type."""
+    """The values of its `Literal`; () if it has another type."""
     default: str
-    """The default's source text; "" if there is none."""
+    """Source text of the default; "" if there is none."""
     doc: str
-    """The first paragraph of its docstring."""
+    """First paragraph of its docstring."""
 
     @property
     def metavar(self) -> str:
-        """Return the word for its value."""
+        """The placeholder for its value in help texts."""
         if self.choices or self.type == "bool":
             return "|".join(self.choices or _SWITCH)
         return "N" if self.type in ("int", "Fraction") else self.name.rpartition("_")[2].upper()
 
     @property
     def help(self) -> str:
-        """Return the docstring as a help text, which ends in the default."""
+        """The docstring as a help text that ends with the default."""
         text = self.doc.rstrip(".").replace("`", "").replace("%", "%%")
         if text[1:2].islower() or text[1:2] == " ":
             text = text[0].lower() + text[1:]
@@ -61,10 +63,10 @@ class Setting:
         return f"{text} (default: {_SHOWN.get(shown, shown)})"
 
     def parse(self, text: str) -> Any:
-        """Return the value that `text` stands for; ValueError if it stands for none."""
+        """Return `text` as a value of this type; raise ValueError if it is invalid."""
         words = self.choices or (tuple(_SWITCH) if self.type == "bool" else ())
         if words and text not in words:
-            raise ValueError(f"{self.name} is {' or '.join(words)}, not {text!r}")
+            raise ValueError(f"{self.name} must be {' or '.join(words)}, not {text!r}")
         try:
             match self.type:
                 case "bool":
@@ -74,13 +76,13 @@ class Setting:
                 case "float":
                     return float(text)
         except ValueError:
-            raise ValueError(f"{self.name} is a number, not {text!r}") from None
+            raise ValueError(f"{self.name} must be a number, not {text!r}") from None
         return text
 
 
 @cache
 def settings(served: str) -> Mapping[str, Setting]:
-    """Return fields, also inherited ones, or keyword arguments of `served`, "module:name", in their order."""
+    """Return fields, including inherited ones, or keyword arguments of `served` ("module:name"), in order."""
     module, _, name = served.partition(":")
     [node] = [one for one in _parsed(module).body if getattr(one, "name", None) == name]
     made_by = [one for one in getattr(node, "body", ()) if getattr(one, "name", None) == "__init__"]
@@ -122,8 +124,8 @@ def _arguments(node: ast.stmt) -> Iterator[tuple[str, ast.expr, ast.expr | None,
 
 
 def _words(kind: ast.expr, module: str) -> tuple[str, ...]:
-    """Return the words of a `Literal`, which `module` may name, or import by name from another module."""
-    if isinstance(kind, ast.BinOp):  # with None
+    """Return the values of a `Literal`, or of a name for one that `module` assigns or imports."""
+    if isinstance(kind, ast.BinOp):  # a union with None
         return _words(kind.left, module)
     if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
         words = ast.literal_eval(kind.slice)
@@ -136,7 +138,7 @@ def _words(kind: ast.expr, module: str) -> tuple[str, ...]:
 
 @cache
 def _named(module: str) -> Mapping[str, ast.expr | str]:
-    """Return what the module assigns to names, and the modules of shardkit that it imports names from."""
+    """Return, by name, the expression that the module assigns, or the shardkit module it is imported from."""
     found: dict[str, ast.expr | str] = {}
     conditional = [node for one in _parsed(module).body if isinstance(one, ast.If) for node in one.body]
     for node in (*_parsed(module).body, *conditional):
@@ -148,7 +150,7 @@ def _named(module: str) -> Mapping[str, ast.expr | str]:
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` as an argparse type: its ValueError becomes the message to the user."""
+    """Return `parse` as an argparse type, which shows the message of a ValueError to the user."""
 
     def parsed(text: str) -> Any:
         try:
@@ -166,9 +168,9 @@ def add_options(
     number: Callable[[str], int] | None = None,
     **texts: str,
 ) -> None:
-    """Register an option for each name; those of `texts` have this help in place of their docstring.
+    """Register an option for each name in `names` and `texts`; `texts` has help that replaces docstrings.
 
-    `number` parses whole numbers, which are otherwise any from 0 on.
+    `number`: parser of whole numbers; default: any number of at least 0.
     """
     for name in (*names, *texts):
         setting = settings(served)[name]
@@ -185,12 +187,12 @@ def add_options(
 
 
 def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return those of the options that were given."""
+    """Return the named options that were given on the command line, with their values."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 class Keys(argparse.Action):
-    """An option KEY=VALUE that may be repeated, whose keys are `known`. Its value is a dict, or None."""
+    """A repeatable option KEY=VALUE with the keys `known`. Its value is a dict, or None if not given."""
 
     def __init__(
         self,
@@ -211,9 +213,9 @@ class Keys(argparse.Action):
         if (setting := self.known.get(key)) is None:
             close = difflib.get_close_matches(key, self.known, 1)
             hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(self.known)}"
-            raise argparse.ArgumentError(self, f"there is no key {key!r}; {hint}")
+            raise argparse.ArgumentError(self, f"unknown key {key!r}; {hint}")
         if not mark:
-            raise argparse.ArgumentError(self, f"{key} has no value: give {self.spelled(key)}")
+            raise argparse.ArgumentError(self, f"{key} needs a value: give {self.spelled(key)}")
         try:
             parsed = (self._parse or setting.parse)(text)
         except ValueError as error:
@@ -221,7 +223,7 @@ class Keys(argparse.Action):
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), key: parsed})
 
     def spelled(self, key: str) -> str:
-        """Return how the key is given."""
+        """Return how to give the key on the command line, such as "--storage region=REGION"."""
         return f"{self.option_strings[0]} {key}={self.known[key].metavar}"
 
 
@@ -235,9 +237,9 @@ def add_keys(
     parse: Callable[[str], Any] | None = None,
     **texts: str,
 ) -> None:
-    """Register the option `flag KEY=VALUE`, whose keys are `names` of `served`; `texts` as in `add_options`.
+    """Register the option `flag KEY=VALUE` with the keys `names` of `served`; `texts` as in `add_options`.
 
-    `parse` replaces the parsers of all values.
+    `parse`: parser that replaces the parsers of all values.
     """
     declared = settings(served)
     known = {name: replace(declared[name], doc=texts.get(name, declared[name].doc)) for name in names}

@@ -1,4 +1,4 @@
-"""`shardkit dedup-index`: an index of a corpus that later builds deduplicate against."""
+"""`shardkit dedup-index`: build or describe an index of a corpus that later builds deduplicate against."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardkit.storage.store import StorageOptions
 
 
-# As in shardkit.writers.dedup.index, which would make --help slow.
+# Copies of constants in shardkit.writers.dedup.index, whose import would make --help slow.
 DEFAULT_SKETCH, MIN_SKETCH, MAX_SKETCH = 1024, 64, 1 << 20
 
 
@@ -31,11 +31,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "dedup-index",
-        help="index of a corpus that later builds remove near-duplicates of",
-        description="Build an index of the documents that a recipe keeps, or describe one. A later recipe "
-        "that names the index under dedup.near.against drops near-duplicates of these documents, without "
-        "reading their texts again. Finished work is not redone, and the index is the same byte for byte, "
-        "whatever the number of workers.",
+        help="index a corpus, so that later builds remove near-duplicates of its documents",
+        description="Build an index of the documents that a recipe keeps, or describe an index. A later "
+        "recipe that names the index under dedup.near.against drops near-duplicates of these documents, "
+        "without reading their texts again. Finished work is not redone, and the index is the same byte for "
+        "byte with any number of workers.",
         usage="%(prog)s [options] RECIPE INDEX\n       %(prog)s [--json] --show INDEX",
         allow_abbrev=False,
     )
@@ -50,8 +50,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=_sketch,
         default=DEFAULT_SKETCH,
         metavar="K",
-        help="keep the K smallest n-gram hashes of a document, or all if 0 (default: 1024, which estimates a "
-        "similarity of 0.8 with a standard deviation of 0.0125)",
+        help="keep the K smallest n-gram hashes of each document, or all if 0 (default: 1024, which "
+        "estimates a similarity of 0.8 with a standard deviation of 0.0125)",
     )
     add_options(parser, "shardkit.writers.index_build:build_dedup_index", replace="replace an existing index")
     add_json_argument(parser)
@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Build an index, or describe one."""
     if arguments.show is not None:
         if arguments.recipe is not None:
-            arguments.misuse("--show takes no recipe")
+            arguments.misuse("--show takes only the index, no RECIPE")
         _show(arguments.show, storage_options(arguments), as_json=arguments.json)
         return 0
     if arguments.index is None:
-        arguments.misuse("RECIPE and INDEX are needed, or --show INDEX")
+        arguments.misuse("give RECIPE and INDEX, or --show INDEX")
     from shardkit.writers import build_dedup_index
 
     result = build_dedup_index(
@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sketch(text: str) -> int:
-    """argparse type: 0, or a number of hashes that suffices for an estimate."""
+    """Parse an argparse value: 0, or a number of hashes that is large enough for an estimate."""
     size = int(text) if text.isdecimal() else -1
     if size and not MIN_SKETCH <= size <= MAX_SKETCH:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor from {MIN_SKETCH} to {MAX_SKETCH}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be 0 or from {MIN_SKETCH} to {MAX_SKETCH}")
     return size
 
 

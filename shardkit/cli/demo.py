@@ -1,4 +1,4 @@
-"""`shardkit demo`: everything once, from text that is already on this machine."""
+"""`shardkit demo`: run all main steps once, with text that is already on this machine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "demo",
         help="build, verify, stream, kill and resume, with text that is already on this machine",
         description="Take text from this Python installation, train a tokenizer, build MDS and tar shards, "
-        "stream them, train, kill, resume, and prove each claim with figures from this run. About a minute "
-        "on two cores, no download. Exit status 1 if any proof fails.",
+        "stream them, train, kill the run, resume it, and prove each claim with numbers from this run. Takes "
+        "about a minute on two cores, without downloads. Exit status 1 if any proof fails.",
         allow_abbrev=False,
     )
     parser.add_argument(

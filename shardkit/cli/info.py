@@ -1,7 +1,7 @@
-"""`shardkit info`: what a dataset is, from its index and card alone.
+"""`shardkit info`: describe a dataset from its index and card alone.
 
-A card is drawn as short tables: funnel, rules, sources, languages and lengths. Everything is optional,
-because cards of older versions and of conversions have only some of it.
+A card is shown as short tables: funnel, rules, sources, languages and lengths. Each table is optional,
+because cards of older versions and of conversions lack some sections.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "info",
-        help="what a dataset is: counts, columns, fingerprint, tokens, funnel",
-        description="Tell what a dataset is, from its index and card; any MDS dataset, folder of WebDataset "
-        "tars, or pattern such as 'data/*.tar'. Shards are opened only where no index describes them.",
+        help="describe a dataset: counts, columns, fingerprint, tokens, funnel",
+        description="Describe a dataset from its index and card: any MDS dataset, folder of WebDataset tars, "
+        "or pattern such as 'data/*.tar'. Shards are opened only if no index describes them.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]:
-    """The facts as plain data; what is not known is null."""
+    """Return the facts about a dataset as plain data; unknown facts are None."""
     from shardkit.datasets.dataset import open_dataset
 
     with open_dataset(path, storage=storage) as dataset:
@@ -80,19 +80,19 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
 
 
 def _total(sizes: Iterable[int]) -> int | None:
-    """The sum; None if the index does not state all sizes."""
+    """Return the sum of sizes; None if the index lacks one of them, which is then below 0."""
     known = list(sizes)
     return None if any(size < 0 for size in known) else sum(known)
 
 
 def _size(count: int | None) -> str:
-    return "sizes not stated" if count is None else format_bytes(count)
+    return "sizes not recorded" if count is None else format_bytes(count)
 
 
 def _show(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from shardkit.card import DatasetCard  # NumPy: not for --help
+    from shardkit.card import DatasetCard  # imported here, because NumPy would slow down --help
 
     console = stdout_console()
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -104,7 +104,7 @@ def _show(facts: dict[str, Any]) -> None:
         lines += _card_lines(card)
         pictures = card_tables(card, blocks=console.encoding.lower().startswith("utf"))
     except (ShardError, ArithmeticError, LookupError, ValueError) as error:
-        lines.append(("card", f"is not one that shardkit wrote ({error})"))
+        lines.append(("card", f"not a card written by shardkit ({error})"))
     for name, value in lines:
         table.add_row(name, printable(value))
     console.print(table)
@@ -114,7 +114,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of each line for people."""
+    """Return (name, value) lines of the facts from the index."""
     size = _size(facts["stored_bytes"])
     if facts["compression"]:
         size += f" ({', '.join(facts['compression'])}; {_size(facts['bytes'])} raw)"
@@ -135,29 +135,29 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
-    """Return (name, text) lines of the card, without those that an older card lacks."""
+    """Return (name, text) lines of the facts in the card; an older card may lack some."""
     lines = []
     if limit := card.data.get("recipe", {}).get("limit"):
-        lines.append(("trial", f"at most {limit:,} records of each input, not the whole of them"))
+        lines.append(("trial", f"built from at most {limit:,} records of each input (--limit)"))
     if card.has("tokens", "padding"):
         share = 100 * card.padding / max(1, card.tokens + card.padding)
         lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f}%)"))
     if card.has("trained_tokens"):
         trained = card.data["trained_tokens"]
         share = 100 * trained / max(1, card.tokens)
-        lines.append(("trained on", f"{trained:,} tokens ({share:.3f}%); the loss mask leaves out the rest"))
+        lines.append(("trained on", f"{trained:,} tokens ({share:.3f}%); the loss mask excludes the others"))
     if card.has("packing") and "repeated" in card.packing:
         repeated, documents = card.packing["repeated"], card.packing["repeated_documents"]
         lines.append(
             ("repeated", f"{repeated:,} tokens of {documents:,} documents, masked (max_repetitions)")
         )
     if card.has("packing") and (cropped := card.packing.get("cropped")):
-        lines.append(("left out", f"{cropped:,} tokens, the ends of documents (pack.strategy)"))
+        lines.append(("left out", f"{cropped:,} tokens at the ends of documents (pack.strategy)"))
     if card.has("packing") and (joined := card.packing.get("joined")):
-        lines.append(("joined", f"{joined:,} tokens, headers and ends of text, left out between documents"))
+        lines.append(("joined", f"{joined:,} header and end-of-text tokens left out between documents"))
     if card.has("split"):
         parts = [f"{name} {count:,}" for name, count in card.split.documents.items()]
-        lines.append(("split", f"{card.split.part}, of {', '.join(parts)} documents and train, the rest"))
+        lines.append(("split", f"part {card.split.part}; documents: {', '.join(parts)}, train the rest"))
     if card.has("tokenizer"):
         known = card.tokenizer
         eos = f"eos {known.eos} = {known.eos_id}"
@@ -181,7 +181,10 @@ _ASCII_LEVELS = ".:-=+*#@"
 
 
 def bar(part: float, whole: float, *, blocks: bool, cells: int = BAR_CELLS) -> str:
-    """A bar of up to `cells` characters, in eighths of one with `blocks`; what is above 0 can be seen."""
+    """Return a bar of up to `cells` characters for part / whole, visible for any part above 0.
+
+    With `blocks`, the resolution is one eighth of a character.
+    """
     filled = min(1.0, part / whole) * cells if whole > 0 and part > 0 else 0.0
     if not blocks:
         return "#" * max(round(filled), filled > 0)
@@ -190,13 +193,13 @@ def bar(part: float, whole: float, *, blocks: bool, cells: int = BAR_CELLS) -> s
 
 
 def sparkline(counts: Sequence[int], *, blocks: bool) -> str:
-    """One character a count, the most of them the highest; a space where there is none."""
+    """Return one character per count, the largest count with the highest one; a space for a count of 0."""
     levels, most = _LEVELS if blocks else _ASCII_LEVELS, max(counts, default=0)
     return "".join(levels[(len(levels) * n - 1) // most] if n else " " for n in counts)
 
 
 def card_tables(card: DatasetCard, *, blocks: bool) -> list[Table]:
-    """The tables of what the card has; ShardError if a section is not as builds write it."""
+    """Return tables of the card's sections; raise ShardError if a section is malformed."""
     tables = []
     if card.has("funnel"):
         tables += [_funnel(card, blocks), _rules(card.funnel, blocks)]
@@ -226,7 +229,7 @@ def _funnel(card: DatasetCard, blocks: bool) -> Table:
 
 
 def _rules(funnel: FunnelCounts, blocks: bool) -> Table:
-    """The rules that dropped most documents."""
+    """Return a table of the rules that dropped the most documents."""
     dropped = [(lost.documents, reason) for reason, lost in funnel.dropped.items()]
     dropped = sorted((one for one in dropped if one[0]), key=lambda one: (-one[0], one[1]))
     most = dropped[0][0] if dropped else 0
@@ -282,12 +285,12 @@ def _languages(languages: Mapping[str, LanguageCounts], blocks: bool) -> Table:
 
 
 def _histograms(histograms: Mapping[str, Histogram], blocks: bool) -> Table:
-    """One line each: range, mean, and the counts of bins that double in width."""
+    """Return a table with one line per histogram: range, mean, and counts of bins that double in width."""
     rows = []
     for name, what in (
-        ("lengths", "tokens a document"),
-        ("row_padding", "padding a row"),
-        ("row_pieces", "pieces a row"),
+        ("lengths", "tokens per document"),
+        ("row_padding", "padding per row"),
+        ("row_pieces", "pieces per row"),
     ):
         if name in histograms:
             histogram = histograms[name]
@@ -299,7 +302,7 @@ def _histograms(histograms: Mapping[str, Histogram], blocks: bool) -> Table:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """In `head`, ">" before a name is of numbers, "|" of bars; other columns may be broken."""
+    """Return a table; in `head`, ">" marks columns of numbers, "|" columns of bars; others may be wrapped."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

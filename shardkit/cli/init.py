@@ -1,4 +1,4 @@
-"""`shardkit init`: write a recipe for data that is already there."""
+"""`shardkit init`: write a recipe for existing data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "init",
-        help="write a commented recipe for files of text",
-        description="Look at files (formats, sizes, the first records) and write a commented recipe that "
-        "builds a dataset from them. The fields of text, id and URL are found by their contents.",
+        help="write a commented recipe for text files",
+        description="Inspect files (formats, sizes, the first records) and write a commented recipe that "
+        "builds a dataset from them. The fields of text, id and URL are detected by their contents.",
         allow_abbrev=False,
     )
     parser.add_argument("data", metavar="DATA", nargs="+", help="file, folder, glob or URL of text")
@@ -41,7 +41,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=file_path,
         default=Path("recipe.yaml"),
         metavar="FILE",
-        help="the recipe to write; a file that exists is never overwritten (default: recipe.yaml)",
+        help="the recipe to write; an existing file is never overwritten (default: recipe.yaml)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None, str | None]:
-    """(path in the recipe, tokens that end and begin documents, why the tokenizer cannot be used yet)."""
+    """Return the tokenizer's path for the recipe, its eos and bos tokens, and why it is not usable yet."""
     from shardkit.formats.tokenizer_file import end_token, find_tokenizer, stated_tokens
 
     given = arguments.tokenizer
@@ -130,5 +130,5 @@ def _show(draft: Draft, output: Path, missing: str | None) -> None:
         console.print(f"left out: {len(draft.left_out) - _SHOWN:,} more files")
     if missing is not None:
         console.print(f"needed before the build: {missing.removeprefix('tokenizer.path: ')}")
-    console.print(f"\n{output} is written; read it, then try it on a few records of each input:")
+    console.print(f"\nwrote {output}; read it, then try it on a few records of each input:")
     console.print(f"  shardkit build {output} --limit 1000")

@@ -3,9 +3,9 @@
 `VERBS` maps each verb to a module of this package that has two functions:
 
     add_parser(verbs)     add its parser to argparse's sub-parsers, with `set_defaults(run=run)`
-    run(arguments) -> int do it and return the exit status
+    run(arguments) -> int run the verb and return the exit status
 
-A verb's module imports what it needs inside `run`, so that `shardkit --help` is immediate. Results go to
+A verb's module imports other modules inside `run`, so that `shardkit --help` is immediate. Results go to
 stdout, everything else to stderr. Exit status: 0 done, 1 failed, 2 misuse (bad arguments or a bad recipe),
 130 interrupted.
 """
@@ -37,7 +37,7 @@ VERBS = {
     "trace": "trace", "upload": "transfer", "verify": "verify",
     "view": "view",
 }  # fmt: skip
-# Options that have become keys of other names, and options that are gone.
+# Former options: those replaced by a key of another name, and those that were removed.
 RENAMED = {
     "--virtual-style": "path_style=false", "--eos": "eos_id", "--bos": "bos_id", "--pad": "pad_id",
     "--price-core-hour": "core_hour", "--price-get": "get_1000", "--price-put": "put_1000",
@@ -49,35 +49,35 @@ FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Misuse is one line that says what may have been meant, without the usage of all options."""
+    """A parser that answers misuse with one line and a suggestion, without the usage of all options."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with a message."""
+        """Print a message and exit with the status of misuse."""
         mistyped = re.match(r"argument VERB: invalid choice: '?([^' ]*)'? ", message)
         if mistyped:
-            message = f"there is no verb {mistyped[1]!r}{_suggestion(mistyped[1], VERBS)}"
+            message = f"unknown verb {mistyped[1]!r}{_suggestion(mistyped[1], VERBS)}"
         self.exit(MISUSE, escaped(f"{self.prog}: error: {message}; see `{self.prog} --help`\n"))
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        """Exit because of words that no option or argument takes."""
+        """Exit with an error about words that no option or argument takes."""
         word = next((word for word in words if word.startswith("-")), words[0])
         if not word.startswith("-"):
-            self.error(f"{word!r} is one argument too many")
+            self.error(f"unexpected argument {word!r}")
         name = word.partition("=")[0]
         for keys in self.key_options():
             key = RENAMED.get(name, name.strip("-").replace("-", "_"))
             if key.partition("=")[0] in keys.known:
                 spelled = f"{keys.option_strings[0]} {key}" if "=" in key else keys.spelled(key)
-                self.error(f"there is no option {name}; give {spelled}")
+                self.error(f"unknown option {name}; give {spelled}")
         hint = _suggestion(name, self._option_string_actions)
-        self.error(f"there is no option {name}{f'; {REMOVED[name]}' if name in REMOVED else hint}")
+        self.error(f"unknown option {name}{f'; {REMOVED[name]}' if name in REMOVED else hint}")
 
     def key_options(self) -> list[Keys]:
-        """Return the options that take KEY=VALUE, with a list of keys."""
+        """Return the options that take KEY=VALUE."""
         return [action for action in self._actions if isinstance(action, Keys)]
 
     def format_help(self) -> str:
-        """Return the help, and below it the keys of options that take KEY=VALUE."""
+        """Return the help text, followed by the keys of options that take KEY=VALUE."""
         formatter = self._get_formatter()
         for keys in self.key_options():
             formatter.start_section(f"keys of {keys.option_strings[0]}")
@@ -94,7 +94,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def make_parser(verb: str | None = None) -> Parser:
-    """The parser with all verbs, or, to start sooner, with one."""
+    """Return the parser with all verbs, or with only `verb`, which is faster."""
     parser = Parser(
         prog="shardkit",
         description="Build deterministic pretraining shards and stream them to GPUs with exact resume.",
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(escaped(traceback.format_exc()))
             return MISUSE if isinstance(error, RecipeError) else FAILED
         return _explain(error)
-    finally:  # a Python program that calls `main` shows warnings its own way
+    finally:  # restore for a Python program that calls `main` and shows warnings in its own way
         warnings.showwarning = shown
 
 
@@ -160,12 +160,12 @@ def _explain(error: Exception) -> int:
     elif isinstance(error, UnicodeEncodeError) and not sys.getfilesystemencoding().lower().startswith("utf"):
         encoding = sys.getfilesystemencoding()
         _say(
-            f"error: {error.object!a:.200} is no file name in this locale's encoding, {encoding}; "
+            f"error: {error.object!a:.200} cannot be a file name in this locale's encoding, {encoding}; "
             "set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
         )
     else:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
-        _say(f"error: {problem}; this is a bug in shardkit, please report it with the output of --debug")
+        _say(f"error: {problem}; this is a bug in shardkit: please report it with the output of --debug")
     return FAILED
 
 

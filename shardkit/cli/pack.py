@@ -1,4 +1,4 @@
-"""`shardkit pack`: rows of any length from a token store."""
+"""`shardkit pack`: pack a token store into rows of any length."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "pack",
-        help="rows of another length from a token store, without raw text or tokenizer",
+        help="pack a token store into rows of any length, without raw text or tokenizer",
         description="Pack the documents of a token store, a dataset built with `output.format: tokens`, into "
-        "rows of any length. The result has the same bytes as a build of that length from the raw text. An "
-        "interrupted run continues with the same command.",
+        "rows of any length. The result has the same bytes as a build of that length from the raw text. To "
+        "continue an interrupted run, use the same command.",
         allow_abbrev=False,
     )
     parser.add_argument("store", metavar="STORE", help="folder or URL of the token store")
@@ -36,7 +36,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="how documents become rows (default: best_fit)",
     )
     parser.add_argument("--format", choices=["mds", "wds"], help="format of the shards (default: mds)")
-    add_override_argument(parser, "output.shard_bytes=256MiB, below pack and output")
+    add_override_argument(parser, "output.shard_bytes=256MiB (only keys of pack and output)")
     add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
     add_options(parser, "shardkit.writers.token_store:pack_store", replace="replace a dataset at OUTPUT")
     add_quiet_argument(parser)

@@ -1,6 +1,6 @@
-"""`shardkit plan`: what a build or a training run will need, before it costs anything.
+"""`shardkit plan`: estimate the resources of a build or a training run before it starts.
 
-A plan is as good as its assumptions: each quantity is printed with its value and with its origin: given,
+A plan is only as good as its assumptions, so each quantity is printed with its value and its origin: given,
 measured or assumed.
 """
 
@@ -66,7 +66,7 @@ def _dollars(value: Any) -> str:
 
 
 def _money(dollars: Any) -> str:
-    """Whole dollars above 100."""
+    """Return an amount as text, in whole dollars from 100 on."""
     return f"${float(dollars):,.0f}" if dollars >= 100 else f"${float(dollars):,.2f}"
 
 
@@ -93,10 +93,10 @@ TRAIN = (
     Quantity("--days", "seconds", _days, _show_days, "duration of the run", "D", required=True),
     Quantity("--gpus", "gpus", parse_count, lambda v: f"{v:,}", "number of GPUs", "N", required=True),
     Quantity("--bytes-per-token", "bytes_per_token", parse_number, _number,
-             "bytes of a stored token; 4 is uint32, 2 uint16", "B", "4"),
+             "bytes per stored token; 4 for uint32, 2 for uint16", "B", "4"),
     Quantity("--gpus-per-node", "gpus_per_node", parse_count, str, "GPUs that share a machine and its cache",
              "N", "8"),
-    Quantity("--sequence-length", "sequence_length", parse_count, lambda v: f"{v:,}", "tokens of a sequence",
+    Quantity("--sequence-length", "sequence_length", parse_count, lambda v: f"{v:,}", "tokens per sequence",
              "N", "4096"),
     Quantity("--batch-size", "batch_size", parse_count, "{:,}".format, "sequences per GPU and step", "N",
              "8"),
@@ -105,8 +105,8 @@ TRAIN = (
     Quantity("--lanes", "lanes", parse_count, str,
              "lanes of the shuffle; default: the loader's, a power of two that grows with the shards", "N"),
     Quantity("--window", "window", parse_count, "{:,}".format,
-             "samples that a lane shuffles together; default: the loader's, those of two shards, or of 64 "
-             "in all lanes together", "N"),
+             "samples that a lane shuffles together; default: the loader's, the samples of two shards, or of "
+             "64 shards over all lanes", "N"),
     Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
              "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s"),
     Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
@@ -119,28 +119,28 @@ BUILD = (
     Quantity("--tokens", "tokens", parse_count, format_count,
              "size of the dataset in tokens, such as 14.8e12; or give --raw", "N"),
     Quantity("--raw", "raw", parse_bytes, _bytes,
-             "bytes of raw text, instead of --tokens; of a recipe: all its inputs", "BYTES"),
+             "bytes of raw text, instead of --tokens; measured for a recipe: all its inputs", "BYTES"),
     Quantity("--bytes-per-token-of-text", "text_bytes_per_token", parse_number, _number,
-             "bytes of kept text per token; English 4 to 4.8, code less", "B", "4"),
+             "bytes of kept text per token; 4 to 4.8 for English, less for code", "B", "4"),
     Quantity("--speed", "core_bytes_per_second", parse_rate, lambda v: f"{format_bytes(float(v))}/s/core",
-             "raw text that one core processes, over the whole build", "RATE", "10MB/s/core"),
+             "raw text that one core processes per second, over the whole build", "RATE", "10MB/s/core"),
     Quantity("--days", "seconds", _days, _show_days, "time limit of the build", "D", "14"),
     Quantity("--stored-per-text", "stored_bytes_per_text_byte", parse_number, _number,
-             "stored bytes per byte of raw text; compressed 0.3 to 0.4", "X", "1"),
+             "stored bytes per byte of raw text; 0.3 to 0.4 if compressed", "X", "1"),
     Quantity("--work-per-text", "work_bytes_per_text_byte", parse_number, _number,
              "bytes in the work folder per byte of kept text, without shards", "X", "2"),
     Quantity("--token-bytes", "token_bytes", parse_number, _number,
-             "bytes of a stored token; 4 is uint32, 2 uint16 (vocabularies up to 65,536)", "B", "4"),
+             "bytes per stored token; 4 for uint32, 2 for uint16 (vocabularies up to 65,536)", "B", "4"),
     Quantity("--padding", "padding", parse_number, _percent, "share of padding in the output", "X", "0"),
     SHARD_BYTES,
     Quantity("--memory", "memory", parse_bytes, _bytes,
-             "memory of a task; `memory` of the recipe", "BYTES", "2GB"),
+             "memory per task; the key `memory` of the recipe", "BYTES", "2GB"),
     Quantity("--document-bytes", "document_bytes", parse_number, lambda v: f"{float(v):,.0f}",
-             "bytes of kept text of a document; web pages 2,000 to 5,000", "B", "2600"),
+             "bytes of kept text per document; 2,000 to 5,000 for web pages", "B", "2600"),
     Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
-             "raw text of a compressed input file; plain files are cut into parts of 64 MiB", "B", "1e9"),
+             "raw text per compressed input file; plain files are split every 64 MiB", "B", "1e9"),
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
-             "duplicate removal: url, exact, lines, near, spans, or none; as the recipe's",
+             "duplicate removal: url, exact, lines, near, spans, or none; as in a recipe",
              "PARTS", "exact,near"),
     *_PRICES.values(),
 )  # fmt: skip
@@ -149,7 +149,7 @@ _SHOWN_STAGES = 10
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A plan as it is shown: (title, columns, rows) of tables, plain results, quantities and notes."""
+    """The output of a plan: tables as (title, columns, rows), plain results, quantities and notes."""
 
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
     results: Mapping[str, Any]
@@ -162,17 +162,17 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb and its two kinds."""
     parser = verbs.add_parser(
         "plan",
-        help="what a build or a training run will need: raw input, cores, disk, bandwidth, cache, cost",
-        description="Arithmetic from tokens to resources. `plan train`: tokens, days and GPUs to tokens/s, "
-        "bytes/s, cache, prefetch, requests. `plan build`: tokens and the share that each stage keeps, "
-        "assumed or measured on a part of the real input, to raw text, cores, disk, requests, cost. Every "
-        "assumption is printed with its default and can be overridden.",
+        help="estimate what a build or a training run needs: raw input, cores, disk, bandwidth, cache, cost",
+        description="Compute resources from numbers of tokens. `plan train` computes tokens/s, bytes/s, "
+        "cache, prefetch and requests from tokens, days and GPUs. `plan build` computes raw text, cores, "
+        "disk, requests and cost from tokens and the share that each stage keeps, assumed or measured on a "
+        "part of the real input. Every assumption is printed with its default and can be overridden.",
         allow_abbrev=False,
     )
     add_json_argument(parser)
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for kind, quantities, plan in ((_add_train(kinds), TRAIN, _train), (_add_build(kinds), BUILD, _build)):
-        # Accepted before and after the kind; suppressed here, so that it does not reset what came before.
+        # --json may come before or after the kind; SUPPRESS keeps the kind from resetting an earlier --json.
         add_json_argument(kind, default=argparse.SUPPRESS)
         kind.add_argument(
             "--debug",
@@ -182,7 +182,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         )
         prices = [each.name for each in quantities if each.name in _PRICES]
         add_quantities(kind, [each for each in quantities if each.name not in _PRICES])
-        add_keys(kind, "--price", "what a thing costs, in dollars", _OF_PRICES, prices, parse=parse_number)
+        add_keys(kind, "--price", "a price in dollars", _OF_PRICES, prices, parse=parse_number)
         kind.set_defaults(plan=plan, quantities=quantities, parser=kind)
     parser.set_defaults(run=run)
 
@@ -190,9 +190,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_train(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     return kinds.add_parser(
         "train",
-        help="tokens, days and GPUs to tokens/s, bytes/s, cache, prefetch, requests and cost",
-        description="What the input of a training run must deliver. KB, MB, GB are 10**3, 10**6, 10**9 "
-        "bytes; KiB, MiB, GiB are powers of 1,024.",
+        help="compute tokens/s, bytes/s, cache, prefetch, requests and cost from tokens, days and GPUs",
+        description="Compute what the data input of a training run must deliver. KB, MB, GB are 10**3, "
+        "10**6, 10**9 bytes; KiB, MiB, GiB are powers of 1,024.",
         allow_abbrev=False,
     )
 
@@ -200,10 +200,11 @@ def _add_train(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
 def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         "build",
-        help="tokens and retention to raw input, cores, disk, requests and cost; measured with --sample",
-        description="What building a dataset takes. The share that each stage keeps is assumed "
-        "(--retention), taken from a finished dataset (--from), or measured by building from a part of a "
-        "recipe's input, which also measures speed and disk. Options override measurements.",
+        help="compute raw input, cores, disk, requests and cost from tokens and retention",
+        description="Compute the resources for building a dataset. The share that each stage keeps is "
+        "assumed (--retention), taken from a finished dataset (--from), or measured by building from a part "
+        "of a recipe's input (RECIPE, --sample), which also measures speed and disk. Options override "
+        "measurements.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -215,7 +216,7 @@ def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         default=[],
         type=argument(_stage),
         metavar="NAME=SHARE",
-        help="share of the text that a stage keeps, such as dedup=0.5; once for each stage, in order "
+        help="share of the text that a stage keeps, such as dedup=0.5; give it once for each stage, in order "
         "(default: everything is kept)",
     )
     parser.add_argument(
@@ -235,7 +236,7 @@ def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         "--sample-bytes",
         type=argument(parse_bytes),
         metavar="BYTES",
-        help="size of the sample in stored bytes, such as 1GB (default: --sample)",
+        help="size of the sample in stored bytes, such as 1GB (default: as set by --sample)",
     )
     add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
     add_override_argument(parser, "pack.sequence_length=4096")
@@ -247,16 +248,16 @@ def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
 def _stage(text: str) -> tuple[str, Fraction]:
     name, mark, share = text.rpartition("=")
     if not mark or not name:
-        raise ValueError(f"{text!r} is not NAME=SHARE, such as dedup=0.5")
+        raise ValueError(f"{text!r} must be NAME=SHARE, such as dedup=0.5")
     return name, parse_share(share)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Make the plan and print it."""
     make: Callable[[argparse.Namespace], _Plan] = arguments.plan
     try:
         plan = make(arguments)
-    except ValueError as error:  # quantities that contradict each other
+    except ValueError as error:  # quantities contradict each other
         arguments.parser.error(str(error))
     quantities = [quantity for quantity in arguments.quantities if quantity.name in plan.values]
     if arguments.json:
@@ -282,7 +283,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: fractions become numbers."""
+    """Return a value as plain data for JSON, with fractions as numbers."""
     if isinstance(value, Fraction):
         return int(value) if value.denominator == 1 else float(value)
     if isinstance(value, Mapping):
@@ -323,7 +324,7 @@ def _train_tables(
         ["steps", f"{plan.steps:,}",
          f"global batch of {plan.global_batch:,} sequences, "
          f"{plan.global_batch * needs.sequence_length:,} tokens"],
-        ["step time", format_seconds(plan.step_seconds), "global batch / tokens/s"],
+        ["step time", format_seconds(plan.step_seconds), "tokens of a global batch / (tokens/s)"],
         ["dataset", _bytes(plan.dataset_bytes), "tokens / epochs x bytes per token"],
         ["shards", f"{plan.shards:,}", f"of {format_bytes(needs.shard_bytes)}"],
     ]  # fmt: skip
@@ -331,10 +332,10 @@ def _train_tables(
         ["lanes", f"{max(plan.lanes_per_node)} of {plan.lanes}",
          f"{plan.nodes:,} nodes; a byte is fetched by {float(plan.fetch_factor):g} of them on average"],
         ["window", f"{plan.window:,}", f"samples, {format_bytes(plan.window_bytes)} of each lane"],
-        ["least cache", format_bytes(plan.cache_bytes), "lanes x (a window + two shards)"],
+        ["minimum cache", format_bytes(plan.cache_bytes), "lanes x (one window + two shards)"],
         ["network used", _percent(plan.network_share), f"of {format_rate(needs.node_bytes_per_second)}"],
         ["fetch of a shard", format_seconds(plan.fetch_seconds),
-         "latency + shard / bandwidth of a connection: prefetch at least this far ahead"],
+         "latency + shard / bandwidth of one request: prefetch at least this long ahead"],
         ["prefetch window", f"{plan.prefetch_steps:,} step{'s' * (plan.prefetch_steps > 1)}",
          f"or {_bytes(plan.prefetch_bytes)}: fetched bytes/s x fetch of a shard"],
         ["fetches in flight", _number(plan.fetches_in_flight),
@@ -365,9 +366,11 @@ def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
             f"{_number(plan.fetch_factor)} nodes on average{hint}"
         )
     if plan.network_share > 1:
-        notes.append("the nodes' network cannot deliver this: no cache and no window changes that")
+        notes.append("the nodes' network is too slow for this, with any cache and any window")
     elif plan.fetches_in_flight > 16 * needs.gpus_per_node:
-        notes.append("more fetches must be in flight than the loaders' 16 connections per GPU: raise them")
+        notes.append(
+            "more fetches must be in flight than the loaders' 16 connections per GPU: raise connections"
+        )
     return notes
 
 
@@ -377,15 +380,15 @@ def _build(arguments: argparse.Namespace) -> _Plan:
     found, raw, notes = _measure(arguments)
     funnel, funnel_origin = _funnel(arguments, found)
     facts = {} if found is None else {q.name: getattr(found, q.name, None) for q in BUILD}
-    # The size of the measured build is not a goal: the plan is for what the user wants.
+    # Leave out the size of the measured build: the goal of the plan is the size that the user gives.
     facts = {name: value for name, value in facts.items() if name != "tokens"} | {"raw": raw}
     if arguments.tokens is not None and arguments.raw is not None:
-        raise ValueError("give --tokens or --raw: each follows from the other")
+        raise ValueError("give either --tokens or --raw, not both: each is computed from the other")
     if arguments.tokens is not None:
         facts["raw"] = None
     values, origins = read_quantities(arguments, BUILD, facts)
     if "tokens" not in values and "raw" not in values:
-        raise ValueError("give --tokens, --raw, --from a dataset, or a recipe to measure")
+        raise ValueError("give --tokens, --raw, --from DATASET, or a RECIPE to measure")
     prices = Prices(**{name: value for name, value in values.items() if name in _PRICES})
     rest: dict[str, Any] = {n: v for n, v in values.items() if n not in _PRICES and n != "raw"}
     measured = {} if found is None else {"shape": found.shape, "text_output": found.text_output}
@@ -396,20 +399,20 @@ def _build(arguments: argparse.Namespace) -> _Plan:
     results = _build_results(needs, plan, funnel_origin, found)
     if plan.tasks > MANY_TASKS:
         notes.append(
-            f"{plan.tasks:,} tasks take {format_seconds(plan.driver_seconds)} and "
-            f"{_bytes(plan.driver_bytes)} of the driver: fewer and larger input files make fewer tasks"
+            f"{plan.tasks:,} tasks take {format_seconds(plan.driver_seconds)} of CPU time and "
+            f"{_bytes(plan.driver_bytes)} of memory in the driver: use fewer, larger input files"
         )
     return _Plan(_build_tables(needs, plan, funnel_origin), results, values, origins, notes)
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None, list[str]]:
-    """(measurements, bytes of raw text in all inputs, notes)."""
+    """Return measurements, the bytes of raw text in all inputs, and notes."""
     from shardkit.tools.plan.build import measured_from_card
 
     if arguments.recipe is None and (arguments.sample is not None or arguments.sample_bytes is not None):
-        raise ValueError("--sample and --sample-bytes need a RECIPE to sample the input of")
+        raise ValueError("--sample and --sample-bytes need a RECIPE whose input is sampled")
     if arguments.recipe is not None and arguments.dataset is not None:
-        raise ValueError("give a recipe to measure or --from a dataset, not both")
+        raise ValueError("give either a RECIPE to measure or --from DATASET, not both")
     if arguments.dataset is not None:
         from shardkit.card import DatasetCard
         from shardkit.datasets.dataset import open_dataset
@@ -455,29 +458,29 @@ def _build_tables(
         ["all stages", _percent(needs.funnel.retention), _bytes(plan.raw_bytes), _bytes(plan.kept_bytes)]
     )
     build = [
-        ["tokens" if needs.shape.packed else "tokens that the text is", format_count(needs.tokens),
-         f"{_number(needs.text_bytes_per_token)} bytes of text each"],
+        ["tokens" if needs.shape.packed else "tokens of the text", format_count(needs.tokens),
+         f"{_number(needs.text_bytes_per_token)} bytes of text per token"],
         ["raw text", _bytes(plan.raw_bytes),
          f"kept text / {_percent(needs.funnel.retention)}; {_bytes(plan.raw_stored_bytes)} as stored"],
         ["cores", f"{plan.cores:,}",
          f"for {days} at {_bytes(needs.core_bytes_per_second)}/s/core; "
          f"takes {format_seconds(plan.seconds_with(plan.cores))}"],
         ["core-hours", f"{float(plan.core_seconds / 3600):,.0f}", "raw text / speed"],
-        ["work folder", _bytes(plan.work_bytes), "kept text x bytes of work, and the shards"],
+        ["work folder", _bytes(plan.work_bytes), "kept text x work bytes per text byte, plus the shards"],
         ["output", _bytes(plan.output_bytes),
          f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}; of all outputs"],
         ["reads of the store", f"{plan.gets:,}", "raw input, and a work folder if it is in a store"],
         ["writes of the store", f"{plan.puts:,}", "shards in parts of 16 MiB, and a work folder as above"],
-        ["memory of a task", _bytes(needs.memory), "each core needs that much"],
+        ["memory per task", _bytes(needs.memory), "needed for each core"],
         ["tasks", f"{plan.tasks:,}", "of all stages"],
         ["driver", format_seconds(plan.driver_seconds),
-         f"CPU time, {_bytes(plan.driver_bytes)} of memory; with Ray on a node of its own"],
+         f"CPU time, {_bytes(plan.driver_bytes)} of memory; with Ray, on a separate node"],
     ]  # fmt: skip
     how = {"raw input stored": f"for {days}"}
     cost = [
         *([name, _money(dollars), how.get(name, "")] for name, dollars in plan.costs.items()),
-        ["together", _money(sum(plan.costs.values(), Fraction(0))), ""],
-        ["output stored", _money(plan.output_month_cost), "every 30 days, from then on"],
+        ["total", _money(sum(plan.costs.values(), Fraction(0))), ""],
+        ["output stored", _money(plan.output_month_cost), "per 30 days after the build"],
     ]
     return [
         (f"Funnel ({funnel_origin})", ("stage", "keeps", "text in", "text out"), funnel),
@@ -497,7 +500,7 @@ def _store_table(plan: BuildPlan) -> tuple[str, Sequence[str], Sequence[Sequence
         for stage in (*(stage for stage in plan.stages if stage in most), together(plan.stages))
     ]  # fmt: skip
     columns = ("stage", "tasks", "reads", "writes", "bytes read", "written")
-    return f"Work and output in a store, and the {_SHOWN_STAGES} stages that read most", columns, rows
+    return f"Work and output in a store: total, and the {_SHOWN_STAGES} top readers", columns, rows
 
 
 def _build_results(

@@ -1,4 +1,4 @@
-"""`shardkit trace`: from rows to documents and steps, from a document to its rows, or why it has none."""
+"""`shardkit trace`: find the documents and steps of a row, the rows of a document, or why it has no row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SEARCH = ("document", "url", "url_list", "id", "source", "file")
-_OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options of a search for rows
+_OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options that need a search for rows
 _OF_ORDER = ("seed", "shuffle", "tail", "batch_size")
 _IDS = ("eos_id", "bos_id", "pad_id")
 
@@ -38,12 +38,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "trace",
-        help="the documents in a row or a training step; the rows with a document, or why it has none",
+        help="find the documents in a row or a training step, the rows of a document, or why it has no row",
         description="Trace a row to its documents (source file, record, URL, tokens, text) and to the steps "
         "and ranks that receive it; a training step to its rows and documents; a document, URL or domain to "
-        "its rows, which can be exported, and excluded from training, or (--why) to what became of it: kept, "
-        "dropped by a rule, with the value that it judged and its bound, removed as a duplicate of another "
-        "one, or unreadable.",
+        "its rows, which can be exported or excluded from training. With --why, show the outcome of a "
+        "document: kept; dropped by a rule, with its value and the rule's bound; removed as a duplicate of "
+        "another document; or unreadable.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL of a dataset")
@@ -56,15 +56,15 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=natural,
         default=160,
         metavar="N",
-        help="characters of text to print per document, or none if 0 (default: 160)",
+        help="characters of text to print per document; 0: no text (default: 160)",
     )
     parser.add_argument(
         "--limit",
         type=natural,
         default=20,
         metavar="N",
-        help="number of rows of a step, pieces of a search, or documents of each outcome, to print, or all "
-        "if 0 (default: 20); totals and files include all",
+        help="number of rows of a step, pieces of a search, or documents of each outcome to print; 0: all "
+        "(default: 20); totals and files always include all",
     )
     add_json_argument(parser)
     _add_run(parser)
@@ -85,20 +85,21 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=count,
         metavar="S",
-        help="the rows of this step, counted from 1 as training loops print them (default: none)",
+        help="show the rows of this step; steps are counted from 1, as training loops print them "
+        "(default: none)",
     )
     where.add_argument(
         "--position",
         type=natural,
         metavar="P",
-        help="the rows of the step that starts at this position (samples delivered before it), for runs "
-        "whose batch size has changed (default: none)",
+        help="show the rows of the step that starts at this position (number of samples delivered before "
+        "it), for runs whose batch size has changed (default: none)",
     )
-    where.add_argument("--rank", type=natural, metavar="R", help="only rows of this rank (default: all)")
+    where.add_argument("--rank", type=natural, metavar="R", help="show only rows of this rank (default: all)")
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
-    search = parser.add_argument_group("search: documents with these ids or URLs, in these sources and files")
+    search = parser.add_argument_group("search for documents by id, URL, source or file")
     search.add_argument(
         "--document", action="append", default=[], metavar="ID", help="document id in hex (default: any)"
     )
@@ -114,7 +115,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         "--url-list", metavar="FILE", help="file with such patterns, one per line (default: none)"
     )
     search.add_argument(
-        "--id", action="append", default=[], help="the id that the input gives a document (default: any)"
+        "--id", action="append", default=[], help="id of a document in the input (default: any)"
     )
     search.add_argument(
         "--source",
@@ -145,7 +146,7 @@ def _add_search_output(search: argparse._ArgumentGroup) -> None:
     search.add_argument(
         "--why",
         action="store_true",
-        help="say what became of them, instead of where their rows are (default: their rows)",
+        help="show the outcome of these documents instead of their rows (default: show rows)",
     )
     search.add_argument(
         "--export",
@@ -157,36 +158,38 @@ def _add_search_output(search: argparse._ArgumentGroup) -> None:
     search.add_argument(
         "--no-duplicates",
         action="store_true",
-        help="for documents that were removed as duplicates, do not find those that stay for them, which "
-        "have their text (default: find them)",
+        help="for documents removed as duplicates, do not find the kept documents with the same text "
+        "(default: find them)",
     )
     search.add_argument(
         "--exclude",
         type=file_path,
         metavar="FILE",
-        help="write their rows as a list for Stream(exclude=FILE) (default: none)",
+        help="write the documents' rows as a list for Stream(exclude=FILE) (default: none)",
     )
     search.add_argument(
         "--mask",
         type=file_path,
         metavar="FILE",
-        help="write the spans of their tokens as a list for Stream(mask=FILE), which sets their labels to "
-        "-100; the other documents in the rows stay (default: none)",
+        help="write the documents' token spans as a list for Stream(mask=FILE), which sets their labels to "
+        "-100; other documents in the same rows are not affected (default: none)",
     )
 
 
 def _add_dropped(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("documents that a filter rule dropped, to judge the rule by")
+    group = parser.add_argument_group("documents that a filter rule dropped, for judging the rule")
     group.add_argument(
         "--dropped",
         nargs="?",
         const="",
         metavar="RULE",
         help="list documents that a rule such as length/too_few_words dropped, with values, bound and texts; "
-        "without RULE, the rules (default: none)",
+        "without RULE, list the rules (default: none)",
     )
     group.add_argument(
-        "--nearest", action="store_true", help="those nearest to the bound (default: a random sample)"
+        "--nearest",
+        action="store_true",
+        help="list the documents nearest to the bound (default: a random sample)",
     )
 
 
@@ -195,8 +198,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--state",
         metavar="FILE",
-        help="state of a loader as JSON, or a checkpoint of torch that contains one; defines everything "
-        "except batch and world size (default: the options below)",
+        help="loader state as JSON, or a torch checkpoint that contains one; sets all options except batch "
+        "size and world size (default: the options below)",
     )
     group.add_argument(
         "--stream",
@@ -228,7 +231,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--epochs",
         type=count,
         metavar="N",
-        help="number of epochs to search, from the first (default: those that the state has begun, or 1)",
+        help="number of epochs to search, from the first (default: all that the state has begun, or 1)",
     )
 
 
@@ -268,7 +271,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """The kind of question: "row", "step", "search", "why" or "dropped"."""
+    """Return the kind of question: "row", "step", "search", "why" or "dropped"."""
     asked = {
         "row": bool(arguments.row),
         "step": arguments.step is not None,
@@ -277,11 +280,11 @@ def _kind(arguments: argparse.Namespace) -> str:
         "dropped": arguments.dropped is not None,
     }
     if arguments.why and not asked["search"]:
-        arguments.misuse("there is no document to look for: give --url, --id, --document or --file")
+        arguments.misuse("--why needs documents to look for: give --url, --id, --document or --file")
     if arguments.record and not arguments.file:
-        arguments.misuse("--record is the number of a record in a file: give --file")
+        arguments.misuse("--record is the number of a record in a file: give --file, too")
     if arguments.nearest and not arguments.dropped:
-        arguments.misuse("--nearest is of one rule: give --dropped RULE")
+        arguments.misuse("--nearest needs a rule: give --dropped RULE")
     found = [name for name, is_asked in asked.items() if is_asked]
     if len(found) != 1:
         which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
@@ -291,20 +294,20 @@ def _kind(arguments: argparse.Namespace) -> str:
     for name in _OF_ROWS:
         option = name.replace("_", "-")
         if getattr(arguments, name) and found != ["search"]:
-            arguments.misuse(f"--{option} belongs to a search: give --url, --document, --source or --file")
+            arguments.misuse(f"--{option} needs a search: give --url, --document, --source or --file")
         if getattr(arguments, name) and arguments.why:
-            arguments.misuse(f"--{option} is about rows: leave out --why")
+            arguments.misuse(f"--{option} applies to rows, which --why does not show: leave out one of them")
     if found[0] in ("step", "position") and arguments.batch_size is None:
-        arguments.misuse("the rows of a step depend on the batch size: give --batch-size, --world-size")
+        arguments.misuse("the rows of a step depend on the batch size: give --batch-size and --world-size")
     if arguments.rank is not None and not arguments.rank < arguments.world_size:
-        arguments.misuse(f"there is no rank {arguments.rank} of {arguments.world_size}: give --world-size")
+        arguments.misuse(f"--rank {arguments.rank} must be below --world-size {arguments.world_size}")
     if arguments.why:
         return "why"
     return "step" if found == ["position"] else found[0]
 
 
 def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack) -> Run | None:
-    """The run that the options describe, None if they describe none; other datasets close with `opened`."""
+    """Return the run that the options describe, or None; register its other datasets with `opened`."""
     from shardkit.datasets.dataset import open_dataset
     from shardkit.datasets.provenance.run import Run, read_state
     from shardkit.errors import ShardkitError
@@ -319,27 +322,29 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     balance = {"balance": options.pop("balance", None), "ids": ids}
     order = given(arguments, *_OF_ORDER) | options
     if arguments.state is None and arguments.stream:
-        arguments.misuse("--stream needs --state: the weights and the order of a mixture are in it")
+        arguments.misuse("--stream needs --state, which has the weights and the order of the mixture")
     if arguments.state is None and not order and arguments.step is None and arguments.position is None:
         if arguments.without:
-            arguments.misuse("--without is about a run: describe it with --state or --batch-size")
+            arguments.misuse("--without applies to a run: describe the run with --state or --batch-size")
         return None
     if arguments.state is not None and (clashing := [name for name in order if name != "batch_size"]):
         option = "--loader " if clashing[0] in options else "--"
-        arguments.misuse(f"{option}{clashing[0]} is in the state: leave it out")
+        arguments.misuse(f"{option}{clashing[0]} is defined by --state: leave it out")
     try:
         exclusions = [Exclusions.read(path) for path in arguments.without]
     except (OSError, ValueError) as error:
         raise ShardkitError(str(error)) from error
     if balance["balance"] is not None and arguments.batch_size is None:
-        arguments.misuse("balance decides which rank has a row of a step: give --batch-size, --world-size")
+        arguments.misuse(
+            "balance decides which rank gets a row of a step: give --batch-size and --world-size"
+        )
     if arguments.state is not None:
         state, storage = read_state(Path(arguments.state)), storage_options(arguments)
         others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
         sizes = {name: getattr(arguments, name) for name in ("batch_size", "world_size", "accumulate")}
         return Run.from_state(state, [dataset, *others], exclusions, **sizes, **balance)
     if len(exclusions) > 1:
-        raise ShardkitError("one dataset has one exclusion list: give --without once")
+        raise ShardkitError("a single dataset has only one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
     sizes = {name: getattr(arguments, name) for name in ("world_size", "accumulate")}
     return Run.from_options(dataset, excluded, **sizes, **balance, **order)

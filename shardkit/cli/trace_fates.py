@@ -1,4 +1,4 @@
-"""Prints what became of documents (`shardkit trace --why`), and what a rule dropped (`--dropped`)."""
+"""Prints outcomes of documents (`shardkit trace --why`) and documents that a rule dropped (`--dropped`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkit.cli.common import print_columns, stderr_console, stdout_console
 
-_CHARACTERS = 300  # of a text, on a terminal
+_CHARACTERS = 300  # maximum length of a printed text
 
 
 def show_fates(answer: Mapping[str, Any]) -> None:
@@ -20,7 +20,7 @@ def show_fates(answer: Mapping[str, Any]) -> None:
 
 
 def show_dropped(answer: Mapping[str, Any]) -> None:
-    """Print the answer of `find_dropped`: documents that a rule dropped, or the rules."""
+    """Print the answer of `find_dropped`: documents that a rule dropped, or a table of the rules."""
     if (rule := answer["rule"]) is None:
         rows = [(name, f"{count:,}") for name, count in answer["rules"].items()]
         print_columns("", ("rule", "documents dropped"), rows)
@@ -36,7 +36,7 @@ def _more(shown: int, count: int) -> None:
 
 
 def _show(facts: Mapping[str, Any]) -> None:
-    """Print one document. Lines are not folded, so that URLs can be copied."""
+    """Print one document and its outcome. Lines are not folded, so that URLs can be copied."""
     console = stdout_console()
     if facts["outcome"] == "unreadable":
         console.print(f"{facts['file']} record {facts['record']:,}", style="bold")
@@ -67,7 +67,7 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
         bound = "" if facts["bound"] is None else f", bound {_number(facts['bound'])}"
         return [f"dropped by {facts['rule']}: {judged}{bound}"]
     if facts["reason"] in ("duplicate_lines", "empty"):
-        left = "all that it has is in other documents" if facts["reason"] == "duplicate_lines" else "no token"
+        left = "all its lines are in other documents" if facts["reason"] == "duplicate_lines" else "no token"
         return [f"dropped as {facts['reason']}: {left}"]
     likeness = f" (similarity {facts['similarity']:.3f})" if facts["reason"] == "near_duplicate" else ""
     kept = facts["kept_url"] or facts["kept_id"]

@@ -12,7 +12,7 @@ _UNMATCHED_SHOWN = 10
 
 
 def show(kind: str, answer: Mapping[str, Any]) -> None:
-    """Print the answer to a question of kind "row", "step" or "search"."""
+    """Print the answer to a question of kind "row", "step", "search", "why" or "dropped"."""
     if answer.get("problem"):
         stderr_console().print(answer["problem"])
     if (run := answer["run"]) is not None:
@@ -25,14 +25,14 @@ def show(kind: str, answer: Mapping[str, Any]) -> None:
 
 
 def _run(run: Mapping[str, Any]) -> str:
-    """The constants that determine the rows of a run."""
+    """Return a line with the settings that determine the rows of a run."""
     text = f"run: seed {run['seed']}, shuffle {run['shuffle']}"
     if run["shuffle"] == "window":
         text += f" ({run['lanes']:,} lanes, window {run['window']:,})"
     text += f", tail {run['tail']}"
     if run["batch_size"] is not None:
         text += f", batches of {run['batch_size']:,} on {_many(run['world_size'], 'rank')}"
-        text += f", {run['accumulate']:,} batches a step" if run["accumulate"] > 1 else ""
+        text += f", {run['accumulate']:,} batches per step" if run["accumulate"] > 1 else ""
     return text if run["position"] is None else f"{text}, at position {run['position']:,}"
 
 
@@ -82,7 +82,7 @@ def _show_search(answer: Mapping[str, Any]) -> None:
     if answer["duplicates"]:
         console.print(
             f"{_many(answer['duplicates'], 'document')} that you searched for had been removed as "
-            "duplicates; the documents that stay for them are included"
+            "duplicates; the result includes the documents kept instead"
         )
     by_document: dict[str, list[Mapping[str, Any]]] = {}
     for piece in answer["shown"]:
@@ -91,7 +91,7 @@ def _show_search(answer: Mapping[str, Any]) -> None:
         for line in _identity(pieces[0]):
             console.print(line)
         if pieces[0]["stays_for_duplicate"]:
-            console.print("  stays for a removed duplicate", style="dim")
+            console.print("  kept instead of a removed duplicate", style="dim")
         for piece in sorted(pieces, key=lambda piece: piece["document_tokens"]):
             console.print(f"  {_place(piece)}, tokens {_span(piece['tokens'])}: {_part(piece)}")
             for line in _seen(piece.get("runs")):
@@ -106,11 +106,11 @@ def _show_search(answer: Mapping[str, Any]) -> None:
             f"{masked['file']}: {_many(masked['tokens'], 'token')} of {_many(masked['rows'], 'row')} masked"
         )
     if unmatched := answer["unmatched"]:
-        stderr_console().print(f"{len(unmatched):,} not found (--why says what became of a document):")
+        stderr_console().print(f"{len(unmatched):,} not found (--why shows the outcome of a document):")
         for one in unmatched[:_UNMATCHED_SHOWN]:
             stderr_console().print(f"  {one}")
         if len(unmatched) > _UNMATCHED_SHOWN:
-            stderr_console().print(f"  … and {len(unmatched) - _UNMATCHED_SHOWN:,} more (--json has all)")
+            stderr_console().print(f"  … and {len(unmatched) - _UNMATCHED_SHOWN:,} more (--json lists all)")
 
 
 def _show_exclusions(report: Mapping[str, Any]) -> None:
@@ -121,8 +121,8 @@ def _show_exclusions(report: Mapping[str, Any]) -> None:
         f"{_many(report['ranges'], 'range')}"
     )
     rows = [
-        ("of documents searched for", f"{report['removed_tokens']:,}", f"{report['removed_documents']:,}"),
-        ("of others in the same rows", f"{report['other_tokens']:,}", f"{report['other_documents']:,}"),
+        ("documents searched for", f"{report['removed_tokens']:,}", f"{report['removed_documents']:,}"),
+        ("others in the same rows", f"{report['other_tokens']:,}", f"{report['other_documents']:,}"),
         ("padding", f"{report['padding']:,}", ""),
     ]
     print_columns("", ("excluded tokens", "tokens", "documents"), rows)
@@ -149,7 +149,7 @@ def _show_documents(documents: Sequence[Mapping[str, Any]] | None) -> None:
 
 
 def _identity(document: Mapping[str, Any]) -> list[str]:
-    """The lines that identify a document."""
+    """Return the lines that identify a document."""
     copies = f", {document['copies']:,} copies" if document["copies"] > 1 else ""
     line = f"{document['source']}: {document['file']} record {document['record']:,}"
     names = [str(document["url"] or document["id"])] if document["url"] or document["id"] else []
@@ -157,7 +157,7 @@ def _identity(document: Mapping[str, Any]) -> list[str]:
 
 
 def _part(document: Mapping[str, Any]) -> str:
-    """The document's tokens in a piece, and their text."""
+    """Return the range of the document's tokens that are in a piece, and their text."""
     first, end = document["document_tokens"]
     text = "" if document["text"] is None else f" “{'…' if first else ''}{document['text']}”"
     return f"its {first:,}–{end - 1:,}{text}"

@@ -1,4 +1,4 @@
-"""`shardkit upload` and `shardkit download`: a dataset to and from a store, the index last."""
+"""`shardkit upload` and `shardkit download`: copy a dataset to or from a store, the index last."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register both verbs."""
     upload = verbs.add_parser(
         "upload",
-        help="a dataset's folder to S3 or the Hugging Face Hub; sends what is missing, the index last",
+        help="upload a dataset's folder to S3 or the Hugging Face Hub: only missing files, the index last",
         description="Send a dataset to s3://bucket/prefix, hf://datasets/org/name, another folder, or any "
         "URL that fsspec supports. Every file is checked against the index while it is read, files that the "
         "target has are not sent again, and the index comes last: the same command continues after an "
-        "interruption, and readers never see half a dataset. Files that the dataset does not name stay at "
-        "the target. Tars without a list get one there.",
+        "interruption, and readers never see an incomplete dataset. Other files at the target are not "
+        "changed. For tars without an index, an index is written at the target.",
         allow_abbrev=False,
     )
     upload.add_argument("source", metavar="SRC", help="folder of the dataset")
     upload.add_argument("target", metavar="URL", help="destination, such as s3://bucket/prefix")
-    add_options(upload, _API + "upload", verify="read everything back before the index is written")
+    add_options(upload, _API + "upload", verify="read all files back before writing the index")
     download = verbs.add_parser(
         "download",
-        help="a dataset from S3 or the Hugging Face Hub into a folder; fetches what is missing",
+        help="download a dataset from S3 or the Hugging Face Hub into a folder: only missing files",
         description="Fetch a dataset from s3://bucket/prefix, hf://datasets/org/name, another folder, or "
-        "any URL that fsspec supports. Every file is checked while it arrives, existing files are not "
+        "any URL that fsspec supports. Every file is checked while it is received, existing files are not "
         "fetched again, and the index comes last: the same command continues after an interruption. "
         "Training needs no download: the loader reads s3:// and hf:// itself.",
         allow_abbrev=False,
@@ -58,7 +58,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             number=whole(1, 256),
             threads=f"number of files {moved} at a time, at most 256",
             replace="replace another dataset at the target",
-            dry_run="print what would be done, but do not do it",
+            dry_run="print what would be done, without doing it",
         )
         add_quiet_argument(parser)
         add_json_argument(parser)
@@ -103,7 +103,7 @@ def _lines(report: TransferReport, verb: str) -> list[str]:
         lines.append(f"{report.target} is up to date: {whole}; nothing to do")
     else:
         size = format_bytes(report.sent_bytes)
-        moved = f"{len(report.sent):,} {verb} ({size}), {report.skipped:,} there already"
+        moved = f"{len(report.sent):,} {verb} ({size}), {report.skipped:,} already present"
         deleted = f", {len(report.deleted):,} of an earlier dataset deleted" if report.deleted else ""
         rate = "" if report.dry_run else f"; {report.seconds:.1f} s"
         if report.sent_bytes and report.seconds > 0 and not report.dry_run:

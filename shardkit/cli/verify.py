@@ -23,7 +23,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "verify",
         help="check every shard's hashes and structure, the index and the card",
-        description="Check a dataset: hashes and structure of every shard, counts of index and card, "
+        description="Check a dataset: hashes and structure of every shard, counts in index and card, "
         "fingerprint, and other files of the dataset. Exit status 1 if anything is wrong; each damaged file "
         "is named.",
         allow_abbrev=False,

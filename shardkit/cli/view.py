@@ -1,4 +1,4 @@
-"""`shardkit view`: a dataset as web pages on this machine, or exported as a static site."""
+"""`shardkit view`: show a dataset as web pages on this machine, or export them as a static site."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST_PORT = 65_535
-_BROWSER_SECONDS = 0.5  # after the server has started
+_BROWSER_SECONDS = 0.5  # delay before opening the browser, so that the server has started
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,14 +44,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL of a dataset")
     parser.add_argument(
-        "--compare", metavar="PATH", help="another build, to see what changes from PATH to it (default: none)"
+        "--compare", metavar="PATH", help="another build to compare with the first PATH (default: none)"
     )
     parser.add_argument(
         "--port",
         type=whole(0, _LARGEST_PORT),
         default=0,
         metavar="N",
-        help="port of the server on 127.0.0.1 (default: 0, a free one)",
+        help="port of the server on 127.0.0.1 (default: 0, any free port)",
     )
     parser.add_argument(
         "--no-browser", action="store_true", help="do not open a browser (default: open the first page)"
@@ -60,23 +60,23 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--export",
         type=file_path,
         metavar="DIR",
-        help="write a static site to DIR, which must be empty or not exist: the funnel, and a sample of all "
-        "else (default: serve)",
+        help="write a static site with the funnel and samples of all other pages to DIR, which must be empty "
+        "or not exist (default: serve)",
     )
     parser.add_argument(
         "--state",
         type=file_path,
         metavar="FILE",
-        help="state of a loader as JSON, or a checkpoint of torch that contains one: the run whose steps are "
-        "shown (default: a run with default settings)",
+        help="loader state as JSON, or a torch checkpoint that contains one: the run whose steps are shown "
+        "(default: a run with default settings)",
     )
     add_tokenizer_argument(parser)
     parser.add_argument(
         "--inputs",
         type=Path,
         metavar="FOLDER",
-        help="folder that the inputs' names are relative to, as a rule the recipe's: texts of removed "
-        "documents that the build did not keep are read there, and nowhere else (default: not read)",
+        help="folder that input names are relative to, usually that of the recipe; texts of removed "
+        "documents that the build did not keep are read from there only (default: not read)",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -84,8 +84,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted, or export."""
-    importlib.import_module("uvicorn")  # first: its extra brings all that the pages need
+    """Serve the pages until interrupted, or export them."""
+    importlib.import_module("uvicorn")  # first, as a missing one names the extra with all that pages need
     from shardkit.datasets.provenance.run import read_state
     from shardkit.tools.explore.export import export_site
     from shardkit.tools.explore.server import bind, first_address, make_server
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             _tell(arguments, {"address": address}, f"{address}  (press Ctrl+C to stop)")
             if not arguments.no_browser:
                 threading.Timer(_BROWSER_SECONDS, webbrowser.open, [address]).start()
-            with suppress(KeyboardInterrupt):  # how a user ends it
+            with suppress(KeyboardInterrupt):  # the user stops the server with Ctrl-C
                 make_server(site, token).run(sockets=[listening])
     return 0
 

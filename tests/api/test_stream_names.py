@@ -30,7 +30,7 @@ def test_a_stream_prints_its_path_and_what_is_not_the_default(tmp_path: Path) ->
         ("proportion", "did you mean weight?"),
         ("remote", "did you mean path?"),
         ("wieght", "did you mean weight?"),
-        ("xyz", "known: path, weight, name, repeat, choose, exclude, mask"),
+        ("xyz", "the arguments are path, weight, name, repeat, choose, exclude, mask"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_one_that_is_meant(given: str, hint: str) -> None:

@@ -223,7 +223,7 @@ def test_times_tell_of_every_stage_once_and_are_files_of_their_own(
 def test_info_draws_the_short_form(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(built / "out")]) == 0
     text = capsys.readouterr().out
-    for word in ("german", "de ", "tokens a document", "padding a row", "length/too_few_words", "█"):
+    for word in ("german", "de ", "tokens per document", "padding per row", "length/too_few_words", "█"):
         assert word in text
     assert main(["info", str(built / "out"), "--json"]) == 0
     assert "histograms" in json.loads(capsys.readouterr().out)["card"]
@@ -251,7 +251,7 @@ def test_info_lets_no_card_command_the_terminal(
     for harm in ({"histograms": {"lengths": {"counts": [1, -1], "sums": [0, 0]}}}, {"funnel": [3]}):
         (tmp_path / "out" / "dataset.json").write_text(json.dumps(card | harm))
         assert main(["info", str(tmp_path / "out")]) == 0
-        assert "is not one that shardkit wrote" in capsys.readouterr().out
+        assert "not a card written by shardkit" in capsys.readouterr().out
 
 
 DEDUP: dict[str, Any] = {

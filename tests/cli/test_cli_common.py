@@ -161,14 +161,14 @@ def test_every_field_of_storage_options_is_an_option_with_a_help() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--storage checksums=always", "checksums is when_supported or when_required, not 'always'"),
-        ("--storage path_style=1", "path_style is true or false, not '1'"),
-        ("--storage connections=-1", "connections is a number, not '-1'"),
+        ("--storage checksums=always", "checksums must be when_supported or when_required, not 'always'"),
+        ("--storage path_style=1", "path_style must be true or false, not '1'"),
+        ("--storage connections=-1", "connections must be a number, not '-1'"),
         ("--storage connections=0", "connections must be greater than 0"),
-        ("--storage retry_seconds=long", "retry_seconds is a number, not 'long'"),
-        ("--storage region", "region has no value: give --storage region=REGION"),
-        ("--storage regoin=r", "there is no key 'regoin'; did you mean region?"),
-        ("--storage x=r", "there is no key 'x'; the keys are region, path_style, checksums"),
+        ("--storage retry_seconds=long", "retry_seconds must be a number, not 'long'"),
+        ("--storage region", "region needs a value: give --storage region=REGION"),
+        ("--storage regoin=r", "unknown key 'regoin'; did you mean region?"),
+        ("--storage x=r", "unknown key 'x'; the keys are region, path_style, checksums"),
         ("--storage kms_key_id=k", 'kms_key_id requires encryption="aws:kms"'),
         ("--storage anonymous=true --profile p", "anonymous requests have no profile"),
     ],
@@ -200,7 +200,7 @@ def test_an_option_that_has_become_a_key_is_named(
     with pytest.raises(SystemExit) as caught:
         main(command.split())
     assert caught.value.code == 2
-    assert f"there is no option {spelled}" in capsys.readouterr().err
+    assert f"unknown option {spelled}" in capsys.readouterr().err
 
 
 def test_options_are_few() -> None:

@@ -173,7 +173,7 @@ def test_the_hugging_face_trainer_resumes_exactly_or_says_how(tmp_path: Path) ->
     run_two_ranks("trained", path, tmp_path)
     for rank in range(2):
         saw = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert "a trainer that makes the DataLoader itself takes a MapDataset" in saw.pop("dataset")
+        assert "for a trainer that creates the DataLoader itself use a MapDataset" in saw.pop("dataset")
         for name, (whole, rest, sought) in saw.items():
             case = name.split()[0]
             arguments: dict[str, Any] = {"batch_size": SIZE, "return_ids": True, "window": 9}

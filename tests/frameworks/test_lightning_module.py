@@ -416,7 +416,7 @@ def test_wrong_arguments_are_named(data: Data, train: Path) -> None:
     module = data(batch_size=None, global_batch_size=8)
     stub: Any = SimpleNamespace(distributed_sampler_kwargs={"rank": 0, "num_replicas": 3})
     module.trainer = stub
-    with pytest.raises(ValueError, match="global_batch_size 8 does not divide by 3 devices"):
+    with pytest.raises(ValueError, match="global_batch_size 8 is not a multiple of the 3 devices"):
         module.val_dataloader()
 
 

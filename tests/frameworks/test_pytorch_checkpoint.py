@@ -92,7 +92,7 @@ def test_checkpoints_of_earlier_versions_and_of_other_data_are_read_by_themselve
                 loader.load_state_dict(state)
             loader.load_state_dict(state, on_mismatch="fork")
             assert loader.position == 120
-    with pytest.raises(StateError, match="nothing was saved as 'loader'"):
+    with pytest.raises(StateError, match="this checkpoint has no entry 'loader'"):
         checkpoint_state(folder)
 
 

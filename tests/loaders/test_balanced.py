@@ -230,8 +230,8 @@ def test_more_values_than_streams_may_be_and_wrong_weights_are_refused(folder: P
     with pytest.raises(ValueError, match="more than 4,096 different values"):
         balanced_streams(many, "number")
     for weights, problem in [
-        (np.ones(3), "has 86 samples: weights are one number for each, not \\[3\\]"),
-        (np.zeros(SAMPLES), "at least one is above 0"),
+        (np.ones(3), "has 86 samples, but weights has shape \\[3\\]: give one number per sample"),
+        (np.zeros(SAMPLES), "at least one must be above 0"),
         (np.full(SAMPLES, np.nan), "numbers of at least 0"),
         (np.full(SAMPLES, -1), "numbers of at least 0"),
     ]:
@@ -239,7 +239,7 @@ def test_more_values_than_streams_may_be_and_wrong_weights_are_refused(folder: P
             weighted_streams(folder, weights)
     with pytest.raises(ValueError, match="levels must be from 1 to 4,096, not 0"):
         weighted_streams(folder, np.ones(SAMPLES), levels=0)
-    with pytest.raises(ValueError, match="weights are numbers of at least 0, not -1"):
+    with pytest.raises(ValueError, match="weights must be numbers of at least 0, not -1"):
         balanced_streams(folder, "label", weights={3: -1})
     with pytest.raises(ValueError, match="at least one weight must be above 0"):
         balanced_streams(folder, "label", weights={3: 0})

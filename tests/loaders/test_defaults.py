@@ -98,7 +98,7 @@ def test_a_cache_that_is_too_small_is_warned_of_by_how_much(
     if capacity == 100:
         warn_of_small_cache(dataset, order, lanes)  # an error if it warned
         return
-    with pytest.warns(RuntimeWarning, match="rows will be read one by one; give more") as caught:
+    with pytest.warns(RuntimeWarning, match="rows will be read one by one; raise cache_bytes") as caught:
         warn_of_small_cache(dataset, order, lanes)
     assert needed in str(caught[0].message)
     assert f"about {100 - 3100 / (4 * lanes):.0f}% of rows" in str(caught[0].message)
@@ -118,7 +118,7 @@ def test_a_shared_cache_is_measured_by_the_lanes_of_all_ranks_on_the_machine(
     with StreamingLoader(
         url, batch_size=4, cache_dir=tmp_path, cache_bytes=1, order=Order(lanes=16)
     ) as loader:
-        with pytest.warns(RuntimeWarning, match="what 8 lanes have in use"):
+        with pytest.warns(RuntimeWarning, match="which 8 lanes use at a time"):
             iter(loader)
         assert loader.machine_ranks == (0, 1)
 

@@ -126,6 +126,6 @@ def test_members_that_only_some_samples_have_are_named(places: dict[str, str]) -
     for place in places.values():
         with (
             loader_of(place, columns=None) as loader,
-            pytest.raises(ShardError, match=r"tar: sample \d+ has no column 'txt'; name those .*columns="),
+            pytest.raises(ShardError, match=r"tar: sample \d+ has no column 'txt'; select .*columns="),
         ):
             list(loader)

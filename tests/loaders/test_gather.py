@@ -88,7 +88,7 @@ def test_rows_that_a_shard_does_not_have_are_never_read(tmp_path: Path, shard: i
     mds.write_index(tmp_path, infos)
     source = StreamingLoader(tmp_path, batch_size=1, rank=0, world_size=1)._source.source
     assert isinstance(source, FixedRows)
-    with pytest.raises(IndexError, match="beyond the end"):
+    with pytest.raises(IndexError, match="outside its shard"):
         source.open_rows(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
 
 

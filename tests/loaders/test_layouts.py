@@ -295,10 +295,10 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("rename", "options", "message"),
     [
-        ({"token": "x"}, {}, "rename has 'token', but a batch has tokens"),
-        ({"labels": "targets"}, {}, "rename has 'labels', but a batch has tokens"),
-        ({"tokens": "labels"}, {"labels": True}, "one name"),
-        ({"tokens": "x", "labels": "x"}, {"labels": "shifted"}, "one name"),
+        ({"token": "x"}, {}, "rename has 'token', but the fields of a batch are tokens"),
+        ({"labels": "targets"}, {}, "rename has 'labels', but the fields of a batch are tokens"),
+        ({"tokens": "labels"}, {"labels": True}, "the same name"),
+        ({"tokens": "x", "labels": "x"}, {"labels": "shifted"}, "the same name"),
     ],
 )
 def test_names_that_are_unknown_or_come_twice_are_refused_when_a_loader_is_made(
@@ -496,7 +496,7 @@ def test_rows_that_repeat_themselves_have_no_labels(tmp_path: Path) -> None:
         expected = plain["labels"].clone()
         expected[1] = -100 if is_masked else expected[1]
         assert torch.equal(batch["labels"], expected)
-    with pytest.raises(ValueError, match="max_repetitions is at least 1, and needs labels"):
+    with pytest.raises(ValueError, match="max_repetitions must be at least 1 and needs labels"):
         LoaderConfig(max_repetitions=31)
 
 

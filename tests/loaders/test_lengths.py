@@ -185,10 +185,10 @@ def test_each_stream_has_a_log_of_its_own_that_an_audit_proves(folders: list[Pat
 
 def test_what_cannot_be_is_refused_with_a_reason(folders: list[Path], tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"tokens_per_batch": 48}, "no multiple of 32, the length of stream 'c32'"),
+        ({"tokens_per_batch": 48}, "not a multiple of 32, the length of stream 'c32'"),
         ({"tail": "drop"}, "needs tail='carry'"),
-        ({"epoch_samples": 3}, "epoch_samples is no option of a LengthLoader"),
-        ({"length_schedule": [(1, "a8")]}, "begins at step 0"),
+        ({"epoch_samples": 3}, "epoch_samples is not an option of LengthLoader"),
+        ({"length_schedule": [(1, "a8")]}, "must begin at step 0"),
         ({"length_schedule": [(0, "x")]}, "no stream is called 'x'"),
     ]
     for options, problem in cases:
@@ -209,7 +209,7 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(folders: list[Pat
     with make(folders, length_schedule=schedule) as loader:
         state = run(loader, 6)[-1][1]
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"tokens_per_batch": 64}, "tokens_per_step was 32, and is 64 here"),
+        ({"tokens_per_batch": 64}, "tokens_per_step is 32 in the state, 64 here"),
         ({"seed": 18}, "stream 'a8'"),
         ({"length_schedule": [(0, "a8"), (4, "b16")]}, "differs from the saved one before step 6"),
     ]

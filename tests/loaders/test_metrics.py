@@ -222,20 +222,20 @@ def test_a_run_is_fed_unless_time_is_lost_in_slow_steps(stats: LoaderStats, line
         ),
         (
             waiting(CacheStats(misses=9, disk_full=9, fetched_bytes=4e9, refetched_bytes=2e9)),
-            "the disk of the cache is full, shards are read into memory: free some, or change cache_dir",
+            "the cache's disk is full, so shards are read into memory: free disk space or change cache_dir",
         ),
         (
             waiting(CacheStats(misses=9, locked_out=9, fetched_bytes=4e9, refetched_bytes=2e9)),
-            "a process that has been stopped holds the lock of the cache: let it go on, or end it",
+            "a stopped process holds the lock of the cache: continue it or end it",
         ),
         (
             waiting(CacheStats(misses=20, bypassed=5, capacity_bytes=1e9), StoreStats(**CALM)),
-            "the cache of 1 GB is too small (5 shards found no room): raise cache_bytes",
+            "the cache of 1 GB is too small (5 shards did not fit): raise cache_bytes",
         ),
         (
             waiting(CacheStats(misses=9), StoreStats(**CALM, throttled=12)),
-            "the store throttles (12 answers 503 to 500 requests): lower connections, use more prefixes or "
-            "raise cache_bytes",
+            "the store throttles (12 of 500 requests were answered 503): lower connections, use more "
+            "prefixes or raise cache_bytes",
         ),
         (
             waiting(CacheStats(misses=9), StoreStats(**CALM, throttled=1, retries=50, errors=48)),
@@ -265,15 +265,16 @@ def test_a_run_is_fed_unless_time_is_lost_in_slow_steps(stats: LoaderStats, line
                 CacheStats(hits=900, decompressed_bytes=6e9),
                 StoreStats(**(CALM | {"first_byte_p99_seconds": 2.1})),
             ),
-            "decompression (60 MB/s) is too slow here: give it more CPU cores or store shards uncompressed",
+            "decompression (60 MB/s) is too slow: give this process more CPU cores, or build uncompressed "
+            "shards",
         ),
         (
             waiting(steps=1_000_000, slow_steps=4000, wait_seconds=99.0, slow_wait_seconds=30.0),
-            "the loop does nothing but read: this is as fast as batches are made here",
+            "the loop only reads, so this is the maximum rate at which this machine makes batches",
         ),
         (
             waiting(),
-            "batches are made too slowly on this machine: look for busy CPU cores or a slow local disk",
+            "this machine makes batches too slowly: look for busy CPU cores or a slow local disk",
         ),
     ],
     ids=[

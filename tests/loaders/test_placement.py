@@ -212,7 +212,7 @@ def test_a_loader_made_before_the_process_group_is_refused_when_it_is_iterated(
         StreamingLoader(path, batch_size=2, rank=0, world_size=1),
     )
     process_groups(3, 4)
-    with pytest.raises(RuntimeError, match=r"made as rank 0 of 1 .* says rank 3 of 4: make it after"):
+    with pytest.raises(RuntimeError, match=r"created as rank 0 of 1 .* is rank 3 of 4: create the"):
         iter(early)
     next(iter(stated))
     stated.close()
@@ -468,7 +468,7 @@ def test_dataloader_workers_are_given_what_their_parent_has_learned(
     assert len(list(iterator)) == batches
     for each in (loader, copy):
         each.close()
-    with pytest.raises(RuntimeError, match="made as rank 0 of 1"):
+    with pytest.raises(RuntimeError, match="created as rank 0 of 1"):
         iter(StreamingDataLoader(early, num_workers=1))
     early.close()
 

@@ -112,7 +112,7 @@ def test_the_processes_of_a_machine_divide_its_memory(url: str) -> None:
 
 @pytest.mark.parametrize("wrong", [[], ["a/path"], [Stream("a"), "b"]])
 def test_what_is_no_stream_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected a path, a Dataset or a list of Stream"):
+    with pytest.raises(TypeError, match="dataset must be a path, a Dataset or a list of Stream"):
         open_streams(wrong, LoaderConfig(), 1)
 
 
@@ -146,7 +146,7 @@ def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
     with loader, pytest.raises(ShardError, match=rf"{damaged.name}: xxh64"):
         list(loader)
     for dataset, problem in (
-        (str(tmp_path / "bare"), r"bare states no hashes: write it with hashes=\['xxh64'\]"),
+        (str(tmp_path / "bare"), r"bare has no hashes: write it with hashes=\['xxh64'\]"),
         (open_dataset(tmp_path / "proven"), "was opened without it: open it with verify=True"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -273,9 +273,9 @@ def test_weights_set_at_the_last_batch_of_an_epoch_leave_the_loop_its_end(
 def test_weights_cannot_change_where_samples_were_delivered(data: dict[str, Dataset]) -> None:
     with make(streams(data)) as loader:
         drawn(loader, 3)
-        with pytest.raises(ValueError, match="position 11 has been delivered: weights can change from 12"):
+        with pytest.raises(ValueError, match="at_position 11 has been delivered: weights can change from 12"):
             loader.set_weights([1, 1, 1], at_position=11)
-        with pytest.raises(ValueError, match="no stream is called 'prose'; there are web, code, books"):
+        with pytest.raises(ValueError, match="no stream is called 'prose'; the streams are web, code, books"):
             loader.set_weights({"prose": 1}, at_position=12)
         with pytest.raises(ValueError, match="2 weights for 3 streams"):
             loader.set_weights([1, 1], at_position=12)
@@ -432,7 +432,7 @@ def test_different_lengths_are_for_schedules_that_change_between_them(tmp_path: 
     with make([short, long], schedule=[(0, {"8": 1}), (18, {"16": 1})], mixed_lengths=True) as loader:
         iterator = iter(loader)
         assert [next(iterator)["tokens"].shape[1] for _ in range(4)] == [8] * 4
-        message = r"up to position 20.*\(8,\) and \(16,\), would be in one batch.*multiple of the batch"
+        message = r"up to position 20.*shapes, \(8,\) and \(16,\): .*multiple of the global batch"
         with pytest.raises(ValueError, match=message):
             next(iterator)
 
@@ -455,7 +455,7 @@ def test_streams_that_mean_different_things_are_refused(tmp_path: Path, data: di
         make([one, columns])
     with pytest.raises(ValueError, match="two streams are called 'a'"):
         make([Stream(data["web"], name="a"), Stream(data["code"], name="a")])
-    with pytest.raises(ValueError, match="begins at position 0"):
+    with pytest.raises(ValueError, match="begin at position 0"):
         make(streams(data), schedule=[(5, WEIGHTS)])
     with pytest.raises(ValueError, match="weight"):
         make([Stream(data["web"], weight=0), Stream(data["code"], weight=0)])

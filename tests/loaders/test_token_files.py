@@ -147,7 +147,7 @@ def test_a_mixture_has_streams_of_files_and_of_other_datasets(folder: Path, url:
     with StreamingLoader(streams, **grouped(OPTIONS)) as loader:
         batches = run(loader, 8)
     assert sum(np.asarray(batch["stream_id"]).size for batch, _ in batches) == 32
-    with pytest.raises(ValueError, match="token_dtype and per_file are for flat files"):
+    with pytest.raises(ValueError, match="token_dtype and per_file apply to flat files"):
         StreamingLoader(tmp_path, batch_size=1, token_dtype="uint16")
 
 

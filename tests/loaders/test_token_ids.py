@@ -164,7 +164,7 @@ def test_an_id_that_wraps_around_is_an_error_of_the_batch(
     if fits:
         assert next(iter(loader))["tokens"][5, 7] == largest
     else:
-        with pytest.raises(ValueError, match=f"dtype {dtype} cannot hold token id {largest:,}: give dtype="):
+        with pytest.raises(ValueError, match=f"token id {largest:,} does not fit dtype {dtype}: give dtype="):
             next(iter(loader))
     loader.close()
 

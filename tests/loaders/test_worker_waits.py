@@ -101,11 +101,11 @@ def small_shared_memory(size: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
 def test_a_batch_that_does_not_fit_into_dev_shm_ends_the_wait_with_its_name(data: Path, method: str) -> None:
     lines = run(data, "full", method, *small_shared_memory("1m"))
-    assert re.match(TIMEOUT + r"need room in /dev/shm, which has .* free of 1\.05 MB", lines[0]), lines
+    assert re.match(TIMEOUT + r"need space in /dev/shm, which has .* free of 1\.05 MB", lines[0]), lines
     assert lines[-1] == "left 0"
 
 
 @pytest.mark.extended
 def test_workers_that_cannot_start_for_a_full_dev_shm_say_so(data: Path) -> None:
-    with pytest.raises(AssertionError, match="no room for the locks of DataLoader workers in /dev/shm"):
+    with pytest.raises(AssertionError, match="/dev/shm has no space for the locks of DataLoader workers"):
         run(data, "full", "fork", *small_shared_memory("4k"))

@@ -154,5 +154,5 @@ def test_a_mask_that_cannot_be_is_refused(
 
 def test_a_mask_of_another_dataset_is_refused(out: Path, tmp_path: Path) -> None:
     (tmp_path / "mask.txt").write_text(f"# fingerprint: {'0' * 32}\n0 0:5\n")
-    with pytest.raises(ValueError, match="the mask is of the dataset with fingerprint 0000"):
+    with pytest.raises(ValueError, match="the mask was made for the dataset with fingerprint 0000"):
         StreamingLoader([Stream(out, mask=tmp_path / "mask.txt")], batch_size=2, labels=True)

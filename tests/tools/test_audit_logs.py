@@ -356,7 +356,7 @@ def test_the_command_names_the_offender_and_exits_with_one(
     run(path, tmp_path, 2, steps=13)
     assert main(["audit", str(path), "--logs", str(tmp_path)]) == 0
     out, err = capfd.readouterr()
-    assert "OK: every sample exactly once an epoch" in out
+    assert "OK: every sample exactly once per epoch" in out
     assert err == ""
     next(tmp_path.glob("rank-00001-*")).unlink()
     assert main(["audit", str(path), "--logs", str(tmp_path)]) == 1
