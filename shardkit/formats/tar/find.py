@@ -168,7 +168,7 @@ def remote_tars(
 
 
 def folder_tars(store: Store) -> list[ObjectInfo]:
-    """Return the sorted tars directly in a store's folder. Raises ShardError if only sub-folders have some."""
+    """Return the tars directly in a store's folder, sorted. Raises ShardError if all are in sub-folders."""
     listed = _list(store, "")
     tars = [info for info in listed if is_tar_name(info.key) and matches(info.key, "**/*")]
     direct = [info for info in tars if "/" not in info.key]

@@ -66,7 +66,10 @@ _RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(
 
 
 def tar_compression(basename: str) -> tuple[str, str] | None:
-    """Return (algorithm, name of the uncompressed tar), with "" for a plain tar; None if it is no tar's name."""
+    """Return (algorithm, name of the uncompressed tar), None if the name is not a tar's.
+
+    The algorithm of a plain tar is "".
+    """
     lower = basename.lower()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if lower.endswith(suffix) and len(PurePosixPath(basename).name) > len(suffix):
@@ -242,7 +245,7 @@ def read_list(file: Path) -> bytes:
 
 
 def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
-    """Parse a list whose tars are in its own folder. Raises ShardError, naming `file`, for any other bytes."""
+    """Parse a list whose tars are in its own folder. Raises ShardError, naming `file`, for any other."""
     base, manifest = parse_listing(file, text)
     if base is not None:
         raise ShardError(file, f"lists tars elsewhere, at {base}; list only tars of its own folder")

@@ -72,7 +72,10 @@ def write_columns_shard(
     key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """Write several matrices (n, length), also of uint8, like `write_rows_shard`: a sample has a row of each."""
+    """Write several matrices (n, length) like `write_rows_shard`: a sample has one row of each.
+
+    The dtype may also be uint8.
+    """
     count = len(next(iter(columns.values())))
     for name, rows in columns.items():
         if rows.ndim != 2 or rows.shape[1] == 0 or rows.dtype.newbyteorder("<") not in _DTYPES:
