@@ -4,8 +4,8 @@ Together with `provenance/*.parquet` (documents in the dataset) and `quarantine.
 be read) they account for every document of the inputs; records without a document, such as redirects in a
 WARC, are only counted. `dropped` lists the documents that filters dropped, in one file per split with any.
 `duplicates` lists the documents that were removed after that, sorted by the document that was kept for them,
-so that all its duplicates are adjacent. A document kept for an exact duplicate, or for a duplicate of its URL,
-may itself be removed in a later stage: follow `kept_document_id` until no line has it as `document_id`.
+so that all its duplicates are adjacent. A document kept for an exact duplicate, or for one with its URL, may
+itself be removed in a later stage: follow `kept_document_id` until no line has it as `document_id`.
 
 `text` holds the beginning of a document as it was when it was removed, for a bounded sample of documents. It
 is null for the others; find those in the raw files by `file` and `record`.

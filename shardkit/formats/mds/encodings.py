@@ -73,7 +73,7 @@ class ArrayLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def encode(self, value: object) -> bytes:
-        """Encode an array as header and values. Raises ValueError if dtype or shape differ from the column."""
+        """Encode an array as header and values. Raises ValueError if it has another dtype or shape."""
         if not isinstance(value, np.ndarray):
             raise TypeError(f"ndarray takes a NumPy array, not {type(value).__name__}")
         name = value.dtype.name

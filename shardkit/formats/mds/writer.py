@@ -206,7 +206,7 @@ class MdsWriter:
             piece = data[start * size : (start + count) * size]
             start += count
             last = start == len(rows)
-            # Pending rows are copied, because the caller may change the array. Full shards go straight to disk.
+            # Pending rows are copied, because the caller may change the array. Full shards are written now.
             self._append(memoryview(bytes(piece)) if last else piece, np.full(count, size, np.int64))
             if not last:
                 self._flush()
