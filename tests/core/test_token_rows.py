@@ -209,7 +209,7 @@ LLMC = np.array([20240520, 1, 64, *[0] * 253], "<i4").tobytes()
         (npy(ZEROS), "a.npy", "uint32", "states uint16 ids, not uint32"),
         (b"\x93NUMPY\x01\x00\xff\xff" + bytes(200), "a.npy", None, "header of 65,535 bytes"),
         (ZEROS.tobytes(), "a.npy", None, "does not state the type of its ids: give token_dtype"),
-        (ZEROS.tobytes() + b"x", "a.bin", "uint16", "129 bytes of tokens, which are no uint16 ids"),
+        (ZEROS.tobytes() + b"x", "a.bin", "uint16", "129 bytes of tokens, not whole uint16 ids"),
         (LLMC + bytes(126), "a.bin", None, "states 64 tokens of uint16, but holds 63"),
         (LLMC[:500], "a.bin", None, "ends after 500 bytes, inside its header"),
         (LLMC[:4] + b"\2" + LLMC[5:] + bytes(128), "a.bin", None, "has version 2 of its format"),
@@ -267,7 +267,7 @@ def test_misuse_is_explained(tmp_path: Path) -> None:
         cut=CutOptions(sequence_length=2, drop_tail=True),
         progress=False,
     )
-    with pytest.raises(ShardError, match="has rows of its own, 2, not of 4"):
+    with pytest.raises(ShardError, match="has rows of 2, not of 4 tokens"):
         open_dataset(tmp_path / "mds", sequence_length=4)
     for name in ("train.bin", "val.bin"):
         (tmp_path / name).write_bytes(bytes(64))

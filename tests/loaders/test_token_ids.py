@@ -137,7 +137,7 @@ def test_a_wrong_type_of_flat_files_is_noticed_and_both_readings_are_shown(
 
 def test_negative_ids_of_a_file_that_states_its_type_are_a_warning(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.full(1000, -1, np.int64))
-    with pytest.warns(RuntimeWarning, match="has ids as low as -1: the file states this type"):
+    with pytest.warns(RuntimeWarning, match="has ids as low as -1: the file states this dtype"):
         StreamingLoader(tmp_path / "ids.npy", batch_size=4, sequence_length=50).close()
 
 
