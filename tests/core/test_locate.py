@@ -276,7 +276,7 @@ def test_two_indexes_are_not_guessed_about(upload: Upload, folders: dict[str, Pa
     if where != "local":
         store.delete("dataset.json")  # what has a card was published as one dataset
     with pytest.raises(
-        ShardError, match=r"has both index\.json and shards\.json; open the one that is meant"
+        ShardError, match=r"has both index\.json and shards\.json; open one of them by its name"
     ):
         open_dataset(store.url)
     for name, kind in (("index.json", "mds"), ("shards.json", "tar")):
@@ -364,7 +364,7 @@ def test_what_states_a_size_that_no_index_has_is_refused_before_memory_is_taken(
     store = NotedStore(make_remote_kind(tmp_path / kind, kind), hand_out=huge)
     store.put("dataset.json", b"{}")
     tracemalloc.start()
-    with pytest.raises(ShardError, match=rf"/{key}: the store states 1,125,899,906,842,624 bytes, at most"):
+    with pytest.raises(ShardError, match=rf"/{key}: the store states 1,125,899,906,842,624 bytes; at most"):
         find_remote(store)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
