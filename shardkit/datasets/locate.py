@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
-_OPEN_AGAIN = "open it again, with a new loader; a state of the run loads if the data are the same"
+_OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
 
 # (modification time in ns, size in bytes), without the inode, which file systems in user space may change.
@@ -375,7 +375,7 @@ def _find_in_store(
     if errors:
         raise errors[0]
     if is_named:
-        raise ShardNotFoundError(store.url, f"has no {names[0]}")
+        raise ShardNotFoundError(store.url, f"holds no {names[0]}")
     if card is not None:
         problem = "is unfinished: it has a card but no index; run the upload or the build again"
         raise ShardError(store.url, problem)
@@ -431,7 +431,7 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
         parts = sorted(file.parent.name for file in folder.glob("*/index.json"))[:3]
         if parts:
             problem += (
-                f"; its sub-folders do ({', '.join(parts)}, …): give each as a Stream, or merge their indexes"
+                f"; but its sub-folders do ({', '.join(parts)}, …): give each as a Stream, or merge indexes"
             )
         raise ShardNotFoundError(folder, problem)
     return _unscanned(folder, local_objects(folder, names))

@@ -85,7 +85,7 @@ def test_samples_have_one_number_each_over_all_shards(tmp_path: Path, kind: str)
         np.testing.assert_array_equal(tokens(dataset[number]), ROWS[number])
     np.testing.assert_array_equal([tokens(s) for s in dataset], ROWS)
     for number in (len(ROWS), -len(ROWS) - 1):
-        with pytest.raises(IndexError, match=f"sample {number} of {len(ROWS)}"):
+        with pytest.raises(IndexError, match=f"no sample {number}; the dataset has {len(ROWS)}"):
             dataset[number]
     with pytest.raises(TypeError):
         dataset["tokens"]  # type: ignore[index]

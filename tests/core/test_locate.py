@@ -173,7 +173,7 @@ def test_problems_say_what_is_wrong_and_all_are_told_at_once(
     assert told[3] == f"0 bytes, expected {size:,}"
     assert "there is no such object" in told[4]
     told = [problem.problem for problem in verify(store.url, quick=True).problems]
-    assert told[0] == f"{size - 1:,} bytes, the index states {size:,}"
+    assert told[0] == f"has {size - 1:,} bytes, the index states {size:,}"
     assert main(["verify", store.url]) == 1
     out, err = capfd.readouterr()
     assert "5 problems" in out

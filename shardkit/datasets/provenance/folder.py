@@ -167,7 +167,7 @@ def _problem(schema: pa.Schema, expected: pa.Schema) -> str | None:
         found = schema.field(column.name)
         kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type
         if kind != column.type:
-            return f"column {column.name!r} has type {found.type}, not {column.type}"
+            return f"column {column.name!r} is of type {found.type}, not {column.type}"
         if found.nullable and not column.nullable:
             return f"column {column.name!r} may have nulls"
     return None

@@ -52,7 +52,7 @@ def write_rows_shard(
     """
     shape = ",".join(map(str, rows.shape[1:]))
     if rows.ndim < 2:
-        raise ValueError(f"rows must have 2 or more axes, one sample per row, not shape {rows.shape}")
+        raise ValueError(f"rows must be a matrix or higher, one sample per row, not of shape {rows.shape}")
     columns = make_columns({column: f"ndarray:{rows.dtype.name}:{shape}"})
     shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
     sizes = np.full(len(rows), columns[0].size, dtype=np.int64)

@@ -56,7 +56,7 @@ def write_rows_shard(
     crash leaves a file whose name ends in `.tmp`.
     """
     if rows.ndim != 2 or rows.shape[1] == 0 or rows.dtype.newbyteorder("<") not in _TOKENS:
-        raise ValueError(f"rows must be a 2-D uint16 or uint32 array, not {rows.ndim}-D {rows.dtype}")
+        raise ValueError(f"rows must be a matrix of uint16 or uint32, not {rows.ndim}-D {rows.dtype}")
     columns = {column: rows}
     return write_columns_shard(
         folder, basename, columns, key_start=key_start, key_digits=key_digits, hashes=hashes
@@ -80,7 +80,7 @@ def write_columns_shard(
     for name, rows in columns.items():
         if rows.ndim != 2 or rows.shape[1] == 0 or rows.dtype.newbyteorder("<") not in _DTYPES:
             raise ValueError(
-                f"column {name!r} must be 2-D of uint8, uint16 or uint32, not {rows.ndim}-D {rows.dtype}"
+                f"column {name!r} must be a matrix of uint8, uint16 or uint32, not {rows.ndim}-D {rows.dtype}"
             )
         if COLUMN_NAME.fullmatch(name) is None:
             raise ValueError(f"column {name!r}: use up to 64 lower-case letters, digits, _ and -")
