@@ -256,7 +256,7 @@ def find_remote(
 
     With `indexes`, one process of the node sends the requests for all. Without an index, the folder's tars
     are listed. A dataset with a card was built or published as a whole, so no second index is requested. For
-    a large dataset, index.bin is fetched instead of index.json, of which only the metadata are read.
+    a large dataset, index.bin is fetched instead of index.json, whose metadata alone are read.
     """
     from shardkit.formats import mds
     from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME, load_table

@@ -380,7 +380,7 @@ class OpenDataset(Closing):
             _keeping.pop(id(self), None)
 
     def _forget_oldest(self) -> None:
-        """Drop the least recently used shards beyond the limits; the caller holds the lock."""
+        """Drop the least recently used shards that exceed the limits; the caller holds the lock."""
         while len(self._open) > 1:
             resident = 0
             if self.shards is None:  # the cache of a remote dataset has its own limit

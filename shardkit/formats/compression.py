@@ -271,7 +271,7 @@ class ZstdFrame:
 
     @property
     def unused_data(self) -> bytes:
-        """The bytes that follow the frame, once it has ended."""
+        """The input that follows the frame, once the frame has ended; empty before."""
         return bytes(self._frame.unused_data) + self._held[self._at :] if self.eof else b""
 
     def decompress(self, data: bytes, max_length: int) -> bytes:

@@ -4,7 +4,7 @@
                          [{"name": "text-00000.parquet", "documents": 8192, "bytes": 1234,
                            "hashes": {"xxh64": …}, "raw_bytes": 5678}, …]}
     text-00000.parquet  one row per document; or text-00000.jsonl[.zst | .gz], one line per document
-    dataset.json        the card; the other files are those of any dataset that shardkit builds
+    dataset.json        the card; the other files are the same as in any dataset that shardkit builds
 
 The list is published last: its presence means that the dataset is complete. `raw_bytes` is the uncompressed
 size of compressed JSON lines. Any reader of Parquet or JSON lines reads the files; in shardkit they are
@@ -148,7 +148,7 @@ class _ParquetRows:
             raise ShardError(file, f"is not Parquet: {error}") from error
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if any(not 0 <= count < _MAX_COUNT for count in rows):
-            raise ShardError(file, f"states row groups of {min(rows):,} to {max(rows):,} rows")
+            raise ShardError(file, f"states impossible row groups, of {min(rows):,} to {max(rows):,} rows")
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)])
 
     def __len__(self) -> int:

@@ -303,8 +303,8 @@ def test_text_needs_the_tokenizer_of_the_dataset(
     out, err = capsys.readouterr()
     assert "“" not in out
     assert (
-        f"give --tokenizer with the tokenizer.json of the dataset, tokenizer.json (digest {card['tokenizer']['digest']})"
-        in err
+        "give --tokenizer with the tokenizer.json of the dataset, "
+        f"tokenizer.json (digest {card['tokenizer']['digest']})" in err
     )
 
 

@@ -51,7 +51,7 @@ class Ranges:
         self._waiting = 0
 
     def add(self, rows: _Ints) -> None:
-        """Add rows, repeated or not."""
+        """Add rows; repeated rows count once."""
         rows = np.unique(rows)
         if not len(rows):
             return

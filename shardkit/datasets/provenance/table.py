@@ -178,7 +178,7 @@ class ProvenanceTable:
         for each in limits:
             (low, high), (first, end) = each.get("shard", (0, last)), each.get("row", (0, 0))
             if not 0 <= low <= high <= last:
-                problem = f"names shard {high} of {last + 1}: it belongs to another dataset"
+                problem = f"has shard {high}, the dataset {last + 1} shards: it belongs to another dataset"
                 raise ShardError(f"{self._dataset.location}/{name}", problem)
             alone = low == high and "row" in each
             firsts.append(int(self._starts[low]) + (first if alone else 0))

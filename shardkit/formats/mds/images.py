@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# Formats found in jpeg and png columns. Pillow knows many more, for some of which it starts other programs.
+# Formats found in jpeg and png columns. Pillow knows many more, and starts other programs for some of them.
 _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _MORE_FORMATS = ("PPM", "TIFF")  # additional formats in folders of images, and in tars made of them
 
