@@ -29,9 +29,7 @@ Limits = Mapping[str, tuple[Any, Any]]
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 1 << 16  # size of the first read, which includes most footers
-_MAX_FOOTER_BYTES = (
-    1 << 25
-)  # a parsed footer may take 100 times its size; our tables have footers of kilobytes
+_MAX_FOOTER_BYTES = 1 << 25  # a parsed footer takes up to 100 times its size; our tables' have kilobytes
 _MAX_DEPTH = 16  # the structs of a valid footer nest eight deep
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)  # types of 16, 32 and 64 bits, which are encoded equally
