@@ -1,5 +1,5 @@
-"""Opening datasets: `locate` finds what describes one, `opened` reads its shards, `verify` checks it whole.
+"""Open datasets: `locate` finds a dataset's index, `opened` reads its shards, `verify` checks all of it.
 
-`dataset` has what users hold. It asks `provenance` where rows are from, which reads what `opened` gives. This
-package depends on formats, storage and cache; they do not depend on it.
+`dataset` has the public class. It uses `provenance` to find the origin of rows, which reads them with
+`opened`. This package depends on formats, storage and cache; they do not depend on it.
 """

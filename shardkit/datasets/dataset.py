@@ -1,9 +1,9 @@
-"""Any MDS dataset, folder of WebDataset tars, or flat files of tokens, as one sequence of samples.
+"""Open an MDS dataset, a folder of WebDataset tars, or flat files of tokens as one sequence of samples.
 
-`open_dataset` finds out what a path holds and reads the index only. Remote shards come through a cache; tars
-that no list describes are scanned to number their samples. What is read of a `Dataset` opens its shards
-(`shardkit.datasets.opened`); what is asked about its documents is answered by `shardkit.datasets.provenance`,
-which is imported for the first question.
+`open_dataset` determines the format of a path and reads only the index. Remote shards are read through a
+cache; tars without a list are scanned to number their samples. Reading samples of a `Dataset` opens its
+shards (`shardkit.datasets.opened`). Its methods about documents use `shardkit.datasets.provenance`, which is
+imported on the first call.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 
 _MAX_THREADS = 16
-_UNREMEMBERED_BYTES = 1 << 30  # of tars that may be scanned at every opening without a word
+_UNREMEMBERED_BYTES = 1 << 30  # size of tars up to which scanning them at every start causes no warning
 
 
 class Dataset(OpenDataset, Described):
     """The samples of a dataset, by number, in the order of its manifest.
 
-    `dataset[17]` is one as {column: value}; `dataset[3:9]`, `dataset[[1, 5]]` and `dataset[:]` are `Rows`,
-    which NumPy, PyTorch, Arrow and pandas take as columns.
+    `dataset[17]` is one sample as {column: value}; `dataset[3:9]`, `dataset[[1, 5]]` and `dataset[:]` are
+    `Rows`, which convert to columns for NumPy, PyTorch, Arrow and pandas.
     """
 
     @overload
@@ -58,7 +58,7 @@ class Dataset(OpenDataset, Described):
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, object]: ...
     def __getitem__(self, index: SupportsIndex | RowChoice) -> dict[str, object] | Rows:
-        """Sample `index` as {column: value}; `Rows` for a slice or a list of numbers.
+        """Return sample `index` as {column: value}, or `Rows` for a slice or a list of numbers.
 
         Negative numbers count from the end.
         """
@@ -66,18 +66,18 @@ class Dataset(OpenDataset, Described):
             return Rows(self, range(len(self)))[index]
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"{self.location}: sample {number} of {len(self)}")
+            raise IndexError(f"{self.location}: no sample {number}; the dataset has {len(self)}")
         return self.row(number % len(self))
 
     def sample(self, count: int, *, seed: int = 0) -> Rows:
-        """`count` rows drawn without repetition, ascending, the same ones for a seed; all rows if fewer."""
+        """Return `count` distinct random rows, ascending, or all if fewer; a seed always gives the same."""
         drawn = random.Random(seed).sample(range(len(self)), min(count, len(self)))
         return Rows(self, np.array(sorted(drawn), np.int64))
 
     def text(self, row: SupportsIndex, *, tokenizer: str | PathLike[str] | None = None) -> str:
-        """The text of a row: its tokens decoded, padding left out, or its column `text` if it has no tokens.
+        """Return the text of a row: its decoded tokens without padding, or its column `text`.
 
-        `tokenizer`: the tokenizer.json; default: the one that the card names, if it is still there.
+        `tokenizer` is a tokenizer.json; the default is the file that the card names, if it still exists.
         """
         from shardkit.datasets.provenance.documents import text_of
 
@@ -86,17 +86,17 @@ class Dataset(OpenDataset, Described):
     def documents(
         self, row: SupportsIndex, *, tokenizer: str | PathLike[str] | None = None
     ) -> list[Document]:
-        """The documents in a row: which tokens are theirs, where they are from, and their text.
+        """Return the documents in a row, each with its range of tokens, its origin and its text.
 
-        Text is None without a tokenizer, which is found as in `text`. ShardkitError for a dataset without
-        provenance: only those that shardkit has built have it.
+        The text is None without a tokenizer, which is found as in `text`. Raises ShardkitError for a dataset
+        without provenance: only datasets built by shardkit have it.
         """
         from shardkit.datasets.provenance.documents import documents_of
 
         return documents_of(self, row, tokenizer=tokenizer)
 
     def trace(self, **question: Unpack[Question]) -> Trace:
-        """Find documents by `url=`, `document=`, `source=` or `file=`, or those of a `row=` or a `step=`.
+        """Find documents by `url=`, `document=`, `source=` or `file=`, or by their `row=` or `step=`.
 
         See `shardkit.trace`.
         """
@@ -143,17 +143,17 @@ def open_dataset(
     """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or tars by name.
 
     Names of tars may be brace lists ("s3://bucket/part-{000..099}.tar"), patterns, folders, and lists of
-    these. Tars that no list describes are all scanned when they are first opened, to number their samples;
-    never again if there is a cache folder. Remote shards come through a cache, as `cache` says (a
-    `SharedCache` serves several datasets), by a store that is reached as `storage` says. `verify` compares
-    each local shard's hashes when it is first opened (remote ones always are), and the card's fingerprint.
+    these. Tars without a list are all scanned when they are first opened, to number their samples; with a
+    cache folder, they are not scanned again. `storage` configures access to a store, `cache` the cache for
+    remote shards (a `SharedCache` serves several datasets). `verify` compares the hashes of each local shard
+    when it is first opened (those of remote shards are always compared), and the card's fingerprint.
     `allow_pickle` lets pickled columns run their code.
     Flat files of tokens (Megatron's .idx and .bin, llm.c's and nanoGPT's .bin, .npy; a file, a folder or a
-    pattern) are read in place as rows of `sequence_length`; `token_dtype` and `per_file` are those of
-    `RowCut` (`shardkit.datasets.token_rows`). Another dataset must have rows of `sequence_length`, if given.
-    `decode` says what members of tars become: True decodes them, images into PIL's; "basic" leaves images as
-    bytes; webdataset's "rgb8", "torchrgb", … give arrays and tensors; False leaves everything as bytes (see
-    `shardkit.formats.tar.values`). ShardError says what is wrong with a dataset, or what was looked for.
+    pattern) are read in place as rows of `sequence_length`; for `token_dtype` and `per_file` see `RowCut`
+    (`shardkit.datasets.token_rows`). If given for another dataset, `sequence_length` must match its rows.
+    `decode` selects how members of tars are decoded: with True, images become PIL images; "basic" keeps
+    images as bytes; webdataset's "rgb8", "torchrgb", ... give arrays and tensors; False keeps all members as
+    bytes (see `shardkit.formats.tar.values`). Raises ShardError if the dataset is missing or malformed.
     """
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
     from shardkit.cache.shards import CachedShards, SharedCache
@@ -176,17 +176,17 @@ def open_dataset(
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
     dataset = Dataset(files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
     if cut is not None and dataset.sequence_length != cut.sequence_length:
-        length = "none of one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
-        raise ShardError(dataset.location, f"has rows of its own, {length}, not of {cut.sequence_length:,}")
+        length = "no one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
+        raise ShardError(dataset.location, f"has rows of {length}, not of {cut.sequence_length:,} tokens")
     return dataset
 
 
 def _open_remote(
     found: Found, store: ResilientStore, shared: SharedCache
 ) -> tuple[Manifest, CachedShards, TarIndexes | None]:
-    """The shards of a remote dataset by a cache, and a complete manifest, for which tars may be scanned.
+    """Return the complete manifest of a remote dataset and its cached shards, scanning tars without a list.
 
-    ShardError names a tar that is damaged; StoreError.
+    Raises ShardError for a damaged tar and StoreError if the store fails.
     """
     from shardkit.cache.shards import CachedShards
 
@@ -203,11 +203,11 @@ def _open_remote(
     indexes = _indexes(store.url, manifest, versions, shared.options)
     held = min(
         fetcher.connections, max(1, cache.capacity // max([1, *sizes]))
-    )  # together, what the cache has room for
+    )  # number of tars of the largest size that fit in the cache together
     infos, before = manifest.shards, list(accumulate(sizes, initial=0))
 
     def skim(number: int) -> tuple[Scanned, TarIndex] | None:
-        """Skim a tar that the cache has no room for. None for others: whole ones are soon read again."""
+        """Skim a tar that does not fit in the cache; None for other tars, which are soon read again."""
         if before[number + 1] <= cache.capacity:
             return None
         return skim_tar(store, infos[number], versions[number])
@@ -223,7 +223,7 @@ def _open_remote(
 
 
 def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) -> tuple[Manifest, TarIndexes]:
-    """The manifest of a folder of tars, each scanned; ShardError names one that is damaged."""
+    """Scan all tars of a folder and return its manifest. Raises ShardError for a damaged tar."""
     from shardkit.datasets.tar_scan import scan_tars
 
     folder, manifest = found.folder, found.manifest
@@ -247,7 +247,7 @@ def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: Cac
     if options.folder is None and size > _UNREMEMBERED_BYTES:
         warn_user(
             f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
-            "give cache_dir, where what is found is kept, or publish a list (docs/guides/migrate.md)"
+            "give cache_dir to keep the results, or publish a list (docs/guides/migrate.md)"
         )
     names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
     return TarIndexes.in_cache(options.folder, list(zip(names, versions, strict=True)))
@@ -259,21 +259,21 @@ def trace(
     storage: StorageOptions | None = None,
     **question: Unpack[Question],
 ) -> Trace:
-    """Find documents in a dataset, and the training steps that see them. One question at a time:
+    """Find documents in a dataset, and the training steps that used them. Give one of these arguments:
 
         url, id, document, source, file    documents with these URLs or patterns ("example.org/*"), ids of
                                            your own or of shardkit (hex), labels of inputs, or raw files; for
-                                           a removed duplicate, the one that stays
+                                           a removed duplicate, the document that was kept for it
         row                                the documents in a row
-        step                               the documents in a step of a run, counted from 1 as loops print
+        step                               the documents in a step of a run, counted from 1
 
-    Several values are a list. `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude`
-    writes the rows found as a list for `Stream(exclude=...)`, `export` all documents found to a .parquet,
-    .jsonl or .csv file. A run is known from the `state` of its loader, a mapping or a file, with
-    `batch_size`, `world_size` and, where it had them, `balance`, `eos_id` and `accumulate` (batches of a
-    step, with gradient accumulation); a mixture needs its other
-    `streams`, a run that left rows out the lists that it ran `without`. `tokenizer` is as in `Dataset.text`,
-    `storage` as in `open_dataset`. ShardkitError if nothing is found.
+    Several values are a list. `limit` (default: 20; 0: all) limits the listed items, not the totals.
+    `exclude` writes the found rows as a list for `Stream(exclude=...)`, `export` all found documents to a
+    .parquet, .jsonl or .csv file. A run is described by the `state` of its loader, a mapping or a file, with
+    `batch_size`, `world_size` and, if the run had them, `balance`, `eos_id` and `accumulate` (batches per
+    step with gradient accumulation). A mixture also needs its other `streams`, and a run that excluded rows
+    needs those lists as `without`. `tokenizer` is as in `Dataset.text`, `storage` as in `open_dataset`.
+    Raises ShardkitError if nothing is found.
     """
     with ExitStack() as stack:
         if not isinstance(dataset, Dataset):

@@ -1,8 +1,9 @@
-"""Find a dataset and what describes it: the index, the list of tars, the tars or flat token files themselves.
+"""Locate a dataset by its index, its list of tars, its tars or its flat token files.
 
-Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
-index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
-`shardkit.datasets.dataset`. `LocalFiles` notices when a local dataset is replaced while it is open.
+Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, or several of these. Only
+the index and the card are read, no shard. Tars without a list are `Found` with their versions only;
+`shardkit.datasets.dataset` scans them. `LocalFiles` detects that a local dataset is replaced while it is
+open.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ if TYPE_CHECKING:
 
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
-_OPEN_AGAIN = "open it again, with a new loader; a state of the run loads if the data are the same"
+_OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
 
-# (date in ns, bytes). Not the inode as well: file systems in user space may number a file anew.
+# (modification time in ns, size in bytes), without the inode, which file systems in user space may change.
 FileVersion = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A dataset: the folder or the store that shards' names are relative to, its manifest and card.
+    """A located dataset: its folder or store, to which shard names are relative, its manifest and its card.
 
-    With `versions`, of tars that nothing describes, the manifest has only their names and sizes. `index` is
-    the local file that was read, and its version before that. `rows`: of flat files of tokens.
+    `versions` is set for tars without a list, whose manifest has only names and sizes. `index` is the local
+    index file with its version before it was read. `rows` is set for flat files of tokens.
     """
 
     folder: Path | None
@@ -65,18 +66,18 @@ class Found:
 
 
 class LocalFiles:
-    """The files of a local dataset as they were when it was opened, to notice when others take their place.
+    """Detects that files of a local dataset are replaced after it was opened.
 
-    A shard that is open is not looked at: a file that is replaced by rename stays as it was for whoever has
-    mapped it. A shard that is replaced before it is first opened, beside an unchanged index, is found by its
-    size, or by its hashes if they are verified.
+    Open shards are not checked: a memory map keeps the old content of a file that is replaced by rename. A
+    shard that is replaced before it is first opened, while the index is unchanged, is detected by its size,
+    or by its hashes if they are verified.
     """
 
     def __init__(self, found: Found) -> None:
         assert found.folder is not None
         self.folder = found.folder.absolute()
         self._shards = found.manifest.shards
-        # Dates of the shards that were opened, 0 of the others. Those of tars were noted before their scan.
+        # Modification times of the opened shards, 0 for others; for scanned tars, from before the scan.
         self._dates = np.zeros(len(self._shards), dtype=np.int64)
         if found.versions is not None:
             self._dates[:] = [int(version.partition("-")[0]) for version in found.versions]
@@ -86,23 +87,23 @@ class LocalFiles:
             self._index, self._version = found.index[0].absolute(), found.index[1]
         self._newer: tuple[FileVersion, Sequence[ShardInfo]] | None = None
         self.dates: Mapping[str, FileVersion] | None = None if found.rows is None else found.rows.dates()
-        """Of flat files of tokens, whose shards are ranges of them."""
+        """Versions of flat token files, whose shards are ranges of them; None for other datasets."""
 
     def was_opened(self, number: int) -> bool:
-        """Whether a shard has passed `check` before, so that its hashes need not be compared again."""
+        """Return whether a shard has passed `check` before, so that its hashes need no second comparison."""
         return bool(self._dates[number])
 
     def check(self, number: int) -> None:
-        """ShardError if shard `number`, mapped just now, may be another than that which the index described.
+        """Raise ShardError if shard `number`, which was just mapped, may not be the shard in the index.
 
-        An index that was replaced must state the same hashes of the shard. Costs two calls of stat. Ranges of
-        token files are compared when they are mapped.
+        If the index was replaced, the new one must have the same hashes for the shard. Takes two stat calls.
+        Ranges of token files are checked when they are mapped instead.
         """
         if self.dates is not None:
             return
         info = self._shards[number]
         file = self.folder / info.stored.basename
-        if (found := _version(file)) is not None:  # MosaicML's caches may keep the decompressed file only
+        if (found := _version(file)) is not None:  # MosaicML's caches may have only the decompressed file
             if self._dates[number] not in (0, found[0]):
                 raise ShardError(file, f"was replaced after its dataset was opened; {_OPEN_AGAIN}")
             self._dates[number] = found[0]
@@ -126,7 +127,7 @@ def _version(file: Path) -> FileVersion | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ShardError(file, f"cannot be looked at: {error.strerror or error}") from error
+        raise ShardError(file, f"cannot be accessed: {error.strerror or error}") from error
     return status.st_mtime_ns, status.st_size
 
 
@@ -136,10 +137,10 @@ def locate(
     indexes: NodeIndexes | None = None,
     cut: RowCut | None = None,
 ) -> Found:
-    """The dataset at a path or URL, or of several that name tars; `indexes`: of remote ones, on this node.
+    """Locate the dataset at a path or URL, or at several that name tars.
 
-    `cut`: how rows are made of flat files of tokens. ShardError says what is wrong with it, or what was
-    looked for; StoreError.
+    `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
+    tokens. Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
     """
     if not isinstance(path, (str, os.PathLike)):
         return _find_tars([os.fspath(name) for name in path], storage)
@@ -160,7 +161,7 @@ def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) ->
 
 
 def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | None) -> Found:
-    """Find what a path or URL names that has an index, a list, or is a tar."""
+    """Locate a dataset that has an index or a list, or consists of tars."""
     if not is_remote(text):
         return find_local(local_path(text), storage)
     from shardkit.formats.tar.shard_list import is_pattern, is_tar_name
@@ -176,7 +177,7 @@ def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | No
 
 
 def _locate_remote(text: str, storage: StorageOptions | None, indexes: NodeIndexes | None) -> Found:
-    """Return what lies at the URL of an index, or of a folder; ShardNotFoundError if nothing does."""
+    """Locate the dataset at the URL of an index or a folder. Raises ShardNotFoundError if there is none."""
     folder, name = split_url(text)
     is_index = name.endswith(".json")
     store = connect(folder if is_index else text, storage, shares_limit=True).pinned()
@@ -185,7 +186,7 @@ def _locate_remote(text: str, storage: StorageOptions | None, indexes: NodeIndex
 
 
 def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
-    """The dataset at a local path; ShardError says what is wrong with it, or what was looked for."""
+    """Locate the dataset at a local path. Raises ShardError if it is missing or malformed."""
     from shardkit.formats.tar.shard_list import is_tar_name
 
     if path.is_dir():
@@ -200,7 +201,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
 
 
 def _read_description(file: Path, storage: StorageOptions | None) -> Found:
-    """The dataset that a local index or list describes."""
+    """Read a local index or list, and the card in its folder."""
     version = _version(file)
     card = DatasetCard.read(file.parent / CARD_NAME)
     if file.name == "index.json":
@@ -224,7 +225,7 @@ def _listed(
     card: DatasetCard | None,
     storage: StorageOptions | None,
 ) -> Found:
-    """The tars of a list, in its folder or where its URLs say."""
+    """Parse a list of tars, which are in its own folder or at its URLs."""
     from shardkit.formats.tar.shard_list import parse_listing
 
     base, manifest = parse_listing(where, text)
@@ -241,7 +242,7 @@ def _listed(
 
 
 def _place(url: str) -> str:
-    """The bucket or host of a URL; "" for a path."""
+    """Return the bucket or host of a URL; "" for a path."""
     return "/".join(url.split("/", 3)[:3]).lower() if is_remote(url) else ""
 
 
@@ -251,11 +252,11 @@ def find_remote(
     storage: StorageOptions | None = None,
     indexes: NodeIndexes | None = None,
 ) -> Found:
-    """The dataset in a store, by two or three requests; `index_name` if the user named one.
+    """Locate the dataset in a store with two or three requests; `index_name` is the user's, if given.
 
-    With `indexes`, one process of the node asks for all. Where there is no index, the folder's tars are
-    listed. What has a card was built or published as one dataset: a second index is not looked for. Of a
-    large dataset index.bin is fetched, and of index.json only what the store says of it.
+    With `indexes`, one process of the node sends the requests for all. Without an index, the folder's tars
+    are listed. A dataset with a card was built or published as a whole, so no second index is requested. For
+    a large dataset, index.bin is fetched instead of index.json, whose metadata alone are read.
     """
     from shardkit.formats import mds
     from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME, load_table
@@ -272,7 +273,7 @@ def find_remote(
             card = pending.result()
         has_index = any(text is not None for text in found.values())
         for name in names[1:]:
-            is_known = has_index and (card is not None or name == TEXT_INDEX_NAME)  # text has a card
+            is_known = has_index and (card is not None or name == TEXT_INDEX_NAME)  # text has a card, too
             found[name] = None if is_known else _get(store, name, errors)
         return {CARD_NAME: card, TABLE_NAME: None} | found
 
@@ -286,7 +287,7 @@ def find_remote(
         return _find_in_store(store, names, card_text, errors, is_named=index_name is not None)
     if len(there) > 1:
         both = " and ".join(name for name, _ in there)
-        raise ShardError(store.url, f"has both {both}; open the one that is meant")
+        raise ShardError(store.url, f"has both {both}; open one of them by its name")
     [(name, found)] = there
     where = f"{store.url}/{name}"
     card = None if card_text is None else DatasetCard.parse(f"{store.url}/{CARD_NAME}", card_text)
@@ -308,9 +309,9 @@ def _text(found: bytes | Path) -> bytes:
 
 
 def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None]:
-    """index.json, or in its place index.bin, if it is sound and belongs to the index.json that is there.
+    """Fetch index.json, or index.bin instead if it is valid and belongs to the current index.json.
 
-    Every publication puts the hash of index.json into its metadata, which come before its bytes.
+    Every upload stores the hash of index.json in its metadata, which arrive before its bytes.
     """
     from shardkit.formats.mds.index import INDEX_NAME, LARGE_INDEX_BYTES, TABLE_NAME, load_table
 
@@ -321,7 +322,7 @@ def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None
             _check_size(store, info)
             if info.bytes < LARGE_INDEX_BYTES or digest is None:
                 return {INDEX_NAME: read_body(body, f"{store.url}/{INDEX_NAME}").tobytes()}
-        # Closed first: where the store has asked for few requests, an open body may hold the only connection.
+        # The body is closed first: if the store throttles requests, it may hold the only connection.
         table = _get(store, TABLE_NAME, [])
         if table is not None and load_table(table, (info.bytes, digest)) is not None:
             return {INDEX_NAME: None, TABLE_NAME: table}
@@ -332,7 +333,10 @@ def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None
 
 
 def _get(store: Store, key: str, errors: list[StoreError]) -> bytes | None:
-    """The object, None if it is missing: S3 answers 403 then to callers that may not list (in `errors`)."""
+    """Fetch an object; None if it is missing.
+
+    S3 answers 403 for a missing object to callers that may not list; such errors are added to `errors`.
+    """
     try:
         with store.open(key) as body:
             _check_size(store, body.info)
@@ -343,17 +347,17 @@ def _get(store: Store, key: str, errors: list[StoreError]) -> bytes | None:
 
 
 def _check_size(store: Store, info: ObjectInfo) -> None:
-    """ShardError, before anything is allocated, if an object is too large to be what describes a dataset."""
+    """Raise ShardError, before memory is allocated, if an object is too large for an index or a card."""
     from shardkit.formats.mds.index import MAX_INDEX_BYTES
 
     limit = MAX_CARD_BYTES if info.key == CARD_NAME else MAX_INDEX_BYTES
     if info.bytes > limit:
-        problem = f"the store states {info.bytes:,} bytes, at most {limit:,} are read; put it there again"
+        problem = f"the store states {info.bytes:,} bytes; at most {limit:,} are read; upload it again"
         raise ShardError(f"{store.url}/{info.key}", problem)
 
 
 def _check_missing(error: StoreError, key: str, errors: list[StoreError]) -> None:
-    """Raise `error` unless it says that the object is missing, or may be."""
+    """Raise `error` unless it means that the object is missing, or may be missing (403)."""
     if isinstance(error, ObjectNotFoundError):
         return
     if error.status != _FORBIDDEN:
@@ -365,7 +369,7 @@ def _check_missing(error: StoreError, key: str, errors: list[StoreError]) -> Non
 def _find_in_store(
     store: Store, names: list[str], card: bytes | None, errors: Sequence[StoreError], *, is_named: bool
 ) -> Found:
-    """The tars of a folder without an index; ShardError if there are none."""
+    """Locate the tars of a folder without an index. Raises ShardError if there are none."""
     from shardkit.formats.tar.find import folder_tars
 
     if errors:
@@ -382,10 +386,10 @@ def _find_in_store(
 
 
 def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
-    """Tars by name; a card speaks of a whole dataset, so some tars have none."""
+    """Locate tars by name, without a card: a card describes a whole dataset, not a selection of tars."""
     from shardkit.formats.tar.find import expand, is_there, local_tars, remote_tars
 
-    if not (len(names) == 1 and Path(names[0]).exists()):  # a file may be called "a{1}.tar"
+    if not (len(names) == 1 and Path(names[0]).exists()):  # a file may have the name "a{1}.tar"
         names = expand(names, lambda name: is_there(name, storage))
     remote = [is_remote(name) for name in names]
     if all(remote):
@@ -393,7 +397,7 @@ def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
         return _unscanned(None, objects, store)
     if any(remote):
         raise ShardError(
-            names[remote.index(False)], "is local but others are remote; open each as its own stream"
+            names[remote.index(False)], "is local but others are remote; open each as a separate stream"
         )
     folder, objects = local_tars([str(local_path(name)) for name in names])
     return _unscanned(folder, objects)
@@ -414,14 +418,12 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
     there = [folder / name for name in INDEX_NAMES if (folder / name).is_file()]
     if len(there) > 1:
         both = " and ".join(file.name for file in there)
-        raise ShardError(folder, f"has both {both}; open the one that is meant")
+        raise ShardError(folder, f"has both {both}; open one of them by its name")
     if there:
         return _read_description(there[0], storage)
     if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
         missing = " nor ".join(INDEX_NAMES[:2])
-        raise ShardError(
-            folder, f"is an unfinished build: neither {missing} is there yet; run the build again"
-        )
+        raise ShardError(folder, f"is an unfinished build: it has neither {missing} yet; run the build again")
     names = tar_files(folder)
     if not names:
         refuse_unfinished(str(folder), sorted(file.name for file in folder.iterdir()))
@@ -429,7 +431,7 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
         parts = sorted(file.parent.name for file in folder.glob("*/index.json"))[:3]
         if parts:
             problem += (
-                f"; its sub-folders do ({', '.join(parts)}, …): give each as a Stream, or merge their indexes"
+                f"; but its sub-folders do ({', '.join(parts)}, …): give each as a Stream, or merge indexes"
             )
         raise ShardNotFoundError(folder, problem)
     return _unscanned(folder, local_objects(folder, names))

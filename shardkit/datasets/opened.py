@@ -1,11 +1,11 @@
-"""The shards of an open dataset: what loaders, tables beside it and `Dataset` itself read it through.
+"""Access the shards of a dataset: loaders, row costs, provenance and `Dataset` read it through `OpenDataset`.
 
-Shards open when a sample of theirs is asked for, and the most recently used stay open, bounded in number and
-in bytes decompressed into memory. Open shards hold no file descriptors, but systems limit the maps of a
-process, too (usually 65,530): where a process has `MAX_MAPS` open, all its datasets forget the shards that
-they keep. Shards that fall out are forgotten, not closed: a thread that still reads one, or a view that still
-shows it, keeps it alive. To open a forgotten one again costs some tens of microseconds. An `OpenDataset` may
-be shared by threads and pickled for processes.
+A shard is opened when one of its samples is requested. The most recently used shards stay open, within limits
+of their number and of the bytes decompressed into memory. Open shards hold no file descriptors, but systems
+also limit the maps of a process (usually 65,530): if a process has `MAX_MAPS` open, all its datasets drop
+their open shards. Dropped shards are not closed: a thread that still reads one, or a view on it, keeps it
+alive. Opening a dropped shard again takes some tens of microseconds. An `OpenDataset` may be shared by
+threads and pickled for processes.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
     from shardkit.order.balance import RowCosts
 
 
-MAX_OPEN_SHARDS = 1024  # of a dataset
-MAX_MAPS = 16384  # of a process: a quarter of what Linux allows by default, the rest is for others
-MAX_RESIDENT_BYTES = 2 << 30  # of decompressed shards held in memory; the newest stays whatever its size
+MAX_OPEN_SHARDS = 1024  # limit per dataset
+MAX_MAPS = 16384  # limit per process: a quarter of Linux's default, which leaves room for other libraries
+MAX_RESIDENT_BYTES = 2 << 30  # limit for decompressed shards in memory; the newest one always stays
 
-# Datasets that keep shards open. Each change is one atomic step: threads and the garbage collector share it.
+# Datasets with open shards. All changes are atomic, because threads and the garbage collector make them.
 _keeping: dict[int, weakref.ref[OpenDataset]] = {}
 
 
 class ShardReader(Protocol):
-    """What open shards of all formats can do."""
+    """The interface of an open shard of any format."""
 
     info: ShardInfo
 
@@ -75,7 +75,7 @@ class ShardReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """How shards are opened; see `open_dataset`."""
+    """Options for opening shards; see `open_dataset`."""
 
     allow_pickle: bool = False
     verify: bool = False
@@ -83,7 +83,7 @@ class ReadOptions:
 
 
 class OpenDataset(Closing):
-    """The shards of a dataset, opened as they are needed, and the samples in them."""
+    """A dataset whose shards are opened on demand, and their samples."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class OpenDataset(Closing):
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
     ) -> None:
-        """`files` of a local dataset, or `shards` of a remote one; `tar_indexes`: what a scan has found."""
+        """Set `files` for a local dataset, `shards` for a remote one, `tar_indexes` for scanned tars."""
         assert (files is None) != (shards is None)
         self.manifest = manifest
         self.card = card
         self.shards = shards
         self.row_costs: dict[str, RowCosts] = {}
-        """Tables that loaders have opened, by name: copies for other processes need not open them again."""
+        """Row cost tables that loaders have opened, by name; pickled with the dataset for other processes."""
         self._files = files
         self._tar_indexes = tar_indexes
         self._options = options or ReadOptions()
@@ -110,7 +110,7 @@ class OpenDataset(Closing):
 
     @property
     def path(self) -> Path:
-        """The local folder, absolute; ShardError for a remote dataset, which has none."""
+        """The absolute path of the local folder. Raises ShardError for a remote dataset."""
         if self._files is None:
             raise ShardError(self.location, "is remote: it has no local path")
         return self._files.folder
@@ -129,7 +129,7 @@ class OpenDataset(Closing):
         return RangeStore(store) if self.manifest.format == "tokens" else store
 
     def where(self, number: int) -> str:
-        """The path or URL of shard `number`, for messages."""
+        """Return the path or URL of shard `number`, for messages."""
         return f"{self.location}/{self.manifest.shards[number].stored.basename}"
 
     @property
@@ -140,7 +140,7 @@ class OpenDataset(Closing):
     def stream_sizes(
         self, name: str, excluded: Exclusions | None = None, limit: int | None = None
     ) -> StreamSizes:
-        """Return what the order of a run takes of a stream that draws on this dataset."""
+        """Return the sizes that the order of a run needs about a stream of this dataset."""
         manifest = self.manifest
         return StreamSizes(
             name,
@@ -156,7 +156,7 @@ class OpenDataset(Closing):
         return self.manifest.samples
 
     def row(self, number: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """Sample `number`, from 0; `columns`: decode these only."""
+        """Return sample `number`, counted from 0, decoding only `columns` if they are given."""
         starts = self.manifest.shard_starts
         shard = int(np.searchsorted(starts, number, side="right")) - 1
         return self.shard(shard).sample(number - int(starts[shard]), columns)
@@ -168,13 +168,13 @@ class OpenDataset(Closing):
                 yield shard.sample(row)
 
     def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
-        """Shard `number` of the manifest, open; a remote one is loaded as `reader` does. Thread-safe."""
+        """Return shard `number` of the manifest, open; a remote one is loaded by `reader`. Thread-safe."""
         with self._lock:
             shard = self._open.get(number)
             if shard is not None:
                 self._open.move_to_end(number)
                 return shard
-        # Outside the lock, so that threads open different shards at once; at worst two open the same one.
+        # Open outside the lock, so that threads can open different shards in parallel, at worst one twice.
         names = self._names
         opened = self._open_shard(number, reader)
         if names:
@@ -190,9 +190,9 @@ class OpenDataset(Closing):
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the first shard that has samples, or (); of tars, those that others state as well.
+        """The columns of the first shard that has samples, or (); for tars, merged with those in their list.
 
-        MDS shards are taken to be alike; `token_column` is the one property checked on all of them.
+        MDS shards are assumed to have equal columns; only `token_column` is checked for all shards.
         """
         filled = np.flatnonzero(self.manifest.shard_samples).tolist()
         first = self.columns_of(filled[0]) if filled else ()
@@ -203,20 +203,20 @@ class OpenDataset(Closing):
 
     @property
     def verifies(self) -> bool:
-        """Whether it was opened with `verify`."""
+        """Whether the dataset was opened with `verify`."""
         return self._options.verify
 
     @property
     def gives_bytes(self) -> bool:
-        """Whether every member of a sample is its bytes: a dataset of tars opened with `decode=False`."""
+        """Whether all values are bytes, which is so for tars opened with `decode=False`."""
         return self.manifest.format == "tar" and self._options.decode is False
 
     @cached_property
     def token_column(self) -> str | None:
-        """The column that holds one row of integers of constant length in every sample, or None.
+        """Name of the column with an integer row of constant length in every sample, or None.
 
-        "tokens" if it is one, which in tars are the members `tokens.npy`; otherwise the only such column.
-        Tars whose list does not state columns are opened for this, each once.
+        It is "tokens" (members `tokens.npy` in tars) if that is such a column, otherwise the only such
+        column. Tars whose list has no columns are opened for this, each once.
         """
         candidates = {c.name: c for c in self.columns if token_layout(c) is not None}
         preferred = [c for n, c in candidates.items() if n in (TOKENS, f"{TOKENS}.npy")]
@@ -227,15 +227,15 @@ class OpenDataset(Closing):
 
     @property
     def loss_mask_column(self) -> str | None:
-        """The column with a 1 for each token that is trained on and a 0 for each other one, or None.
+        """Name of the loss mask column, with 1 for tokens to train on and 0 for others, or None.
 
-        "loss_mask" if there is one, which in tars are the members `loss_mask.npy`.
+        It is "loss_mask" (members `loss_mask.npy` in tars).
         """
         names = (LOSS_MASK, f"{LOSS_MASK}.npy") if self.manifest.format == "tar" else (LOSS_MASK,)
         return next((column.name for column in self.columns if column.name in names), None)
 
     def column_name(self, name: str) -> str:
-        """Return the name of a column; warns if `name` is the extension of its members."""
+        """Return the name of a column, given by its name or, with a warning, by its members' extension."""
         if (known := self._names.get(name)) is None:
             return name
         from shardkit.formats.tar import tell_name
@@ -244,9 +244,9 @@ class OpenDataset(Closing):
         return known
 
     def shard_columns(self) -> Iterator[tuple[Column, ...]]:
-        """The columns of the shards that have samples, those that are alike once.
+        """Yield the distinct column tuples of the shards that have samples.
 
-        Tars whose list does not state columns are opened for this, each once.
+        Tars whose list has no columns are opened for this, each once.
         """
         seen: set[tuple[Column, ...]] = set()
         if isinstance(self.manifest.shards, ShardTable):
@@ -260,21 +260,20 @@ class OpenDataset(Closing):
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a row of `token_column`."""
+        """Number of tokens per row of `token_column`; None if there is none."""
         layout = self._token_layout
         return None if layout is None else layout[1]
 
     @property
     def token_dtype(self) -> np.dtype[np.generic] | None:
-        """Type of `token_column` as stored."""
+        """Stored dtype of `token_column`; None if there is none."""
         layout = self._token_layout
         return None if layout is None else layout[0]
 
     def keep_only(self, numbers: Set[int]) -> None:
-        """Forget the open shards that are not among `numbers`, so that those evicted free their room.
+        """Drop the open shards that are not among `numbers`, so that evicted ones free their space.
 
-        Those of a cache that has room for all that is read through it stay open until they are evicted for
-        another dataset.
+        If the cache fits all data read through it, its shards stay open until another dataset evicts them.
         """
         with self._lock:
             unused = self._open.keys() - numbers
@@ -282,9 +281,9 @@ class OpenDataset(Closing):
                 del self._open[number]
 
     def close(self) -> None:
-        """Forget the open shards, stop fetching; the dataset stays usable and opens them again when asked.
+        """Drop the open shards and stop fetching; the dataset stays usable and opens them again on demand.
 
-        Their maps end here, but for those that a view still shows.
+        Their maps are released, except those that a view still uses.
         """
         self._forget()
         if self.shards is not None:
@@ -304,10 +303,10 @@ class OpenDataset(Closing):
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Names of columns of tars that are not the extension of their members, as all shards have them.
+        """Maps the extension of a tar column to its name where they differ; equal for all shards.
 
-        The columns that lists state decide, and of other lists those of the first shard. Members that are
-        not decoded are files, which keep their extensions.
+        Determined from the columns in the list of tars, or if it has none, from the first shard. Members that
+        are not decoded are files and keep their extensions.
         """
         filled = np.flatnonzero(self.manifest.shard_samples).tolist()
         if self.manifest.format != "tar" or self.gives_bytes or not filled:
@@ -321,7 +320,7 @@ class OpenDataset(Closing):
         return column_names(merge_columns(stated))
 
     def columns_of(self, number: int) -> tuple[Column, ...]:
-        """The columns of shard `number`, which is opened for this if its list does not state them."""
+        """Return the columns of shard `number`; the shard is opened if its list does not have them."""
         stated = self.manifest.shards[number].columns
         if not stated:
             return self.shard(number).columns
@@ -338,7 +337,7 @@ class OpenDataset(Closing):
         try:
             shard = self._local_shard(number, self._files)
         except ShardError:
-            self._files.check(number)  # says more if that is why
+            self._files.check(number)  # raises a clearer error if the shard was replaced
             raise
         self._files.check(number)
         return shard
@@ -381,10 +380,10 @@ class OpenDataset(Closing):
             _keeping.pop(id(self), None)
 
     def _forget_oldest(self) -> None:
-        """Hold the bounds; the lock is held by the caller."""
+        """Drop the least recently used shards that exceed the limits; the caller holds the lock."""
         while len(self._open) > 1:
             resident = 0
-            if self.shards is None:  # a remote dataset's cache has a budget of its own
+            if self.shards is None:  # the cache of a remote dataset has its own limit
                 resident = sum(s.info.raw.bytes for s in self._open.values() if s.info.compression)
             if len(self._open) <= MAX_OPEN_SHARDS and resident <= MAX_RESIDENT_BYTES:
                 return
@@ -392,7 +391,7 @@ class OpenDataset(Closing):
 
 
 def _forget_all() -> None:
-    """Let all datasets of the process forget the shards that they keep open."""
+    """Drop the open shards of all datasets in the process."""
     for reference in list(_keeping.values()):
         dataset = reference()
         if dataset is not None:

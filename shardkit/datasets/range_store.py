@@ -1,4 +1,4 @@
-"""Ranges of token files as objects of a store: a key names the pieces that a shard is made of."""
+"""Present ranges of token files as objects of a store; a key names the pieces of a shard."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-SEPARATOR = "\n"  # between the versions of several files
+SEPARATOR = "\n"  # separates the versions of several files
 
 
 class RangeStore(BaseStore):
-    """A store in which ranges of objects are objects, by the names of shards of tokens; for reading.
+    """A read-only store whose keys may be names of token shards, that is, ranges of objects.
 
-    Other keys mean what they mean in the store below.
+    Other keys are passed to the underlying store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -65,7 +65,7 @@ class RangeStore(BaseStore):
                     body = self._store.open(piece.file, low, high, version=its_version)
                     bodies.append((body, high - low))
                     info = body.info
-                else:  # nothing of it is read, but the version is that of all files
+                else:  # nothing of this file is read, but the shard's version includes its version
                     info = self._store.head(piece.file)
                 _check_size(self.where(key), piece, info)
                 found.append(its_version or info.version)
@@ -82,23 +82,23 @@ class RangeStore(BaseStore):
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        raise StoreError(self.where(key), "is read only: it is a range of other files")
+        raise StoreError(self.where(key), "is read-only: it is a range of other files")
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._store.list(prefix)
 
     def delete(self, key: str) -> None:
-        raise StoreError(self.where(key), "is read only: it is a range of other files")
+        raise StoreError(self.where(key), "is read-only: it is a range of other files")
 
     def close(self) -> None:
         self._store.close()
 
 
 class _Range(BaseBody):
-    """The bodies of pieces, one behind the other."""
+    """The concatenated bodies of several pieces."""
 
     def __init__(self, bodies: Sequence[tuple[Body, int]], info: ObjectInfo) -> None:
-        """`bodies` with the bytes that each has to give."""
+        """Concatenate `bodies`, each given with the number of bytes to read from it."""
         self.info, self._bodies = info, [*bodies]
 
     @property
@@ -110,7 +110,7 @@ class _Range(BaseBody):
             body, left = self._bodies[0]
             if left:
                 count = body.readinto(buffer[:left])
-                if not count:  # else the next piece would take the place of what is missing
+                if not count:  # without this error, the next piece would follow in place of the missing bytes
                     raise TransientError(self.info.key, f"ended early: {left:,} bytes of a piece are missing")
                 self._bodies[0] = body, left - count
                 return count
@@ -135,4 +135,4 @@ def _joined(key: str, pieces: Sequence[Piece], versions: Sequence[str]) -> Objec
 
 def _check_size(where: str, piece: Piece, info: ObjectInfo) -> None:
     if info.bytes < piece.stop:
-        raise StoreError(where, f"{piece.file} has {info.bytes:,} bytes, which end before this range")
+        raise StoreError(where, f"{piece.file} has {info.bytes:,} bytes and ends before this range does")

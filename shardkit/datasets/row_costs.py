@@ -1,23 +1,24 @@
-"""The work of each row: sums of squared document lengths, in a table beside a dataset.
+"""Compute, store and load the cost of each row, the sum of its squared document lengths, as a table.
 
-With attention inside documents, a row costs about the sum of the squares of its documents' lengths. Loaders
-that balance work (`shardkit.order.balance`) need that number of rows that they do not read. It depends on the
-dataset alone, so it is counted once, and `make_row_costs` (`shardkit.tools.row_costs`) writes it there:
+With attention inside documents, the work of a row is about the sum of the squares of its documents' lengths.
+Loaders that balance work (`shardkit.order.balance`) need this number for rows that they do not read. It
+depends only on the dataset, so it is computed once, and `make_row_costs` (`shardkit.tools.row_costs`) writes
+it to the dataset's folder:
 
     row-costs.FINGERPRINT.eos50256.npy    uint32[rows] (uint64 for rows of 65,536 tokens or more), a .npy file
-                                          with 16 bytes behind it: the xxh3_128 of all before them
+                                          followed by 16 bytes: the xxh3_128 of all bytes before them
 
-Its name states which rows it is about and which id ends documents there, so a table of other data is never
-taken for it. Padding at the end of a row is one more document, as it is for `cu_seqlens`. No card names it;
-`upload` and `download` carry it with the dataset.
+The name has the dataset's fingerprint and the id that ends documents, so a table of other data is never used.
+Padding at the end of a row counts as one more document, as in `cu_seqlens`. The card does not list the table;
+`upload` and `download` copy it with the dataset.
 
-Tables of remote datasets are kept in the cache folder, where all processes of the machine map one file;
-without a folder each process holds 4 bytes a row. A table is hashed whenever it is opened, and processes
-compare what they have before the first batch (`shardkit.loaders.agreement`): ranks with different tables
+Tables of remote datasets are stored in the cache folder, where all processes of the machine map one file;
+without a folder, each process holds 4 bytes per row. A table is hashed whenever it is opened, and processes
+compare the hashes before the first batch (`shardkit.loaders.agreement`), because ranks with different tables
 would not deliver each row once.
 
-A local dataset without a table is counted when a loader is made, if it is not large; any other is refused
-with the command to run. Counting reads every row: 1 to 2 GB/s a core.
+For a local dataset without a table, a loader computes it at its start if the dataset is not large; for any
+other dataset it raises an error that names the command to run. This reads every row: 1 to 2 GB/s per core.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ from shardkit.progress import counting
 from shardkit.storage.store import METADATA_NAME, ObjectNotFoundError, Store
 from shardkit.units import format_bytes
 
-COUNTED_BYTES = 8 << 30  # of a local dataset that every process counts at its start: a few seconds
+COUNTED_BYTES = 8 << 30  # size up to which each process computes a local table at its start, in seconds
 
-_PIECE_BYTES = 16 << 20  # of rows searched at a time
+_PIECE_BYTES = 16 << 20  # size of the rows that are searched at a time
 _MOST_THREADS = 16
 _DIGEST_BYTES = 16
 _HASH = "xxh3_128"
 
 
 def table_of(squares: npt.NDArray[np.unsignedinteger[Any]], length: int) -> RowCosts:
-    """Return the table of these sums, of rows of `length` tokens."""
+    """Return the table of these sums of squares, for rows of `length` tokens."""
     return RowCosts(squares, length, _digest(make_npy_header(squares.dtype, len(squares)), squares.data))
 
 
 def parse_table(where: str, data: Bytes, rows: int, length: int) -> RowCosts:
-    """Read a table of `rows` rows of `length` tokens; ShardError if it is damaged or another."""
+    """Parse a table for `rows` rows of `length` tokens. Raises ShardError if damaged or for other rows."""
     dtype = table_dtype(length)
     header, end = make_npy_header(dtype, rows), len(data) - _DIGEST_BYTES
     if end != len(header) + rows * dtype.itemsize or data[: len(header)].tobytes() != header:
-        raise ShardError(where, f"is no table of {rows:,} rows: remove it and call make_row_costs again")
+        raise ShardError(where, f"is not a table of {rows:,} rows: remove it and call make_row_costs again")
     digest = hash_bytes(data[:end].data, [_HASH])[_HASH]
     if bytes.fromhex(digest) != data[end:].tobytes():
         raise ShardError(where, "is damaged: remove it and call make_row_costs again")
@@ -70,25 +71,25 @@ def parse_table(where: str, data: Bytes, rows: int, length: int) -> RowCosts:
 
 
 def table_bytes(costs: RowCosts) -> bytes:
-    """Return the file of a table."""
+    """Encode a table as the bytes of its file."""
     header = make_npy_header(costs.squares.dtype, len(costs.squares))
     return header + costs.squares.tobytes() + bytes.fromhex(costs.digest)
 
 
 def table_name(dataset: OpenDataset, ids: DocumentIds) -> str:
-    """The name of a dataset's table, beside its index."""
+    """Return the file name of a dataset's table; the file is in the folder of its index."""
     return f"row-costs.{dataset.fingerprint}.{ids}.npy"
 
 
 def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
-    """Return the `names` of tables of the dataset of this fingerprint, whatever ends its documents."""
+    """Return the `names` of all tables of the dataset with this fingerprint, for any eos or bos id."""
     return [name for name in names if name.startswith(f"row-costs.{fingerprint}.") and name.endswith(".npy")]
 
 
 def find_row_costs(
     dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None
 ) -> RowCosts | None:
-    """The table that lies beside a dataset's index; None if there is none, ShardError if it is damaged."""
+    """Load the stored table of a dataset; None if it has none. Raises ShardError if the table is damaged."""
     name, length = table_name(dataset, ids), row_length(dataset)
     data: Bytes | None = None
     if dataset.shards is None:
@@ -98,7 +99,7 @@ def find_row_costs(
         text = _fetch(dataset.store, name)
         data = None if text is None else np.frombuffer(text, dtype=np.uint8)
     else:
-        # Under a URL of its own: the index's entry says when the index was checked.
+        # The key is not the dataset's URL, because that entry records when the index was checked.
         url = f"{dataset.location}#{name}"
         kept = indexes.objects(url, [name], lambda: {name: _fetch(dataset.store, name)})[name]
         if kept is not None:
@@ -109,16 +110,16 @@ def find_row_costs(
 
 
 def write_row_costs(dataset: OpenDataset, ids: DocumentIds, costs: RowCosts) -> str:
-    """Put a dataset's table beside its index, or beside that of a copy; return its name. StoreError."""
+    """Store a table in the folder of a dataset or of a copy; return its name. Raises StoreError."""
     name, data = table_name(dataset, ids), table_bytes(costs)
     dataset.store.put(name, data, metadata={METADATA_NAME: hash_bytes(data, [_HASH])[_HASH]})
     return name
 
 
 def open_row_costs(dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts:
-    """The table of a dataset, counted if it has none, is local and is not large; ShardError otherwise.
+    """Load or, for a local dataset that is not large, compute the table of a dataset; cache it in `dataset`.
 
-    `indexes`: the cache folder's, for tables of remote datasets. What was found stays with the dataset.
+    Raises ShardError otherwise. `indexes` is the cache folder for tables of remote datasets.
     """
     name = table_name(dataset, ids)
     if (known := dataset.row_costs.get(name)) is not None:
@@ -131,7 +132,7 @@ def open_row_costs(dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes 
             option = f"eos_id={ids.eos_id}" if ids.bos_id is None else f"bos_id={ids.bos_id}"
             raise ShardError(
                 dataset.location,
-                f"balance needs the costs of all rows, and {what} is not read for them at a start: make "
+                f"balance needs the costs of all rows, and {what} is not read for them at each start: create "
                 f"{name} once with shardkit.tools.row_costs: make_row_costs({dataset.location!r}, {option})",
             )
         found = count_row_costs(dataset, ids, progress=False)
@@ -140,7 +141,7 @@ def open_row_costs(dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes 
 
 
 def count_row_costs(dataset: OpenDataset, ids: DocumentIds, *, progress: bool = True) -> RowCosts:
-    """Count a dataset's table from its rows; ShardError if it has no rows of tokens of one length."""
+    """Compute a dataset's table from its rows. Raises ShardError if it has no token rows of one length."""
     length = row_length(dataset)
     squares = np.zeros(len(dataset), dtype=table_dtype(length))
     starts = dataset.manifest.shard_starts
@@ -159,7 +160,7 @@ def count_row_costs(dataset: OpenDataset, ids: DocumentIds, *, progress: bool = 
         counting("row-costs", len(dataset), "rows", progress=progress) as advance,
         ThreadPoolExecutor(threads, thread_name_prefix="shardkit-count") as pool,
     ):
-        for first in range(0, len(filled), 4 * threads):  # so that few shards are open at a time
+        for first in range(0, len(filled), 4 * threads):  # in groups, so that few shards are open at a time
             for rows in pool.map(count, filled[first : first + 4 * threads]):
                 advance(rows)
             dataset.keep_only(frozenset())
@@ -167,16 +168,14 @@ def count_row_costs(dataset: OpenDataset, ids: DocumentIds, *, progress: bool = 
 
 
 def row_length(dataset: OpenDataset) -> int:
-    """Tokens of a row; ShardError for a dataset without rows of tokens of one length."""
+    """Return the number of tokens per row. Raises ShardError if rows do not have one length."""
     if (length := dataset.sequence_length) is None:
-        raise ShardError(
-            dataset.location, "has no rows of tokens of one length, whose costs could be counted"
-        )
+        raise ShardError(dataset.location, "has no rows of tokens of one length, which row costs need")
     return length
 
 
 def table_dtype(length: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest type that holds the square of a row's length."""
+    """Return the smallest dtype that holds the square of a row's length."""
     return np.dtype("<u4" if length < 1 << 16 else "<u8")
 
 
@@ -195,11 +194,11 @@ def _fetch(store: Store, name: str) -> bytes | None:
 
 
 def _pieces(dataset: OpenDataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
-    """(first row, rows) of parts of a shard, none of them large."""
+    """Return a shard's rows as a list of (first row, rows), each of about `_PIECE_BYTES` or less."""
     shard, column = dataset.shard(number), dataset.token_column
     assert column is not None
     rows = shard.fixed_rows(column)
-    if rows is None:  # tars of others: sample by sample
+    if rows is None:  # a tar without a constant stride is read sample by sample
         rows = np.stack([np.asarray(shard.sample(row, {column})[column]) for row in range(len(shard))])
     step = max(1, _PIECE_BYTES // (length * rows.dtype.itemsize))
     return [(low, rows[low : low + step]) for low in range(0, len(rows), step)]

@@ -1,10 +1,10 @@
-"""Chosen rows of a dataset, as columns for NumPy, PyTorch, Arrow and pandas.
+"""Select rows of a dataset and convert them to columns for NumPy, PyTorch, Arrow and pandas.
 
-`dataset[3:9]`, `dataset[[1, 5]]` and `dataset.sample(5)` are `Rows`: numbers of rows, in the order asked for.
-Nothing is read before a row or a column is, and nothing is kept: a conversion reads and holds all its rows.
+`dataset[3:9]`, `dataset[[1, 5]]` and `dataset.sample(5)` are `Rows`: row numbers in the requested order. Data
+is read only when a row or a column is accessed, and not cached: a conversion reads and holds all its rows.
 
-A column whose values are numbers or arrays of one shape, as the index states, becomes one array [rows, …];
-any other column (text, images, arrays of any length) a list with one value a row, None where a row lacks it.
+A column of numbers, or of arrays whose shape the index fixes, becomes one array [rows, ...]. Any other column
+(text, images, arrays of any length) becomes a list with one value per row, None if a row lacks it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 RowChoice: TypeAlias = slice | Sequence[int] | npt.NDArray[np.integer[Any]]
 
-_SHOWN = 6  # numbers of rows in a repr
+_SHOWN = 6  # maximum number of row numbers in a repr
 
 
 class Rows:
-    """Rows of a dataset by their numbers; a slice or list of them gives Rows again."""
+    """Selected rows of a dataset; indexing with a slice or a list gives Rows again."""
 
     def __init__(self, dataset: OpenDataset, numbers: range | npt.NDArray[np.int64]) -> None:
-        """`numbers`: of rows that are there."""
+        """Select the rows with these valid `numbers`."""
         self.dataset = dataset
         self.numbers = numbers
 
@@ -52,25 +52,25 @@ class Rows:
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, object]: ...
     def __getitem__(self, index: SupportsIndex | RowChoice) -> dict[str, object] | Rows:
-        """Row `index` of these as {column: value}, or some of them as Rows."""
+        """Return the selection's row `index` as {column: value}, or Rows for a slice or a list."""
         if is_single(index):
             return self.dataset.row(int(self.numbers[operator.index(index)]))
         if isinstance(index, slice):
             return Rows(self.dataset, self.numbers[index])
         chosen = self._chosen(index)
-        if isinstance(self.numbers, range):  # which may be longer than memory
+        if isinstance(self.numbers, range):  # kept a range, which may be too long for an array
             return Rows(self.dataset, self.numbers.start + self.numbers.step * chosen)
         return Rows(self.dataset, self.numbers[chosen])
 
     def to_numpy(self, columns: Sequence[str] | None = None) -> dict[str, npt.NDArray[np.generic]]:
-        """{column: array}; a column that is a list becomes an array of objects. Default: all columns."""
+        """Return {column: array} of `columns` (default: all); a list becomes an array of objects."""
         return {
             name: values if isinstance(values, np.ndarray) else _object_array(values)
             for name, values in self._columns(columns).items()
         }
 
     def to_torch(self, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor | list[object]]:
-        """{column: tensor or list}; unsigned integers of more than a byte become int64, as tokens do."""
+        """Return {column: tensor or list}; unsigned integers above one byte, such as tokens, become int64."""
         with naming_extras("Rows.to_torch"):
             import torch
         found: dict[str, torch.Tensor | list[object]] = {}
@@ -83,7 +83,7 @@ class Rows:
         return found
 
     def to_arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table with the rows' numbers as `row`; ShardError for a column that Arrow has no type for."""
+        """Return an Arrow table with the row numbers as `row`. Raises ShardError for unsupported columns."""
         with naming_extras("Rows.to_arrow"):
             import pyarrow as pa
         table: dict[str, pa.Array] = {"row": pa.array(np.asarray(self.numbers, np.int64))}
@@ -96,7 +96,7 @@ class Rows:
         return pa.table(table)
 
     def to_pandas(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
-        """A data frame, indexed by the rows' numbers; arrays are values of object columns."""
+        """Return a data frame whose index is the row numbers; arrays become values of object columns."""
         with naming_extras("Rows.to_pandas"):
             import pandas
         data = {
@@ -106,19 +106,19 @@ class Rows:
         return pandas.DataFrame(data, index=pandas.Index(self.numbers, name="row"))
 
     def _chosen(self, choice: object) -> npt.NDArray[np.int64]:
-        """The places from 0 that a list names; negative ones count from the end."""
+        """Convert a list of indices to int64 indices from 0; negative ones count from the end."""
         places, count = np.asarray(choice), len(self)
         if not places.size:
             return np.empty(0, np.int64)
         if places.ndim != 1 or places.dtype.kind not in "iu":
-            raise TypeError(f"rows are chosen by number, slice or list of numbers, not by {choice!r:.100}")
+            raise TypeError(f"select rows by number, slice or list of numbers, not by {choice!r:.100}")
         places = places.astype(np.int64)
         if len(wrong := places[(places < -count) | (places >= count)]):
-            raise IndexError(f"{self.dataset.location}: row {wrong[0]:,} of {count:,}")
+            raise IndexError(f"{self.dataset.location}: no row {wrong[0]:,}; there are {count:,}")
         return places % count
 
     def _columns(self, columns: Sequence[str] | None) -> dict[str, npt.NDArray[np.generic] | list[object]]:
-        """The values of each column, in the order of the rows; `columns` None: all."""
+        """Return the values of each column in the order of the rows; None selects all columns."""
         if columns is not None:
             columns = [self.dataset.column_name(name) for name in columns]
         wanted = None if columns is None else frozenset(columns)
@@ -143,14 +143,14 @@ class Rows:
 
 
 def is_single(index: object) -> TypeGuard[SupportsIndex]:
-    """Whether an index asks for one row."""
+    """Return whether an index selects a single row."""
     return not isinstance(index, slice) and not np.ndim(cast(npt.ArrayLike, index))
 
 
 def _stacked(
     values: list[object], dtype: np.dtype[np.generic], shape: tuple[int, ...]
 ) -> npt.NDArray[np.generic] | list[object]:
-    """One array, unless a value is missing or is not as the index states."""
+    """Stack the values into an array; return them unchanged if one is missing or contradicts the index."""
     arrays = [np.asarray(value) for value in values]
     if any(array.dtype.kind in "OSU" or array.shape != shape for array in arrays):
         return values
@@ -160,13 +160,13 @@ def _stacked(
 
 def _object_array(values: list[object]) -> npt.NDArray[np.generic]:
     array = np.empty(len(values), object)
-    for number, value in enumerate(values):  # at once, NumPy would unpack lists of one length
+    for number, value in enumerate(values):  # one by one, because NumPy would unpack lists of equal length
         array[number] = value
     return array
 
 
 def _arrow_array(values: npt.NDArray[np.generic] | list[object]) -> pa.Array:
-    """A column of an Arrow table; arrays [rows, …] become lists of constant size."""
+    """Convert values to a column of an Arrow table; arrays [rows, ...] become fixed-size lists."""
     import pyarrow as pa
 
     if isinstance(values, np.ndarray):

@@ -1,8 +1,8 @@
-"""Documents in rows of tokens: which ids bound them, and where each begins.
+"""Find the documents in rows of tokens by the ids at their bounds, and compute what depends on the bounds.
 
-A packed row is one document after another, each with the eos id at its end. (Data whose documents begin with
-an id instead: `bos_id`; padding with an id of its own: `pad_id`.) What follows from the bounds is here as
-well: labels to mask, position ids, document ids, lengths.
+A packed row is a sequence of documents, each with the eos id at its end. (`bos_id` is for data whose
+documents begin with an id instead, `pad_id` for a separate padding id.) Computed from the bounds: labels to
+mask, position ids, document ids, lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardkit.errors import warn_user
 from shardkit.order.balance import DocumentIds
 
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
-_SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # rows of each shard: where a given id should occur
+_SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # number of shards, and of rows in each, in which an id should occur
 
 _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
@@ -35,10 +35,10 @@ def find_segments(
     bos_id: int | None = None,
     pad_id: int | None = None,
 ) -> Segments:
-    """The documents in rows of tokens (rows, length), by the id that ends or begins each of them.
+    """Find the documents in rows of tokens (rows, length) by the id that ends or begins each document.
 
-    With neither id, a row is one document. Padding inside a row is an eos behind an eos, and every `pad_id`.
-    One pass over the tokens finds each id; what follows costs time for each document, not for each token.
+    Without either id, a row is one document. Padding inside a row is an eos that follows an eos, and every
+    `pad_id`. Each id is found in one pass over the tokens; all later steps take time per document only.
     """
     rows, length = tokens.shape
     inner = padding = np.empty(0, dtype=np.int64)
@@ -67,34 +67,34 @@ def find_segments(
 
 @dataclass(frozen=True)
 class Segments:
-    """Where documents begin in rows of tokens; padding at a row's end counts as one more document."""
+    """The starts of documents in rows of tokens; padding at a row's end counts as one more document."""
 
-    shape: tuple[int, int]  # rows, length
-    starts: _Ints  # of each document, in the flattened rows
-    padding: _Ints  # every token of padding inside of rows, in the flattened rows
+    shape: tuple[int, int]  # (rows, length)
+    starts: _Ints  # index of each document's first token in the flattened rows
+    padding: _Ints  # indices of all padding tokens inside rows, in the flattened rows
     is_padding_row: _Bools | None = None
 
     @cached_property
     def lengths(self) -> _Ints:
-        """The length of each document, in tokens."""
+        """Length of each document in tokens."""
         rows, length = self.shape
         lengths: _Ints = np.diff(self.starts, append=rows * length)
         return lengths
 
     @cached_property
     def rows(self) -> _Ints:
-        """The row of each document."""
+        """Row index of each document."""
         rows: _Ints = self.starts // self.shape[1]
         return rows
 
     def first_of_rows(self, every: int = 1) -> _Ints:
-        """The number of the first document in each `every`-th row, and behind the last the number of all."""
+        """Return the index of the first document of each `every`-th row, then the number of documents."""
         rows, length = self.shape
         first: _Ints = np.searchsorted(self.starts, np.arange(0, rows + 1, every) * length)
         return first
 
     def without_last_tokens(self) -> Segments:
-        """The documents of the rows without the last token of each."""
+        """Return the documents of the rows after removing the last token of each row."""
         rows, length = self.shape
         starts, padding = (
             places[(places + 1) % length != 0] - places[(places + 1) % length != 0] // length
@@ -103,11 +103,11 @@ class Segments:
         return Segments((rows, length - 1), starts, padding, self.is_padding_row)
 
     def mask(self, labels: npt.NDArray[np.int64], *, shift: int, mask_starts: bool) -> None:
-        """Set labels of padding, and on request of each document's first token, to -100.
+        """Set the labels of padding, and with `mask_starts` of each document's first token, to -100.
 
         Label i of a row is token i + `shift`. Models that shift labels predict label i + 1 from token i, so
-        the label of a document's first token would be predicted from the end of another document. This
-        includes the first token of a row, which follows another row when a batch is flattened.
+        the label of a document's first token would be predicted from the end of another document. This also
+        applies to the first token of a row, which follows another row when a batch is flattened.
         """
         for places in (self.padding, self.starts) if mask_starts else (self.padding,):
             self.ignore(labels, places, shift=shift)
@@ -115,7 +115,7 @@ class Segments:
             labels[self.is_padding_row] = IGNORED_LABEL
 
     def ignore(self, labels: npt.NDArray[np.int64], places: _Ints, *, shift: int) -> None:
-        """Set the labels that are the tokens at `places` in the flattened rows to -100."""
+        """Set the labels of the tokens at the indices `places` of the flattened rows to -100."""
         row, column = np.divmod(places, self.shape[1])
         has_label = column >= shift
         labels.reshape(-1)[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
@@ -126,12 +126,12 @@ class Segments:
         np.subtract(np.arange(self.shape[1]), np.repeat(columns, self.lengths).reshape(self.shape), out=out)
 
     def document_ids(self) -> npt.NDArray[np.int32]:
-        """Each token's document, counted from 0 in each row."""
+        """Return the index of each token's document, counted from 0 in each row, as int32[rows, length]."""
         numbers = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
         return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
 
     def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """(bounds of the documents in each flattened batch of `batch_size` rows, the longest document)."""
+        """Return (int32 bounds of the documents, length of the longest) for each flattened batch of rows."""
         size = batch_size * self.shape[1]
         first = self.first_of_rows(batch_size)
         longest = np.maximum.reduceat(self.lengths, first[:-1]).tolist()
@@ -144,12 +144,15 @@ class Segments:
         return result
 
     def padded_cu_seqlens(self, batch_size: int, length: int) -> npt.NDArray[np.int32]:
-        """(batches, length) bounds of the documents in each flattened batch, padded with the last bound."""
+        """Return int32[batches, length], the document bounds in each flattened batch.
+
+        Each batch is padded with its last bound. Raises ValueError if `length` is too small.
+        """
         first = self.first_of_rows(batch_size)
         if (most := int(np.diff(first).max(initial=0))) >= length:
             raise ValueError(
                 f"cu_seqlens={length} has room for {length - 1} documents, and a batch has {most} (padding "
-                "at a row's end counts as one): give a larger number, or True for bounds of varying length"
+                "at a row's end counts as one): give a larger number, or True for bounds of any length"
             )
         size = batch_size * self.shape[1]
         bounds = np.full((len(first) - 1, length), size, dtype=np.int32)
@@ -158,7 +161,7 @@ class Segments:
         return bounds
 
     def doc_lens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], list[int]]]:
-        """For each batch (lengths of each row's documents, 0 behind the last; the longest of each row)."""
+        """Return for each batch (int32[rows, most] lengths of documents, padded with 0; longest per row)."""
         first = self.first_of_rows()
         counts = np.diff(first)
         table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
@@ -172,7 +175,7 @@ class Segments:
         ]
 
     def seq_lengths(self) -> list[list[int]]:
-        """For each row the lengths of its documents."""
+        """Return the lengths of the documents of each row."""
         lengths = self.lengths.tolist()
         return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
 
@@ -186,10 +189,10 @@ def find_eos_id(
     options: Sequence[str],
     needs_bounds: bool,
 ) -> int | None:
-    """Return the id that ends documents; ValueError if `needs_bounds` and neither `ids` nor cards state it.
+    """Return the id that ends documents, from `ids` or the cards.
 
-    `options`: what was asked for that needs tokens, for messages. Streams whose tokens mean different things
-    are refused.
+    `options` names the loader options that need tokens, for messages. Raises ValueError if `needs_bounds` and
+    no id is known, or if the streams have different tokenizers or eos ids.
     """
     tokenizers = [None if dataset.card is None else dataset.card.tokenizer for dataset in datasets]
     named = zip(tokenizers, names, strict=True)
@@ -203,8 +206,8 @@ def find_eos_id(
         columns = ", ".join(column.name for column in datasets[0].columns)
         raise ValueError(
             f"{' and '.join(options)} need a column of tokens of constant length: "
-            f"{datasets[0].location} gives none among {columns}; `shardkit convert SRC DST "
-            "--sequence-length L --drop-tail` makes rows of one length of arrays that each state their own"
+            f"{datasets[0].location} has none among {columns}; `shardkit convert SRC DST "
+            "--sequence-length L --drop-tail` cuts arrays of varying length into rows of one length"
         )
     for dataset in datasets:
         _check_ids(dataset, ids, is_used=bool(options))
@@ -218,30 +221,30 @@ def find_eos_id(
         elif needs_bounds and ids.bos_id is None:
             raise ValueError(
                 f"{' and '.join(options)} need the id that ends documents: {dataset.location} "
-                "states none in dataset.json (tokenizer.eos_id); give eos_id=…, or bos_id=… where an id "
+                "states none in dataset.json (tokenizer.eos_id); give eos_id=…, or bos_id=… if an id "
                 "begins each document"
             )
     if len(stated) > 1:
         raise ValueError(f"streams end documents with different ids, {sorted(stated)}: give eos_id=…")
     if ids.pad_id is not None and ids.pad_id in stated:
         raise ValueError(
-            "pad_id is the id that ends documents, whose padding is found without it: leave it out"
+            "pad_id is the id that ends documents; omit it: padding with that id is found without it"
         )
     return next(iter(stated), None)
 
 
 def _check_ids(dataset: OpenDataset, ids: DocumentIds, *, is_used: bool) -> None:
-    """ValueError for a given id that no token can have; warn of a given one that no sampled row has."""
+    """Raise ValueError for an id that no token can have, and warn of an id that no sampled row has."""
     for name in ("eos_id", "bos_id", "pad_id"):
         if (value := getattr(ids, name)) is not None:
             _check_range(dataset, name, value)
-    for name in ("eos_id", "bos_id"):  # rows need not be padded
+    for name in ("eos_id", "bos_id"):  # not pad_id, as rows need not have padding
         value = getattr(ids, name)
         if value is not None and is_used and _never_occurs(dataset, value):
             warn_user(
-                f"{dataset.location}: none of {_SAMPLED_SHARDS * _SAMPLED_ROWS} rows or fewer that were "
-                f"looked at, all over the dataset, has {name}={value}: unless documents are far longer "
-                "than rows, it is another tokenizer's, and each row will pass for one document"
+                f"{dataset.location}: none of up to {_SAMPLED_SHARDS * _SAMPLED_ROWS} rows that were "
+                f"sampled all over the dataset has {name}={value}: unless documents are far longer than "
+                "rows, the id is from another tokenizer, and each row will count as one document"
             )
 
 
@@ -251,7 +254,7 @@ def _check_range(dataset: OpenDataset, name: str, value: object) -> None:
     stored = dataset.token_dtype
     most = (1 << 63) - 1 if stored is None or stored.kind not in "iu" else int(np.iinfo(stored.name).max)
     if not 0 <= value <= most:
-        kind = "a token's id" if stored is None else f"ids stored as {stored.name}"
+        kind = "token ids" if stored is None else f"ids stored as {stored.name}"
         raise ValueError(
             f"{dataset.location}: {name}={value} cannot occur: {kind} are from 0 to {most:,}; give the id of "
             "the tokenizer that made this dataset"
@@ -259,7 +262,7 @@ def _check_range(dataset: OpenDataset, name: str, value: object) -> None:
 
 
 def _never_occurs(dataset: OpenDataset, value: int) -> bool:
-    """Whether none of some rows, all over a local uncompressed dataset, has the id; False if not known."""
+    """Return whether no sampled row of a local uncompressed dataset has the id; False if unknown."""
     column = dataset.token_column
     if dataset.shards is not None or dataset.verifies or column is None or not len(dataset):
         return False

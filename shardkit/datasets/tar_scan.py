@@ -1,13 +1,13 @@
-"""The manifest of tars that no list describes: every tar is looked through once, in threads.
+"""Scan tars without a list, each once and in threads, to make their manifest.
 
-A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened. A
-remote tar that the cache has no room for is scanned while it streams by, and nothing of it is kept; payloads
-that are longer than a request costs are skipped by opening the object again behind them, so a tar of
-videos costs a request a video instead of its bytes.
+All samples are numbered before the first one is delivered, so all tars are scanned when a dataset is opened.
+A remote tar that does not fit in the cache is scanned while it is streamed, without storing it. Payloads that
+take longer than a new request are skipped by opening the object again after them, so scanning a tar of videos
+takes one request per video instead of all its bytes.
 
-Where there is a cache folder, what was found is kept there (`shardkit.cache.indexes.TarIndexes`): each tar is
-scanned by one of the processes that open it at once, others wait for it (in bounded time), and later openings
-scan nothing.
+With a cache folder, the results are kept there (`shardkit.cache.indexes.TarIndexes`): of the processes that
+open a tar at the same time, one scans it while the others wait (for a limited time), and later openings scan
+nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from shardkit.manifest import Column, Manifest, ShardInfo
 from shardkit.progress import reading
 from shardkit.storage.store import Body, Store
 
-SKIP_BYTES = 8 << 20  # what arrives in the time that another request takes to begin
-# A scan takes seconds, plus the time to fetch the tar on a slow day; a process that holds it longer hangs.
+SKIP_BYTES = 8 << 20  # bytes that arrive in the time in which another request starts
+# A scan takes seconds, plus the time for a slow download of the tar; after that, its process must be hanging.
 CLAIM_SECONDS = 30.0
 _FLOOR_BYTES_PER_SECOND = 10e6
 _PIECE_BYTES = 1 << 17
@@ -56,10 +56,11 @@ def skim_tar(
     skip_bytes: int = SKIP_BYTES,
     piece_bytes: int = _PIECE_BYTES,
 ) -> tuple[Scanned, TarIndex] | None:
-    """Scan a plain tar without most of its bytes; None if that takes all: it is compressed, or holds arrays.
+    """Scan an uncompressed tar without reading most of its bytes, in pieces.
 
-    It is read in pieces; what is longer than `skip_bytes` and not needed is skipped. ShardError if the tar
-    is damaged; ObjectChangedError if it is not of `version`; StoreError.
+    Unneeded bytes are skipped if there are more than `skip_bytes`. Returns None for a tar that must be read
+    whole, because it is compressed or has arrays. Raises ShardError if it is damaged, ObjectChangedError if
+    it does not have `version`, and StoreError.
     """
     if info.compression:
         return None
@@ -74,7 +75,7 @@ def skim_tar(
 
 
 class _ArraysError(Exception):
-    """A column of arrays is described by the headers of all of them."""
+    """The tar has arrays, whose column is described by the headers of all of them."""
 
 
 def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
@@ -86,7 +87,7 @@ def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
 
 
 class _Passing:
-    """A forward-only view of an object: a slice must not begin before the one before it. Nothing is kept."""
+    """A forward-only view of an object: a slice must not begin before the previous one. Stores nothing."""
 
     def __init__(
         self, store: Store, key: str, size: int, version: str, skip_bytes: int, piece_bytes: int
@@ -95,8 +96,8 @@ class _Passing:
         self._body: Body | None = None
         self._skip_bytes = skip_bytes
         self._buffer = memoryview(bytearray(piece_bytes))
-        self._begin = self._end = 0  # of what the buffer holds
-        self._last = (0, b"")  # the end marker is looked at twice
+        self._begin = self._end = 0  # range of the object that the buffer holds
+        self._last = (0, b"")  # the last slice, because the walk reads the end marker twice
 
     def __len__(self) -> int:
         return self._size
@@ -117,7 +118,7 @@ class _Passing:
         return self._last[1]
 
     def _fill(self, at: int) -> None:
-        """Read the next piece, or skip to where it begins."""
+        """Read the next piece, or skip towards `at` by opening the object there."""
         assert at >= self._end
         if self._body is not None and at - self._end > self._skip_bytes:
             self._close()
@@ -153,12 +154,12 @@ def scan_tars(
 ) -> Manifest:
     """Return `manifest` with the samples, sizes and columns of its tars.
 
-    `load` gives a tar's raw bytes; `skim`, which is tried first, may find what they hold without them. Up to
-    `threads` tars are scanned, and `held` of them loaded, at a time. ShardError names a tar that is damaged.
-    Scans of more than two seconds are shown on stderr (by the first process of a machine).
+    `skim` is tried first for each tar; if it returns None, `load` must return the tar's raw bytes. At most
+    `threads` tars are scanned at a time, and `held` of them loaded. Raises ShardError for a damaged tar. If
+    it takes more than two seconds, the first process of a machine shows progress on stderr.
     """
     shards, numbers = manifest.shards, range(len(manifest.shards))
-    room = Semaphore(held or threads)  # for tars that are held whole
+    room = Semaphore(held or threads)  # limits the number of tars in memory
 
     def scan(number: int) -> Scanned:
         found = skim(number)
@@ -190,7 +191,7 @@ def _scan_all(
     threads: int,
     report: Report,
 ) -> dict[int, Scanned]:
-    """Scan tars, each in one of the processes that open it; `seconds`: how long to wait for another."""
+    """Scan tars, each in only one process; `seconds` limits for each how long to wait for another process."""
     missing = [*seconds]
     if indexes.folder is None:
         return _side_by_side(scan, missing, threads, report)
@@ -198,20 +199,20 @@ def _scan_all(
     def wait(number: int) -> Scanned | None:
         return _scan_claimed(scan, indexes, number, seconds[number])
 
-    # First those that nobody scans; then whatever others were at, most of which is done by then.
+    # First scan the tars that no process scans; most others are finished by then, so the waits are short.
     at_once = partial(_scan_claimed, scan, indexes, timeout_seconds=0.0)
     first = _side_by_side(at_once, missing, threads, report)
     others = [number for number, scanned in first.items() if scanned is None]
     rest = _side_by_side(wait, others, threads, report)
     done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
-    left = [number for number in missing if number not in done]  # their scanner hangs
+    left = [number for number in missing if number not in done]  # the process that claimed them hangs
     return done | _side_by_side(scan, left, threads, report)
 
 
 def _scan_claimed(
     scan: Callable[[int], Scanned], indexes: TarIndexes, number: int, timeout_seconds: float
 ) -> Scanned | None:
-    """Scan a tar, or wait for who does; None if another process is at it for all of that time."""
+    """Scan a tar, or wait for the process that scans it; return None after `timeout_seconds`."""
     claim = indexes.claim(number, timeout_seconds)
     try:
         return indexes.scanned(number) or (None if claim is None else scan(number))
@@ -233,7 +234,7 @@ def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, re
             if done[number] is not None:
                 report(number)
     finally:
-        # After an error or Ctrl-C, what still loads is ended by whoever closes what it loads from.
+        # After an error or Ctrl-C, pending loads end when the caller closes the shards that they read.
         pool.shutdown(wait=False, cancel_futures=True)
     return done
 

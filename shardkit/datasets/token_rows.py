@@ -1,19 +1,19 @@
-"""Flat files of token ids, in a folder or a store, as a dataset of rows of constant length.
+"""Open flat files of token ids, in a folder or a store, as a dataset of rows of constant length.
 
-`find_token_rows` reads headers (of a Megatron pair the whole .idx) and makes a manifest whose shards are
-ranges of bytes of these files: nothing is copied or converted, and whatever reads shards reads them (cache,
-prefetch, single rows, resume). Local ranges are mapped; remote ones are read by `RangeStore`, a store in
-which every range is an object.
+`find_token_rows` reads headers (and the whole .idx of a Megatron pair) and makes a manifest whose shards are
+byte ranges of these files. Nothing is copied or converted, and all code that reads shards works with them
+(cache, prefetch, single rows, resume). Local ranges are mapped; remote ones are read by `RangeStore`, a store
+in which every range is an object.
 
-Rows. All files are one stream in the order of their names, cut every `sequence_length` tokens, as `shardkit
-convert --sequence-length L --drop-tail` cuts it: the rows are the same, byte for byte. A row that begins in
-one file and ends in another is a shard of its own. With `per_file`, each file is cut by itself, as OLMo-core
-does. What fills no row at the end is left out, and a warning says how much.
+Rows. All files form one stream in the order of their names, which is cut every `sequence_length` tokens, as
+by `shardkit convert --sequence-length L --drop-tail`: the rows are the same, byte for byte. A row that begins
+in one file and ends in another is a separate shard. With `per_file`, each file is cut separately, as in
+OLMo-core. An incomplete row at the end is omitted, and a warning gives its size.
 
-Fingerprint. These files have no hashes, so it is made of names, sizes, the cut, and the bytes at a few places
-of each file (`_PROBES` over all files, at least the first 4 KiB of each). It is the same for copies of the
-files, wherever they are, and differs for other data of the same sizes. It does not notice a change between
-these places. Within a run, files are held to the version that was opened: one that is replaced is an error.
+Fingerprint. These files have no hashes, so the fingerprint is computed from names, sizes, the cut, and the
+bytes at a few places of each file (`_PROBES` over all files, at least the first 4 KiB of each). It is equal
+for copies of the files at any location, and differs for other data of the same sizes, but not for a change
+between these places. Within a run, a file that is replaced after it was opened is an error.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from shardkit.units import whole_number
 
 __all__ = ["RangeStore", "RowCut", "TokenRows", "find_token_rows", "is_token_file"]
 
-SHARD_BYTES = 64 << 20  # of rows that are fetched together
-MAX_SHARDS = 1 << 15  # of one dataset; above two terabytes, shards grow
-MAX_ROW_TOKENS = 1 << 28  # longer rows are a mistake
-_MOST_ID = 1 << 24  # far above any vocabulary
+SHARD_BYTES = 64 << 20  # size of a shard, whose rows are fetched together
+MAX_SHARDS = 1 << 15  # limit per dataset; shards are larger in datasets above two terabytes
+MAX_ROW_TOKENS = 1 << 28  # longer rows are refused as a mistake
+_MOST_ID = 1 << 24  # far above the ids of any vocabulary
 _MOST_INT = np.uint64((1 << 63) - 1)
-_MOST_HALF = 7  # the upper half of an id below 2**19
-_FEWEST_HALVES = 32  # ids, of each half, that tell
+_MOST_HALF = 7  # maximum upper 16 bits of an id below 2**19
+_FEWEST_HALVES = 32  # minimum number of upper and of lower halves to recognize a wrong dtype
 _PROBES, _PROBES_OF_FILE = 128, 16
 _THREADS = 32
 _SUFFIXES = (".idx", ".bin", ".npy")
@@ -68,14 +68,14 @@ _SUFFIXES = (".idx", ".bin", ".npy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCut:
-    """How flat files of tokens become rows; ValueError for impossible options."""
+    """How flat files of tokens are cut into rows. Raises ValueError for impossible options."""
 
     sequence_length: int
-    """Tokens of a row."""
+    """Number of tokens per row."""
     token_dtype: str | None = None
-    """Type of the ids in files that do not state it: nanoGPT's .bin, OLMo's .npy."""
+    """Dtype of the ids in files that do not record it: nanoGPT's .bin, OLMo's .npy."""
     per_file: bool = False
-    """Begin a new row at each file, and leave out the end of each that fills none."""
+    """Begin a new row at the start of each file, and omit an incomplete row at its end."""
 
     def __post_init__(self) -> None:
         length = whole_number(self.sequence_length, "sequence_length")
@@ -89,7 +89,7 @@ class RowCut:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Rows in flat files: where they are, and which version of each file was seen."""
+    """The rows in flat files: their location and manifest, and the version of each file."""
 
     folder: Path | None
     store: ResilientStore | None
@@ -97,12 +97,12 @@ class TokenRows:
     versions: Mapping[str, str]
 
     def objects(self) -> dict[int, tuple[int, str]]:
-        """Size and version of each shard, for its cache."""
+        """Return {shard number: (size in bytes, version)}, which the cache needs."""
         shards = enumerate(self.manifest.shards)
         return {n: (info.raw.bytes, self._version(info.raw.basename)) for n, info in shards}
 
     def dates(self) -> dict[str, tuple[int, int]]:
-        """(time of modification in ns, bytes) of each local file."""
+        """Return {name: (modification time in ns, size in bytes)} of the local files."""
         parts = {name: version.split("-") for name, version in self.versions.items()}
         return {name: (int(part[0]), int(part[-1])) for name, part in parts.items()}
 
@@ -112,7 +112,7 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of tokens: `count` of them behind its first `start` bytes."""
+    """A file with `count` tokens from byte `start` on."""
 
     info: ObjectInfo
     start: int
@@ -125,20 +125,20 @@ class _File:
 
 
 def is_token_file(path: str) -> bool:
-    """Whether a path, URL or pattern names flat files of tokens."""
+    """Return whether a path, URL or pattern names flat files of tokens."""
     return path.endswith(_SUFFIXES)
 
 
 def find_token_rows(
     path: str, cut: RowCut | None, storage: StorageOptions | None = None, *, shard_bytes: int = SHARD_BYTES
 ) -> TokenRows:
-    """The rows in a file, a Megatron pair, a folder of files, or in those that a pattern matches.
+    """Find the rows in a file, a Megatron pair, a folder of files, or the files that a pattern matches.
 
-    Shards are of `shard_bytes` or less, unless there would be more than `MAX_SHARDS`. ShardError says what is
-    wrong with them, or what was looked for; StoreError.
+    A shard has at most `shard_bytes`, unless there would be more than `MAX_SHARDS`. Raises ShardError if
+    files are missing or malformed, and StoreError if a store fails.
     """
     if cut is None:
-        raise ShardError(path, "has token ids without rows: say how long a row is, sequence_length=2048")
+        raise ShardError(path, "has token ids without rows: give the length of a row, sequence_length=2048")
     base, name = _split(path)
     store = _connect(base, storage)
     objects = _find(path, store, name)
@@ -162,7 +162,7 @@ def find_token_rows(
 
 
 def _split(path: str) -> tuple[str, str]:
-    """(folder, name or pattern in it); the name is "" where the path may be a folder."""
+    """Split a path or URL into (folder, name or pattern); the name is "" if the path may be a folder."""
     if is_pattern(path) and not (not is_remote(path) and local_path(path).exists()):
         folder = fixed_folder(path)
         return folder, path[len(folder) :].lstrip("/") if folder else path
@@ -173,17 +173,17 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
-    """The ranges of files at a path or URL; requests to remote ones are retried."""
+    """Return a store of the ranges of files at a path or URL; remote requests are retried."""
     options = storage or StorageOptions()
     if not is_remote(folder):
         return RangeStore(open_store(folder or ".", options))
-    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # of a branch, its commit
+    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # a branch as a commit
     policy = RetryPolicy.of(options)
     return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
 
 
 def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
-    """The files that `name` means in a folder ("": all of it), in order."""
+    """Return the files in a folder that `name` or a pattern selects, in order; "" selects all."""
     if name and (not is_pattern(name) or _has_that_name(path, store, name)):
         return [_pair(store, name) or (store.head(name), None)]
     listed = [info for info in _listed(store, name) if matches(info.key, name or "*")]
@@ -196,7 +196,7 @@ def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
     if indexes:
         raise ShardError(path, f"has {len(indexes)} Megatron indexes ({', '.join(indexes[:5])}): name one")
     if not found:
-        raise ShardNotFoundError(path, "holds no files of tokens: looked for .npy, .bin, and .idx beside it")
+        raise ShardNotFoundError(path, "holds no files of tokens: looked for .npy, .bin, and .idx with .bin")
     if len({info.key[-4:] for info in found}) > 1:
         raise ShardError(path, "has .bin and .npy files: name one kind, such as '*.npy'")
     refuse_two_kinds(path, [info.key for info in found])
@@ -204,7 +204,7 @@ def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
 
 
 def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
-    """Return whether a file is called like the pattern."""
+    """Return whether a file has the pattern itself as its name."""
     if not is_remote(path):
         return local_path(path).exists()
     try:
@@ -215,7 +215,7 @@ def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
 
 
 def _pair(store: AnyStore, name: str) -> _Named | None:
-    """(.bin, .idx) if `name` is either or their common prefix; None if there is no such pair."""
+    """Return the pair (.bin, .idx) if `name` is one of them or their common prefix, else None."""
     stem = name[:-4] if name.endswith((".bin", ".idx")) else name
     if name.endswith(".npy"):
         return None
@@ -229,7 +229,7 @@ def _pair(store: AnyStore, name: str) -> _Named | None:
 
 
 def _listed(store: AnyStore, pattern: str) -> list[ObjectInfo]:
-    """List the objects that may match a pattern ("": those directly in the folder), sorted."""
+    """List the objects that may match a pattern, sorted; "" lists those directly in the folder."""
     if is_remote(store.url):
         prefix = fixed_folder(pattern) if pattern else ""
         return list(store.list(f"{prefix}/" if prefix else ""))
@@ -246,7 +246,7 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _places(size: int, probes: int) -> list[int]:
-    """Return the offsets at which a file is looked at, in bytes: its start, its end, and places between."""
+    """Return the byte offsets at which a file is probed: at its start, near its end, and between."""
     edges = np.linspace(0, max(0, size - HEAD_BYTES), probes, dtype=np.int64)
     return sorted({int(edge) for edge in edges})
 
@@ -256,7 +256,7 @@ def _probe(store: AnyStore, info: ObjectInfo, at: int) -> bytes:
 
 
 def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -> _File:
-    """Read the header of a file. `parts`: the bytes at its `_places`."""
+    """Read the header of a file and check its ids; `parts` are the bytes at its `_places`."""
     info, index = named
     where = store.where(info.key)
     if index is not None:
@@ -267,11 +267,11 @@ def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -
         if not info.bytes:
             if cut.token_dtype is None:
                 raise ShardError(where, f"is empty: {NOT_WHOLE}")
-            warn_user(f"{where}: is empty and adds no rows: is that meant, or {NOT_WHOLE}?")
+            warn_user(f"{where}: is empty and adds no rows: is that intended, or {NOT_WHOLE}?")
         start, stated = read_header(where, parts[0], info.bytes)
         dtype = _dtype(where, stated, cut.token_dtype)
     if (info.bytes - start) % dtype.itemsize:
-        raise ShardError(where, f"has {info.bytes - start:,} bytes of tokens, which are no {dtype.name} ids")
+        raise ShardError(where, f"has {info.bytes - start:,} bytes of tokens, not whole {dtype.name} ids")
     if index is None:
         _warn_of_odd_ids(where, dtype, start, parts, _places(info.bytes, len(parts)))
     return _File(info, start, dtype, b"".join(parts))
@@ -280,7 +280,7 @@ def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -
 def _warn_of_odd_ids(
     where: str, dtype: np.dtype[Any], start: int, parts: Sequence[bytes], places: Sequence[int]
 ) -> None:
-    """Warn of ids, in the bytes at these places, that are none or were written in another type."""
+    """Warn if the bytes at these places decode to impossible ids, or were written with another dtype."""
     found = [_ids(part, at, start, dtype) for part, at in zip(parts, places, strict=True)]
     ids = np.concatenate(found)
     if not len(ids):
@@ -291,16 +291,16 @@ def _warn_of_odd_ids(
     elif ids.max() > _MOST_ID:
         problem = f"ids as high as {int(ids.max()):,}"
     elif any(map(_is_of_halves, found)):
-        problem = "small numbers at every other place, as the upper halves of larger ids are"
+        problem = "small numbers at every other place, which look like the upper halves of larger ids"
     if problem is not None:
         other = np.dtype("<u2" if ids.max() > _MOST_ID and dtype.itemsize > 2 else "<u4")
         readings = (f"{kind.name} {_shown(parts[0], start, kind)}" for kind in (dtype, other))
-        advice = "give token_dtype= as written" if start == 0 else "the file states this type"
+        advice = "give token_dtype= as written" if start == 0 else "the file states this dtype"
         warn_user(f"{where}: has {problem}: {advice}; it begins with {', or as '.join(readings)}")
 
 
 def _ids(part: bytes, at: int, start: int, dtype: np.dtype[Any]) -> Ints:
-    """Return the ids that lie whole in the bytes at `at` of a file whose ids begin at `start`."""
+    """Decode the complete ids in `part`, the bytes from `at` on of a file whose ids begin at `start`."""
     skip = start - at if at < start else -(at - start) % dtype.itemsize
     body = part[skip:]
     whole = np.frombuffer(body[: len(body) // dtype.itemsize * dtype.itemsize], dtype)
@@ -308,7 +308,7 @@ def _ids(part: bytes, at: int, start: int, dtype: np.dtype[Any]) -> Ints:
 
 
 def _is_of_halves(ids: Ints) -> bool:
-    """Whether every other number is at most `_MOST_HALF`, and those between are various."""
+    """Return whether every other number is at most `_MOST_HALF`, and the numbers between them vary."""
     for first in (0, 1):
         upper, lower = ids[first::2], ids[1 - first :: 2]
         if len(upper) < _FEWEST_HALVES or not upper.max() <= _MOST_HALF < lower.max():
@@ -330,7 +330,7 @@ def _dtype(where: str, stated: np.dtype[Any] | None, given: str | None) -> np.dt
             )
         return np.dtype(given).newbyteorder("<")
     if given is not None and stated.name != given:
-        raise ShardError(where, f"states {stated.name} ids, not {given}: leave token_dtype out")
+        raise ShardError(where, f"states {stated.name} ids, not {given}: omit token_dtype")
     return stated
 
 
@@ -350,7 +350,7 @@ def _manifest(path: str, files: Sequence[_File], cut: RowCut, shard_bytes: int) 
         whose = "at the ends of its files" if cut.per_file and len(files) > 1 else "at its end"
         warn_user(
             f"{path}: {tail:,} of {total:,} tokens, {whose}, fill no row of {length:,} and are left out; "
-            "`shardkit convert` can fill them up (--eos, --pad)"
+            "`shardkit convert` can pad them (--eos, --pad)"
         )
     digest = hashlib.blake2b(f"{column.encoding}:{cut.per_file}".encode(), digest_size=16)
     for file in files:
@@ -359,11 +359,11 @@ def _manifest(path: str, files: Sequence[_File], cut: RowCut, shard_bytes: int) 
 
 
 def _shards(files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Iterator[list[Piece]]:
-    """The pieces of each shard: whole rows of one file, or one row across the ends of files."""
+    """Yield the pieces of each shard: whole rows of one file, or one row that spans several files."""
     row_bytes = cut.sequence_length * files[0].dtype.itemsize
     total = sum(file.info.bytes for file in files)
     shard_bytes = max(1, max(shard_bytes, total // MAX_SHARDS) // row_bytes) * row_bytes
-    begun: list[Piece] = []  # a row that the next file continues
+    begun: list[Piece] = []  # pieces of a row that the next file continues
     for file in files:
         at, stop = file.start, file.info.bytes
         if begun:
@@ -384,4 +384,4 @@ def _shards(files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Iterator[l
 
 AnyStore = RangeStore | ResilientStore
 _Named = tuple[ObjectInfo, ObjectInfo | None]
-"""A file of tokens, and its .idx if it is Megatron's."""
+"""A file of tokens, and its .idx if it is in Megatron's format."""

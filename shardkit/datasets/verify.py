@@ -1,8 +1,8 @@
-"""Whether a dataset is what its index and card say: every shard's bytes, hashes, structure, and all counts.
+"""Check a dataset against its index and card: the size, hashes and structure of every shard, and all counts.
 
-`verify` reads any MDS or tar dataset, made by shardkit or not, and names everything that is wrong instead of
-stopping at the first. Shards are checked in threads; memory is one shard a thread if shards are compressed or
-remote. Remote shards are read as they are in the store, past any cache.
+`verify` reads any MDS or tar dataset, made by shardkit or not, and reports all problems instead of stopping
+at the first. Shards are checked in threads; memory is one shard per thread if shards are compressed or
+remote. Remote shards are read from the store, without any cache.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from shardkit.storage.store import StorageOptions, StoreError, hash_object, read
 from shardkit.units import format_bytes
 
 MAX_THREADS = 32
-_SHOWN = 8  # problems that a report prints
-MAX_LISTED = 1000  # problems that a report holds; a dataset that is all wrong needs no longer list
+_SHOWN = 8  # maximum number of problems that a report prints
+MAX_LISTED = 1000  # maximum number of problems that a report holds; all are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with one file."""
+    """A problem with one file."""
 
     file: str
     problem: str
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Described):
-    """What was checked and what was found. `hashed` counts the shards whose hashes were compared."""
+    """The scope and the result of a check; `hashed` is the number of shards whose hashes were compared."""
 
     path: str
     quick: bool
@@ -63,15 +63,15 @@ class VerifyReport(Described):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problem_count
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the report as plain data for JSON."""
         return asdict(self) | {"ok": self.ok}
 
     def describe(self) -> tuple[str, Facts]:
-        """The verdict, the first problems, and what was compared."""
+        """Return a title, and the verdict, the first problems and the scope as facts."""
         problems = [("", f"{found.file}: {found.problem}") for found in self.problems[:_SHOWN]]
         compared = "" if self.quick else f"hashes of {counted(self.hashed, 'shard')}, "
         return f"Dataset {self.path}", [
@@ -92,11 +92,11 @@ def verify(
 ) -> VerifyReport:
     """Check the dataset at `path`: sizes and structure of all shards, their hashes, the index and the card.
 
-    `quick` leaves out hashes and loss masks, so that no sample is read; of remote shards it checks the sizes
-    only. Shards without any hash have their samples read one by one instead. Damage is reported, not raised;
-    ShardError only if there is no dataset at all.
+    `quick` skips hashes and loss masks, so that no sample is read; for remote shards it checks only the
+    sizes. For a shard without any hash, all samples are decoded instead. Damage is reported, not raised;
+    ShardError is raised only if there is no dataset.
     """
-    # Nothing is unpickled: see _check_samples.
+    # Nothing is unpickled in spite of allow_pickle: see _check_samples.
     dataset = open_dataset(path, allow_pickle=True, decode=False, storage=storage)
     shards = dataset.manifest.shards
     count = min(threads or os.cpu_count() or 1, MAX_THREADS)
@@ -134,7 +134,7 @@ def _hashes(info: ShardInfo) -> bool:
 
 
 def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Problem | int:
-    """Return what is wrong with a shard, or how many tokens its loss masks let be trained on.
+    """Return the problem with a shard, or else the number of tokens that its loss masks select.
 
     Without `blocks`, the check is quick: no sample is read, and 0 tokens are counted.
     """
@@ -143,7 +143,7 @@ def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Probl
     try:
         if (unknown := {*info.stored.hashes, *info.raw.hashes} - HASH_NAMES) and not quick:
             return Problem(
-                name, f"its index states hashes that cannot be checked: {', '.join(sorted(unknown))}"
+                name, f"the index states hashes that cannot be checked: {', '.join(sorted(unknown))}"
             )
         if dataset.shards is not None and quick:
             return _check_size(dataset, info) or 0
@@ -163,7 +163,7 @@ def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Probl
     except StoreError as error:
         return Problem(name, str(error))
     except MemoryError:
-        return Problem(name, f"cannot be held in memory ({info.raw.bytes:,} bytes raw); use fewer threads")
+        return Problem(name, f"does not fit in memory ({info.raw.bytes:,} bytes raw); use fewer threads")
     return trained
 
 
@@ -171,11 +171,11 @@ def _check_size(dataset: Dataset, info: ShardInfo) -> Problem | None:
     size = dataset.store.head(info.stored.basename).bytes
     if info.stored.bytes in (size, UNKNOWN):
         return None
-    return Problem(info.stored.basename, f"{size:,} bytes, the index states {info.stored.bytes:,}")
+    return Problem(info.stored.basename, f"has {size:,} bytes, the index states {info.stored.bytes:,}")
 
 
 def _read(dataset: Dataset, info: ShardInfo, *, verify: bool) -> Bytes:
-    """The raw bytes of a shard. Sizes are compared, hashes if asked; those of remote shards always."""
+    """Return the raw bytes of a shard, after comparing its size and, if `verify` or remote, its hashes."""
     if dataset.shards is None:
         is_raw_there = dataset.manifest.format == "mds" and (dataset.path / info.raw.basename).is_file()
         found = replace(info, zip=None, compression=None) if is_raw_there else info
@@ -187,7 +187,7 @@ def _read(dataset: Dataset, info: ShardInfo, *, verify: bool) -> Bytes:
 
 
 def _open(dataset: Dataset, info: ShardInfo, raw: Bytes) -> ShardReader:
-    """Opening checks all that locates samples."""
+    """Open a shard from its raw bytes, which checks all offsets and sizes of samples."""
     where, kind = f"{dataset.location}/{info.stored.basename}", dataset.manifest.format
     if kind == "mds":
         return mds.shard_from_raw(where, info, raw, allow_pickle=True)
@@ -197,31 +197,31 @@ def _open(dataset: Dataset, info: ShardInfo, raw: Bytes) -> ShardReader:
 
 
 class _Blocks:
-    """Compares blocks.bin with the shards whose checksums it has."""
+    """Compares the checksums in blocks.bin with the shards."""
 
     def __init__(self, dataset: Dataset) -> None:
-        """ShardError if the card states another size than these shards need."""
+        """Locate the checksums of each shard. Raises ShardError if blocks.bin has a wrong size."""
         self._store = dataset.store
         stated = block_checksums(dataset.manifest, dataset.card)
         where = f"{dataset.location}/{BLOCKS_NAME}"
         self._file = None if stated is None else BlockFile(where, dataset.manifest, stated)
 
     def check(self, number: int, info: ShardInfo, raw: Bytes) -> None:
-        """ShardError if the shard has other checksums."""
+        """Raise ShardError unless blocks.bin has the checksums of shard `number`."""
         if self._file is not None and self._store.get(BLOCKS_NAME, *self._file.range(number)) != shard_part(
             info.stored, raw
         ):
-            raise ShardError(info.stored.basename, f"{BLOCKS_NAME} has other checksums of it")
+            raise ShardError(info.stored.basename, f"{BLOCKS_NAME} has other checksums for it")
 
 
 def _check_samples(shard: ShardReader) -> None:
-    if not any(column.encoding == "pkl" for column in shard.columns):  # reading one could run any code
+    if not any(column.encoding == "pkl" for column in shard.columns):  # unpickling could run any code
         for row in range(len(shard)):
             shard.sample(row)
 
 
 def _count_trained(dataset: Dataset, shard: ShardReader) -> int:
-    """Tokens that the loss masks of a shard let be trained on; 0 if it has none that are plain arrays."""
+    """Count the tokens that a shard's loss masks select; 0 if it has no loss masks as plain arrays."""
     column = next((column for column in shard.columns if column.name == dataset.loss_mask_column), None)
     if column is None or not column.encoding.startswith("ndarray"):
         return 0
@@ -235,7 +235,7 @@ def _count_trained(dataset: Dataset, shard: ShardReader) -> int:
 
 def _check_trained(card: DatasetCard, trained: int) -> Iterator[Problem]:
     if (stated := card.data.get("trained_tokens", trained)) != trained:
-        yield Problem(CARD_NAME, f"trained_tokens is {stated!r}, the loss masks have {trained:,}")
+        yield Problem(CARD_NAME, f"trained_tokens is {stated!r}, but the loss masks select {trained:,}")
 
 
 def _check_names(dataset: Dataset) -> Iterator[Problem]:
@@ -243,23 +243,23 @@ def _check_names(dataset: Dataset) -> Iterator[Problem]:
     for info in dataset.manifest.shards:
         if info.stored.basename in seen:
             yield Problem(
-                info.stored.basename, "is in the index twice: its samples would be seen twice an epoch"
+                info.stored.basename, "is in the index twice: its samples would be used twice per epoch"
             )
         seen.add(info.stored.basename)
 
 
 def _check_table(dataset: Dataset) -> Iterator[Problem]:
-    """Check index.bin, if the dataset was opened by it, against the index.json that it stands for."""
+    """Check index.bin, if the dataset was opened with it, against its index.json."""
     manifest = dataset.manifest
     if manifest.format != "mds" or not isinstance(manifest.shards, ShardTable):
         return
     where = f"{dataset.location}/{INDEX_NAME}"
     stated = mds.parse_index(where, dataset.store.get(INDEX_NAME))
     if manifest.fingerprint != stated.fingerprint:
-        problem = f"fingerprint is {manifest.fingerprint}, the shards have {stated.fingerprint}"
+        problem = f"fingerprint is {manifest.fingerprint}, but the shards have {stated.fingerprint}"
         yield Problem(TABLE_NAME, problem)
     elif list(manifest.shards) != list(stated.shards):
-        yield Problem(TABLE_NAME, f"says other things of shards than {INDEX_NAME}; remove it")
+        yield Problem(TABLE_NAME, f"describes shards differently than {INDEX_NAME}; remove it")
 
 
 def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
@@ -277,10 +277,10 @@ def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
         "dtype": None if dtype is None else dtype.name,
     }
     if length is None and card.data.get("sequence_length") is None:
-        del facts["dtype"]  # of a token store, whose samples have no common length
+        del facts["dtype"]  # the card of a token store has it, but its samples have no common length
     for name, fact in facts.items():
         if (stated := card.data.get(name, fact)) != fact:
-            yield Problem(CARD_NAME, f"{name} is {stated!r}, the shards have {fact!r}")
+            yield Problem(CARD_NAME, f"{name} is {stated!r}, but the shards have {fact!r}")
     tokens, padding = card.data.get("tokens"), card.data.get("padding")
     if isinstance(tokens, int) and isinstance(padding, int) and length is not None:
         cells, packing = manifest.samples * length, card.data.get("packing")
@@ -288,11 +288,11 @@ def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
         if tokens + padding + bos != cells:
             repeated = f" and {bos:,} of repeated bos" if bos else ""
             stated = f"{tokens:,} tokens and {padding:,} of padding{repeated}"
-            yield Problem(CARD_NAME, f"{stated}; the rows hold {cells:,}")
+            yield Problem(CARD_NAME, f"states {stated}, but the rows hold {cells:,}")
 
 
 def _check_files(dataset: Dataset, card: DatasetCard, *, quick: bool) -> Iterator[Problem]:
-    """The files beside the shards that the card names: provenance, report, quarantine."""
+    """Check the files that the card lists in addition to the shards: provenance, report, quarantine."""
     where = CARD_NAME
     try:
         if card.files_table is not None:
@@ -307,13 +307,13 @@ def _check_files(dataset: Dataset, card: DatasetCard, *, quick: bool) -> Iterato
             stated = card.file(name)
             size = dataset.store.head(name).bytes
             if size != stated.bytes:
-                yield Problem(name, f"{size:,} bytes, the card states {stated.bytes:,}")
+                yield Problem(name, f"has {size:,} bytes, the card states {stated.bytes:,}")
                 continue
             found = {} if quick else hash_object(dataset.store, name, stated.hashes)
             for kind, digest in found.items():
                 if digest != stated.hashes[kind]:
-                    yield Problem(name, f"{kind} {digest}, the card states {stated.hashes[kind]}")
+                    yield Problem(name, f"{kind} is {digest}, the card states {stated.hashes[kind]}")
         except StoreError as error:
             yield Problem(name, f"cannot be read: {error.problem}")
         except (ShardError, ValueError) as error:
-            yield Problem(name, f"is described wrongly by the card: {error}")
+            yield Problem(name, f"has a malformed entry in the card: {error}")

@@ -1,1 +1,1 @@
-"""File formats: MDS, WebDataset tar, compression, provenance, usage logs."""
+"""File formats: MDS, WebDataset tar, text, token files, compression, tokenizers, provenance, usage logs."""

@@ -1,17 +1,17 @@
-"""Checksums of blocks, which prove rows that are read without the rest of their shard.
+"""Block checksums, which verify rows that are read without the rest of their shard.
 
-blocks.bin lies beside the index of a dataset that shardkit builds, converts or writes, if its shards are not
-compressed. For each shard, in the order of the index, it has a part:
+A dataset that shardkit builds, converts or writes has a file blocks.bin in the folder of its index, if its
+shards are not compressed. The file has one part per shard, in the order of the index:
 
     xxh3_64 of each 64 KiB of the shard's file, u64, little endian (the last block may be shorter)
-    xxh3_128 of what the index states of the file and of these checksums (16 bytes): the part's seal
+    xxh3_128 of the file's size and hashes in the index, and of these checksums (16 bytes): the part's seal
 
-Sizes in the index say where parts are, so a reader fetches by range the parts that it needs: 8 KiB for a
-shard of 64 MiB, an 8,192nd of the dataset. The seal ties a part to the size and the hashes of its shard: a
-range of the wrong place, or of another dataset's file, is refused. The card lists the file with its size and
-hash like all others, so it is sent, fetched and verified as they are. So does the index: a card that a store
-fails to find once does not take the proof away. A dataset neither of which states it has none, whatever lies
-beside its index.
+The position of a part follows from the sizes in the index, so a reader fetches only the parts that it needs
+by range: 8 KiB for a shard of 64 MiB, 1/8,192 of the dataset. The seal ties a part to the size and the hashes
+of its shard: a range at a wrong offset, or from another dataset's file, is refused. The card lists blocks.bin
+with its size and hash like all other files, so it is uploaded, downloaded and verified with them. The index
+lists it as well, so that a store that once fails to find the card does not disable verification. If neither
+the card nor the index lists it, a dataset has no block checksums, even if a file blocks.bin exists.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from shardkit.files import map_path
 from shardkit.hashing import new_hash
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, ShardInfo
 
-BLOCK_BYTES = 1 << 16  # a row takes a few KiB: smaller blocks would double this file, larger ones each read
+BLOCK_BYTES = 1 << 16  # rows take a few KiB; smaller blocks would enlarge blocks.bin, larger ones each read
 _CHECKSUM_BYTES = 8
 _SEAL_BYTES = 16
 _FILE_HASH = "xxh3_128"
 
 Checksums = npt.NDArray[np.uint64]
-"""uint64[blocks] of one shard."""
+"""The block checksums of one shard, uint64[blocks]."""
 
 
 def shard_part(file: FileInfo, data: Bytes) -> bytes:
-    """The part of a shard that is stored as `data`, and that the index describes as `file`."""
+    """Return the part of blocks.bin for a shard with the bytes `data` and the index entry `file`."""
     checksums = np.array(_checksums(data.data), dtype="<u8").tobytes()
     return checksums + _seal(file, checksums)
 
 
 def shard_parts(folder: Path, shards: Sequence[ShardInfo]) -> Iterator[bytes]:
-    """The parts of shards that lie in a folder; their concatenation is blocks.bin."""
+    """Yield the parts of the shards in a folder; their concatenation is blocks.bin."""
     for shard in shards:
         file = folder / shard.stored.basename
         try:
@@ -57,9 +57,9 @@ def shard_parts(folder: Path, shards: Sequence[ShardInfo]) -> Iterator[bytes]:
 
 
 def write_blocks(folder: Path, shards: Sequence[ShardInfo]) -> FileInfo | None:
-    """Write blocks.bin of shards that lie in a folder beside them; None, and no file, if they have none.
+    """Write blocks.bin for the shards in `folder` and return its entry for the index and the card.
 
-    Returns what index and card state of the file.
+    Writes no file and returns None if any shard is compressed.
     """
     if any(shard.compression is not None for shard in shards):
         return None
@@ -74,46 +74,49 @@ def write_blocks(folder: Path, shards: Sequence[ShardInfo]) -> FileInfo | None:
 
 
 def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
-    """The smallest range of whole blocks of a file that has the bytes [start, stop)."""
+    """Return the smallest range of whole blocks of a file that includes the bytes [start, stop)."""
     return start - start % BLOCK_BYTES, min(file_bytes, -(-stop // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def are_right(checksums: Checksums, start: int, data: bytes | memoryview) -> bool:
-    """Whether `data` are the blocks of a file from byte `start` on, which begins one."""
+    """Return whether `data` matches the checksums of a file's blocks from `start` on, a block boundary."""
     first, found = start // BLOCK_BYTES, _checksums(memoryview(data))
     expected: list[int] = checksums[first : first + len(found)].tolist()
     return found == expected
 
 
 class BlockFile:
-    """Where the parts of a dataset's shards are in its blocks.bin."""
+    """Locates the parts of a dataset's shards in its blocks.bin."""
 
     def __init__(self, where: str, manifest: Manifest, stated: FileInfo) -> None:
-        """`stated`: what the card says of the file. ShardError if that cannot be of these shards."""
+        """Compute the offsets of the parts. `stated` is the entry of blocks.bin in the card or index.
+
+        Raises ShardError, naming `where`, if its size does not fit these shards.
+        """
         self.name, self._shards = stated.basename, manifest.shards
         self._starts = np.zeros(len(manifest.shards) + 1, np.int64)
-        blocks = -(-manifest.raw_bytes // BLOCK_BYTES)  # raw and stored bytes are the same
+        blocks = -(-manifest.raw_bytes // BLOCK_BYTES)  # uncompressed shards: raw_bytes are the stored sizes
         np.cumsum(blocks * _CHECKSUM_BYTES + _SEAL_BYTES, out=self._starts[1:])
         if stated.bytes != self.size:
-            problem = f"has {stated.bytes:,} bytes, the checksums of its shards have {self.size:,}"
+            problem = f"has {stated.bytes:,} bytes, but the checksums of its shards take {self.size:,}"
             raise ShardError(where, f"{problem}: it belongs to another dataset; upload this one again")
 
     @property
     def size(self) -> int:
-        """The size of all parts, in bytes."""
+        """Total size of all parts in bytes."""
         return int(self._starts[-1])
 
     @property
     def shards(self) -> int:
-        """How many have a part."""
+        """Number of shards that have a part."""
         return len(self._shards)
 
     def range(self, number: int) -> tuple[int, int]:
-        """Return where the part of shard `number` begins and ends, in bytes."""
+        """Return the byte range [start, stop) of the part of shard `number`."""
         return int(self._starts[number]), int(self._starts[number + 1])
 
     def checksums(self, number: int, part: bytes) -> Checksums | None:
-        """The checksums of shard `number` in its part; None if these bytes are not that part."""
+        """Return the checksums in the part of shard `number`; None if its size or seal is wrong."""
         start, stop = self.range(number)
         checksums, seal = part[:-_SEAL_BYTES], part[-_SEAL_BYTES:]
         if len(part) != stop - start or seal != _seal(self._shards[number].stored, checksums):
@@ -126,6 +129,6 @@ def _checksums(data: memoryview) -> list[int]:
 
 
 def _seal(file: FileInfo, checksums: bytes) -> bytes:
-    # Not the name: parts are made before the dataset's shards are numbered, and copies may have other names.
+    # The name is not sealed: parts are made before shards are numbered, and copies may have other names.
     stated = [str(file.bytes), *(f"{name}:{digest.lower()}" for name, digest in sorted(file.hashes.items()))]
     return xxhash.xxh3_128_digest("\0".join(stated).encode() + b"\n" + checksums)

@@ -1,11 +1,11 @@
-"""Memory that one sample, and one shard without a stated size, may take once decoded.
+"""Limit the decoded size of one sample, and of one shard whose size is not recorded.
 
-Compressed members, images and JSON take more memory than bytes in the file: a thousand times as much, and a
-zstd frame 30,000 times. Whatever decodes them asks for what it is about to allocate first.
+Compressed members, images and JSON can take a thousand times their file size in memory once decoded, and a
+zstd frame 30,000 times. Code that decodes them takes the memory from a budget before it allocates it.
 
-A sample may take `MAX_SAMPLE_BYTES`, or as much as the stored file of its shard, if that is more: what was
-not compressed is read whatever its size. All copies that exist at once count, such as the text in a `.txt.gz`
-member and the bytes that it is decoded from.
+A sample may take `MAX_SAMPLE_BYTES`, or as much as the stored file of its shard, if that is more: data that
+is not compressed can have any size. All copies that exist at once count, such as the text in a `.txt.gz`
+member and the bytes from which it is decoded.
 """
 
 from __future__ import annotations
@@ -13,51 +13,58 @@ from __future__ import annotations
 import numpy as np
 
 MAX_SAMPLE_BYTES = 1 << 30
-MAX_UNSTATED_BYTES = 4 << 30  # of a tar in memory; a larger one should be stored uncompressed, which maps it
-_HONEST_RATIO = 250  # of a compressed tar of any size; text reaches 10, logs 50
-_SMALL_BYTES = 1 << 20  # of a value, below which looking at it is not worth the time
+MAX_UNSTATED_BYTES = 4 << 30  # limit for a decompressed tar; store a larger one uncompressed: it is mapped
+_HONEST_RATIO = 250  # accepted compression ratio of a tar of any size; text reaches 10, logs 50
+_SMALL_BYTES = 1 << 20  # smaller values get a rough estimate from their size alone, to save time
 _PIECE_BYTES = 1 << 20
-# Of an empty list or object of CPython, and of a number or a short string with its place in a list.
+# Bytes that CPython takes for an empty list or object, and for a number or short string plus its list entry.
 _BRACKET_BYTES, _COMMA_BYTES = 64, 40
-_TWO_BYTES, _FOUR_BYTES = 0xC4, 0xF0  # the first bytes of characters for which CPython takes so many each
+# Lowest UTF-8 lead bytes of characters for which CPython takes two and four bytes per character.
+_TWO_BYTES, _FOUR_BYTES = 0xC4, 0xF0
 
 
 class SampleBudget:
-    """What is left of the memory for one sample."""
+    """Tracks how much memory one sample may still take."""
 
     __slots__ = ("_left", "limit")
 
     def __init__(self, stored_bytes: int = 0, *, limit: int = MAX_SAMPLE_BYTES) -> None:
-        """`stored_bytes`: size of the shard's stored file, 0 if that is not known."""
+        """Start with `limit` bytes, or `stored_bytes`, the size of the shard's stored file, if it is larger.
+
+        `stored_bytes` is 0 if the size is not known.
+        """
         self.limit = self._left = max(limit, stored_bytes)
 
     @property
     def left(self) -> int:
-        """Bytes that may still be taken."""
+        """Number of bytes that may still be taken."""
         return self._left
 
     def take(self, count: int) -> None:
-        """Take `count` bytes before they are allocated; ValueError if the sample would become too large."""
+        """Take `count` bytes; call it before allocating. Raises ValueError if the sample gets too large."""
         if count > self._left:
             needed = self.limit - self._left + count
             raise ValueError(
-                f"its sample would take {needed:,} bytes of memory, the limit is {self.limit:,}; "
+                f"its sample would take {needed:,} bytes of memory; the limit is {self.limit:,}; "
                 "split the sample, or leave the column out"
             )
         self._left -= count
 
 
 def raw_limit(stored_bytes: int, stated_bytes: int) -> int:
-    """Bytes that a compressed tar may hold: what its index states, but no more than tars of its size do.
+    """Return the maximum decompressed size of a tar in bytes, which also depends on its stored size.
 
-    `stated_bytes` is negative if nothing is stated.
+    `stated_bytes`, the size in the index, is never exceeded; it is negative if the index has no size.
     """
     usual = max(MAX_UNSTATED_BYTES if stated_bytes >= 0 else MAX_SAMPLE_BYTES, _HONEST_RATIO * stored_bytes)
     return min(usual, stated_bytes) if stated_bytes >= 0 else min(usual, MAX_UNSTATED_BYTES)
 
 
 def text_bytes(data: memoryview) -> int:
-    """Memory of the str in UTF-8 `data`: one, two or four bytes a character, by the widest one."""
+    """Estimate the memory of UTF-8 `data` as a str, in bytes, from above.
+
+    CPython takes one, two or four bytes per character, depending on the widest character.
+    """
     if len(data) < _SMALL_BYTES:
         return 4 * len(data)
     widest = int(np.frombuffer(data, np.uint8).max())
@@ -65,7 +72,7 @@ def text_bytes(data: memoryview) -> int:
 
 
 def json_bytes(data: memoryview) -> int:
-    """Memory of the value in JSON `data`, about: its texts and what each bracket and comma stands for."""
+    """Estimate the memory of the value in JSON `data` from its size, brackets and commas, in bytes."""
     if len(data) < _SMALL_BYTES:
         return len(data)
     brackets = commas = 0

@@ -1,13 +1,13 @@
-"""Compressed shard files: the algorithms of MDS, written deterministically, read within a limit.
+"""Compress shard files deterministically with the algorithms of MDS, and decompress them within a limit.
 
 A name is an algorithm with an optional level: `zstd`, `zstd:7`, `br:5`, `bz2`, `gz:9`, `snappy`; the file's
-suffix is the algorithm alone. Compressing streams piece by piece (snappy's raw format and gz:0 excepted,
-which hold the whole), and the same bytes and level always give the same file: gzip members carry no time.
+suffix is the algorithm alone. Compression works piece by piece (except snappy's raw format and gz:0, which
+hold the whole file), and the same bytes and level always give the same file: gzip members carry no time.
 
-Decompressing goes piece by piece and stops at a limit, so no small file can fill the memory; a truncated
-stream is an error. `decompress` is for files of an MDS dataset: it produces exactly the bytes that the index
-states, from one stream (zstd: any number of frames) and nothing behind it. `decompress_streams` is for
-compressed tars, whose size nobody may have stated: it reads all streams of a file, as gunzip does. zstd
+Decompression also works piece by piece and stops at a limit, so that no small file can fill the memory; a
+truncated stream is an error. `decompress` is for files of an MDS dataset: a file must hold one stream (zstd:
+any number of frames) with exactly the size that the index records, and nothing after it. `decompress_streams`
+is for compressed tars, whose size may not be recorded: it reads all streams of a file, as gunzip does. zstd
 windows are limited to 128 MiB, the most that any level up to 22 uses.
 """
 
@@ -29,7 +29,7 @@ import zstandard
 from shardkit.errors import MissingExtraError, ShardError, naming_extras
 
 Bytes = bytes | memoryview
-# Algorithm -> (levels, default level), as MosaicML has them.
+# Maps an algorithm to its (levels, default level), as in MosaicML.
 COMPRESSIONS: dict[str, tuple[range, int] | None] = {
     "br": (range(12), 11),
     "bz2": (range(1, 10), 9),
@@ -38,36 +38,36 @@ COMPRESSIONS: dict[str, tuple[range, int] | None] = {
     "zstd": (range(1, 23), 3),
 }
 
-_INPUT_BYTES = 1 << 16  # of one step; zlib copies what is left of its input at each
+_INPUT_BYTES = 1 << 16  # input per step; small, because zlib copies its unconsumed input in each step
 _OUTPUT_BYTES = 1 << 20
 _MAX_ZSTD_WINDOW = 1 << 27
 
-_ZSTD_HEADER_BYTES = 8  # of a frame that is skipped; magic and flags of others are 5, of blocks 3
+_ZSTD_HEADER_BYTES = 8  # header of a skippable frame; a frame's magic and flags take 5, a block's header 3
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_ZSTD_SKIPPED = b"\x2a\x4d\x18"  # magic of a frame that is skipped, behind its first byte
-_ZSTD_DICTIONARY = 0x5D  # that byte, of a frame with the dictionary of those after it
+_ZSTD_SKIPPED = b"\x2a\x4d\x18"  # magic of a skippable frame, without its first byte, which varies
+_ZSTD_DICTIONARY = 0x5D  # first byte of a skippable frame that holds the dictionary for the next frames
 _MAX_DICTIONARY_BYTES = 1 << 26
-ZSTD_WINDOW_ERROR = "Frame requires too much memory for decoding"  # as zstd says it
-_ZSTD_REPEATED = 1  # kind of a block of one byte, repeated
+ZSTD_WINDOW_ERROR = "Frame requires too much memory for decoding"  # zstd's own wording
+_ZSTD_REPEATED = 1  # type of a block that consists of one repeated byte
 
 _GZIP_WBITS = 31  # zlib's code for "gzip header, 32 KiB window"
 
-_BROTLI_MINOR = 2  # the first 1.x whose decompressor can be stopped (output_buffer_limit)
+_BROTLI_MINOR = 2  # 1.2 is the first version whose decompressor has an output_buffer_limit
 
-_MAX_VARINT_BYTES = 5  # snappy sizes are u32
+_MAX_VARINT_BYTES = 5  # length of a varint that holds u32, the type of snappy's sizes
 
 
 class Compressor(Protocol):
-    """Takes a file piece by piece; what `compress` and `flush` return, joined, is the compressed file."""
+    """Compresses a file piece by piece; the results of `compress` and `flush`, joined, are its bytes."""
 
     def compress(self, data: Bytes, /) -> bytes: ...
     def flush(self) -> bytes: ...
 
 
 def parse_compression(name: str) -> tuple[str, int]:
-    """(algorithm, level) of a name such as `zstd:7`; the default level when it has none (snappy: 0).
+    """Parse a name such as `zstd:7` into (algorithm, level); without a level, the default (snappy: 0).
 
-    ValueError for anything that MosaicML would not understand.
+    Raises ValueError for a name that MosaicML does not accept.
     """
     algorithm, colon, text = name.partition(":") if isinstance(name, str) else ("", "", "")
     if algorithm not in COMPRESSIONS:
@@ -80,7 +80,7 @@ def parse_compression(name: str) -> tuple[str, int]:
     choices = [str(level) for level in levels[0]] if levels else []
     if text not in choices:
         choice = f"{choices[0]} to {choices[-1]}" if choices else "none"
-        raise ValueError(f"compression {name[:40]!r}: {algorithm} has no such level; levels: {choice}")
+        raise ValueError(f"compression {name[:40]!r}: {algorithm} has no such level; its levels: {choice}")
     return algorithm, int(text)
 
 
@@ -96,7 +96,7 @@ class _BrotliCompressor:
 
 
 class _WholeCompressor:
-    """For algorithms that need the whole file at once, or whose bytes depend on the pieces."""
+    """Compresses the whole file in `flush`: for algorithms whose output would depend on the pieces."""
 
     def __init__(self, compress_whole: Callable[[bytes], bytes]) -> None:
         self._compress_whole = compress_whole
@@ -111,10 +111,10 @@ class _WholeCompressor:
 
 
 def new_compressor(name: str, total_bytes: int) -> Compressor:
-    """A compressor for one file of `total_bytes`; ValueError for an unknown name."""
+    """Return a compressor for one file of `total_bytes`. Raises ValueError for an unknown name."""
     algorithm, level = parse_compression(name)
     if algorithm == "zstd":
-        # The size goes into the frame's header; MosaicML's reader relies on it.
+        # The frame's header must have the size, because MosaicML's reader relies on it.
         zstd: Compressor = zstandard.ZstdCompressor(level=level).compressobj(size=total_bytes)
         return zstd
     if algorithm == "snappy":
@@ -129,9 +129,10 @@ def new_compressor(name: str, total_bytes: int) -> Compressor:
 
 
 def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[str]) -> npt.NDArray[np.uint8]:
-    """uint8[raw_bytes], what `data` holds; ShardError (naming `file`) if it holds less, more or nonsense.
+    """Decompress `data` into uint8[raw_bytes].
 
-    Costs one buffer of `raw_bytes` and a few MiB; never more, whatever the data claims.
+    Takes a buffer of `raw_bytes` and a few MiB, never more, even for hostile data. Raises ShardError, naming
+    `file`, if the data is damaged or has another size.
     """
     algorithm, _ = parse_compression(name)
     output: npt.NDArray[np.uint8] = np.empty(raw_bytes, dtype=np.uint8)
@@ -140,7 +141,7 @@ def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[s
         if algorithm == "zstd":
             reader = _new_zstd().stream_reader(data, read_across_frames=True)
             filled = reader.readinto(output)
-            pieces = iter([reader.read(1)])  # anything left is too much
+            pieces = iter([reader.read(1)])  # one more byte would exceed raw_bytes, an error below
         elif algorithm == "snappy":
             filled, pieces = _decompress_snappy(data, output), iter(())
         else:
@@ -159,13 +160,16 @@ def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[s
 def decompress_streams(
     algorithm: str, data: memoryview, *, limit: int, file: str | PathLike[str]
 ) -> npt.NDArray[np.uint8]:
-    """All that the streams of a file (gz, bz2, zstd) hold; ShardError if it is damaged or above `limit`."""
+    """Decompress all streams of a file (gz, bz2, zstd) into uint8[n].
+
+    Raises ShardError, naming `file`, if it is damaged or holds more than `limit` bytes.
+    """
     with _naming(file, algorithm):
         return np.frombuffer(_joined(algorithm, data, limit), dtype=np.uint8)
 
 
 def gunzip(data: memoryview, limit: int) -> bytes:
-    """A gzip file's content; ValueError if it is damaged or larger than `limit`."""
+    """Return a gzip file's content. Raises ValueError if it is damaged or larger than `limit` bytes."""
     try:
         return _joined("gz", data, limit)
     except (EOFError, zlib.error) as error:
@@ -174,7 +178,7 @@ def gunzip(data: memoryview, limit: int) -> bytes:
 
 @contextmanager
 def _naming(file: str | PathLike[str], algorithm: str) -> Iterator[None]:
-    """Turn the errors of all algorithms into a ShardError that names `file`."""
+    """Convert errors of any algorithm into a ShardError that names `file`."""
     try:
         yield
     except (ValueError, OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
@@ -182,7 +186,7 @@ def _naming(file: str | PathLike[str], algorithm: str) -> Iterator[None]:
 
 
 def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
-    output = io.BytesIO()  # hands over what it holds without a copy
+    output = io.BytesIO()  # its getvalue() does not copy
     for piece in _pieces(algorithm, data, is_single=False):
         if output.tell() + len(piece) > limit:
             raise ValueError(f"it holds more than {limit:,} bytes")
@@ -193,8 +197,8 @@ def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
 def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
     """Yield the content of compressed `data`, about `_OUTPUT_BYTES` at a time.
 
-    `is_single`: it is one stream and nothing else. Otherwise any number of streams, which tools such as pigz
-    write, and zeros behind them, with which some tools pad.
+    With `is_single`, `data` must be one stream and nothing else. Otherwise it may have several streams, which
+    tools such as pigz write, followed by zeros, with which some tools pad.
     """
     new_stream, step = _STREAMS[algorithm]
     at, stream = 0, new_stream()
@@ -219,7 +223,7 @@ def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
             raise EOFError("it is truncated")
 
 
-# A step takes input and returns (some of the output, whether it needs more input).
+# A step takes input and returns (a piece of the output, whether it needs more input).
 
 
 def _step_gzip(stream: Any, data: bytes) -> tuple[bytes, bool]:
@@ -232,14 +236,14 @@ def _step(stream: bz2.BZ2Decompressor | ZstdFrame, data: bytes) -> tuple[bytes, 
 
 
 class ZstdFrame:
-    """Decoder of one zstd frame with the interface of bz2's, and as there with a limit on each piece.
+    """Decodes one zstd frame with the interface of `bz2.BZ2Decompressor`, including its limit on each piece.
 
-    zstandard's own has none: 4 bytes can stand for 128 KiB, so 64 KiB for 2 GiB. A frame is a row of blocks
-    of at most 128 KiB of content, each with its size in front (RFC 8878, section 3.1.1.2). They are decoded
-    one by one.
+    The zstandard package has no such limit: 4 bytes can encode 128 KiB, and so 64 KiB can encode 2 GiB. A
+    frame is a sequence of blocks of at most 128 KiB of content, each preceded by its size (RFC 8878, section
+    3.1.1.2), which are decoded one by one.
 
-    A frame that asks for a larger window than `max_window_bytes` is decoded with that one as long as its
-    content fits in, so that a small file made with `--long=31` takes no 2 GiB; then it is refused.
+    A frame whose header requests a window above `max_window_bytes` is decoded with that maximum, so that a
+    small file made with `--long=31` does not take 2 GiB. It is refused once its content exceeds the maximum.
     """
 
     def __init__(
@@ -247,15 +251,15 @@ class ZstdFrame:
         max_window_bytes: int = _MAX_ZSTD_WINDOW,
         dictionary: zstandard.ZstdCompressionDict | None = None,
     ) -> None:
-        """`max_window_bytes` is a power of two."""
+        """Start a frame; `max_window_bytes` must be a power of two."""
         self._max_window = max_window_bytes
         decoder = zstandard.ZstdDecompressor(dict_data=dictionary, max_window_size=max_window_bytes)
         self._frame = decoder.decompressobj()
-        self._left = sys.maxsize  # of the content that the window can hold
-        self.dictionary = bytearray()  # what the frame holds, if it is one with a dictionary
+        self._left = sys.maxsize  # bytes of content that may follow before they exceed a reduced window
+        self.dictionary = bytearray()  # the content of a skippable frame that holds a dictionary
         self._holds_dictionary = False
-        self._held, self._at = b"", 0  # input, and where in it what waits begins
-        self._to_boundary = 0  # bytes of input up to the next header of a block
+        self._held, self._at = b"", 0  # buffered input, and the index of its first unconsumed byte
+        self._to_boundary = 0  # bytes of input up to the next block header
         self._begun = False
         self._checksum_bytes = 0
         self.needs_input = True
@@ -267,11 +271,14 @@ class ZstdFrame:
 
     @property
     def unused_data(self) -> bytes:
-        """The bytes that follow the frame, once it has ended."""
+        """The input that follows the frame, once the frame has ended; empty before."""
         return bytes(self._frame.unused_data) + self._held[self._at :] if self.eof else b""
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Decode the next block, smaller than any `max_length` in use. zstandard.ZstdError if damaged."""
+        """Decode the next block. Raises zstandard.ZstdError if it is damaged.
+
+        `max_length` is ignored: a block is smaller than any value in use.
+        """
         if data:
             self._held, self._at = self._held[self._at :] + data, 0
         held = memoryview(self._held)
@@ -298,7 +305,7 @@ class ZstdFrame:
         return piece
 
     def _limit_window(self, head: bytes) -> bool:
-        """State a smaller window in the header if it is too large; whether that was so."""
+        """Write the maximum window into the buffered header if it has a larger one; return whether it had."""
         flags, window = head[4], head[5]
         if flags & 32 or (8 + (window & 7)) << (7 + (window >> 3)) <= self._max_window:
             return False
@@ -309,16 +316,16 @@ class ZstdFrame:
         return True
 
     def _next_boundary(self, head: bytes) -> int:
-        """Bytes up to the next header of a block from the header at hand; 0 if it is not all there yet."""
+        """Return the bytes from the header `head` to the next block header; 0 if `head` is incomplete."""
         if self._begun:
             if len(head) < 3:
                 return 0
             header = int.from_bytes(head[:3], "little")
             is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
             return 3 + (1 if kind == _ZSTD_REPEATED else size) + (self._checksum_bytes if is_last else 0)
-        if len(head) < _ZSTD_HEADER_BYTES:  # shorter than any frame
+        if len(head) < _ZSTD_HEADER_BYTES:  # every frame is longer, so more input is needed
             is_frame = len(head) < 4 or head[:4] == _ZSTD_MAGIC or head[1:4] == _ZSTD_SKIPPED
-            return 0 if is_frame else len(head)  # of what is none, zstd says so
+            return 0 if is_frame else len(head)  # zstd raises the error for input that is not a frame
         if head[1:4] == _ZSTD_SKIPPED:
             self._holds_dictionary = head[0] == _ZSTD_DICTIONARY
             return _ZSTD_HEADER_BYTES + int.from_bytes(head[4:8], "little")
@@ -331,9 +338,9 @@ class ZstdFrame:
 
 
 class _BrotliStream:
-    """Brotli's decompressor in the form of the others."""
+    """Wraps Brotli's decompressor in the interface of the others."""
 
-    unused_data = b""  # it refuses what follows the end
+    unused_data = b""  # always empty: Brotli raises an error for data after the end
 
     def __init__(self) -> None:
         self._module = _brotli()
@@ -355,7 +362,7 @@ def _new_zstd() -> zstandard.ZstdDecompressor:
     return zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW)
 
 
-# (how a stream begins, its step)
+# Maps an algorithm to (function that creates a stream, its step function).
 _STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes, bool]]]] = {
     "br": (_BrotliStream, _BrotliStream.step),
     "bz2": (bz2.BZ2Decompressor, _step),
@@ -365,9 +372,12 @@ _STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes,
 
 
 def _decompress_snappy(data: Bytes, output: npt.NDArray[np.uint8]) -> int:
-    """The raw format into `output`, which it has to fill: a varint with the size of the whole comes first."""
+    """Decompress snappy's raw format, which begins with its size as a varint, into `output`; return the size.
+
+    Raises ValueError unless `output` has exactly this size.
+    """
     with naming_extras("snappy compression"):
-        import cramjam  # what python-snappy calls, with a copy of both sides
+        import cramjam  # called directly: python-snappy copies input and output
 
     stated = 0
     for shift, byte in enumerate(data[:_MAX_VARINT_BYTES]):

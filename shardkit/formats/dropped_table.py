@@ -1,14 +1,14 @@
-"""The formats of `dropped/*.parquet` and `duplicates/*.parquet`: documents that are not in the dataset.
+"""The schemas of `dropped/*.parquet` and `duplicates/*.parquet`: documents that are not in the dataset.
 
-Together with `provenance/*.parquet` (documents that are) and `quarantine.jsonl` (records that could not be
-read) they account for every document of the inputs; records without one, such as redirects in a WARC, are
-only counted. `dropped` has what filters dropped, a file for each split that lost something. `duplicates` has
-what was removed after that, sorted by the document that stays, so that its duplicates lie together. A
-document that stays for an exact duplicate, or one of its URL, may itself be removed in a later stage: follow
-`kept_document_id` until it is in no line as `document_id`.
+Together with `provenance/*.parquet` (documents in the dataset) and `quarantine.jsonl` (records that could not
+be read) they account for every document of the inputs; records without a document, such as redirects in a
+WARC, are only counted. `dropped` lists the documents that filters dropped, in one file per split with any.
+`duplicates` lists the documents that were removed after that, sorted by the document that was kept for them,
+so that all its duplicates are adjacent. A document kept for an exact duplicate, or for one with its URL, may
+itself be removed in a later stage: follow `kept_document_id` until no line has it as `document_id`.
 
-Texts are the beginnings of a bounded sample of documents, as they were when they were removed; null for the
-others, which are found in the raw files by `file` and `record`.
+`text` holds the beginning of a document as it was when it was removed, for a bounded sample of documents. It
+is null for the others; find those in the raw files by `file` and `record`.
 
 `shardkit.writers.rows.dropped_file` and `shardkit.writers.dedup.duplicates` write these files.
 """
@@ -28,16 +28,16 @@ _DOCUMENT = [
     pa.field("record", pa.int64(), nullable=False),
     pa.field("id", pa.string()),
     pa.field("url", pa.string()),
-    pa.field("bytes", pa.int64(), nullable=False),  # of UTF-8, as it was removed
+    pa.field("bytes", pa.int64(), nullable=False),  # size in UTF-8 when it was removed
 ]
 
 DROPPED_SCHEMA = pa.schema(
     [
         *_DOCUMENT,
         pa.field("rule", pa.string(), nullable=False),  # "<filter>/<rule>"
-        pa.field("value", pa.float64()),  # the number that the rule judged
-        pa.field("label", pa.string()),  # or the label; beside a number, what that is about
-        pa.field("bound", pa.float64()),  # the limit that the number was compared with
+        pa.field("value", pa.float64()),  # the number that the rule tested
+        pa.field("label", pa.string()),  # the label that the rule tested, or the subject of `value`
+        pa.field("bound", pa.float64()),  # the limit with which `value` was compared
         pa.field("text", pa.string()),
     ]
 )
@@ -45,10 +45,10 @@ DROPPED_SCHEMA = pa.schema(
 DUPLICATES_SCHEMA = pa.schema(
     [
         *_DOCUMENT,
-        # url_duplicate, exact_duplicate, near_duplicate; duplicate_lines and empty: nothing was left of it
+        # url_duplicate, exact_duplicate, near_duplicate; or duplicate_lines and empty if no text was left.
         pa.field("reason", pa.string(), nullable=False),
-        pa.field("similarity", pa.float32()),  # Jaccard, with what stays; 1 for exact, null for url
-        # Null where nothing was left, and where it duplicates a document of an index of another corpus.
+        pa.field("similarity", pa.float32()),  # Jaccard, with the kept document; 1 for exact, null for url
+        # Null if no text was left, or if the kept document is in an index of another corpus.
         pa.field("kept_document_id", pa.binary(16)),
         pa.field("kept_source", pa.int32()),
         pa.field("kept_file", pa.string()),
@@ -62,5 +62,5 @@ DUPLICATES_SCHEMA = pa.schema(
 
 
 def part_name(folder: str, number: int) -> str:
-    """The name, in the dataset, of file `number` of a table."""
+    """Return the name of file `number` of a table, relative to the dataset's folder."""
     return f"{folder}/part-{number:05d}.parquet"

@@ -1,9 +1,10 @@
-"""The least and greatest values in the row groups of a Parquet file, which may be damaged or hostile.
+"""Read the minimum and maximum values of Parquet row groups from files that may be damaged or hostile.
 
-pyarrow reads them from `FileMetaData.row_group(n).column(m)`. That call does not catch what Parquet's C++
-code throws if column metadata contradict themselves (26.0: sizes of levels, numbers of columns, types), which
-ends the process. Nothing else that shardkit calls does: 130,000 damaged files read to the end did not. So the
-footer is parsed here, and nothing else asks for a column's metadata. (`write_metadata_file` ends it, too.)
+pyarrow has these values in `FileMetaData.row_group(n).column(m)`, but does not catch the C++ exceptions that
+Parquet throws if column metadata are contradictory (26.0: sizes of levels, numbers of columns, types). They
+end the process. No other call in shardkit has this problem: reading 130,000 damaged files did not end a
+process. So the footer is parsed here, and no other code uses pyarrow's column metadata. (pyarrow's
+`write_metadata_file` can end the process, too.)
 
 A footer is a struct of Thrift's compact protocol; parquet.thrift numbers the fields:
 
@@ -24,24 +25,24 @@ from functools import cached_property
 from typing import Any, BinaryIO
 
 Limits = Mapping[str, tuple[Any, Any]]
-"""(least, greatest) of columns by their dotted path: whole numbers, texts, bytes."""
+"""Maps the dotted path of a column of integers, strings or bytes to its (minimum, maximum)."""
 
 _MAGIC = b"PAR1"
-_TAIL_BYTES = 1 << 16  # one read has most footers
-_MAX_FOOTER_BYTES = 1 << 25  # parsed, a byte may take 100; of our tables a footer has some kilobytes
-_MAX_DEPTH = 16  # structs of a footer nest eight deep
+_TAIL_BYTES = 1 << 16  # size of the first read, which includes most footers
+_MAX_FOOTER_BYTES = 1 << 25  # a parsed footer takes up to 100 times its size; our tables' have kilobytes
+_MAX_DEPTH = 16  # the structs of a valid footer nest eight deep
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
-_INTEGERS = (4, 5, 6)  # of 16, 32 and 64 bits, all alike
+_INTEGERS = (4, 5, 6)  # types of 16, 32 and 64 bits, which are encoded equally
 _INT32, _INT64, _BYTE_ARRAY, _FIXED = 1, 2, 6, 7  # physical types
 _UTF8, _UNSIGNED, _SIGNED = 0, range(11, 15), range(15, 19)  # converted types
 _STRING, _INTEGER = 1, 10  # logical types
 
 
 class Footer:
-    """The footer of a Parquet file: pyarrow's `metadata`, and the `limits` that each row group states."""
+    """The footer of a Parquet file: pyarrow's `metadata`, and the `limits` of each row group."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Read that of an open file; ValueError, OSError or pyarrow's errors if there is none."""
+        """Read the footer of an open file. Raises ValueError, OSError or pyarrow's errors if it has none."""
         import pyarrow.parquet as pq
 
         data = _footer_bytes(file)
@@ -50,7 +51,7 @@ class Footer:
 
     @cached_property
     def limits(self) -> tuple[Limits, ...]:
-        """The limits of columns of whole numbers, texts or bytes, in a mapping for each row group."""
+        """One mapping per row group: the limits of integer, string and bytes columns; empty if unknown."""
         nothing: tuple[Limits, ...] = ({},) * self.metadata.num_row_groups
         if len(self._data) > _MAX_FOOTER_BYTES:
             return nothing
@@ -59,7 +60,7 @@ class Footer:
             leaves = [element for element in footer[2] if element.get(5) is None]
             groups = tuple(_limits(group[1], leaves) for group in footer[4])
         except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error):
-            return nothing  # pyarrow has read it; then so be it
+            return nothing  # pyarrow could read the file, so it is usable, only without limits
         return groups if len(groups) == len(nothing) else nothing
 
 
@@ -70,7 +71,7 @@ def _footer_bytes(file: BinaryIO) -> bytes:
     tail = file.read(size - start)
     length = int.from_bytes(tail[-8:-4], "little")
     if tail[-4:] != _MAGIC or length > size - 12:
-        raise ValueError("it does not end like a Parquet file")
+        raise ValueError("the file does not end like a Parquet file")
     if length + 8 > len(tail):
         file.seek(size - 8 - length)
         tail = file.read(length) + tail[-8:]
@@ -87,7 +88,7 @@ def _limits(chunks: list[Any], leaves: list[Any]) -> Limits:
         if facts.get(1) != leaf.get(1) or stated.get(5) is None or stated.get(6) is None:
             continue
         if stated.get(7) is False or stated.get(8) is False:
-            continue  # cut to a prefix
+            continue  # the value was truncated to a prefix
         low, high = _value(stated[6], leaf), _value(stated[5], leaf)
         if low is not None and high is not None:
             found[".".join(part.decode() for part in facts[3])] = (low, high)
@@ -95,7 +96,7 @@ def _limits(chunks: list[Any], leaves: list[Any]) -> Limits:
 
 
 def _value(data: bytes, leaf: Mapping[int, Any]) -> Any:
-    """The value that a statistic's bytes mean; None if they mean none, or dates and the like."""
+    """Decode the bytes of a statistic; return None if they are invalid or of another type, such as a date."""
     physical, converted, logical = leaf.get(1), leaf.get(6), leaf.get(10, {})
     if physical in (_INT32, _INT64):
         is_plain = (converted is None and not logical) or _INTEGER in logical
@@ -114,13 +115,13 @@ def _value(data: bytes, leaf: Mapping[int, Any]) -> Any:
 
 
 class _Compact:
-    """A value of Thrift's compact protocol as plain data: structs are {field: value}, strings bytes."""
+    """Parses Thrift's compact protocol into plain data: structs become {field: value}, strings bytes."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """The struct that begins here; ValueError or IndexError if it is none."""
+        """Parse the struct at the current position. Raises ValueError or IndexError if it is malformed."""
         if depth > _MAX_DEPTH:
             raise ValueError("structs nest too deeply")
         fields: dict[int, Any] = {}
@@ -134,7 +135,7 @@ class _Compact:
     def _value(self, kind: int, depth: int) -> Any:
         if kind in _INTEGERS:
             return self._integer()
-        if kind in (_TRUE, _FALSE):  # in a list, where each has a byte
+        if kind in (_TRUE, _FALSE):  # in a list, each boolean takes a byte
             return self._byte() == _TRUE
         if kind == _BYTE:
             return self._byte()
@@ -146,14 +147,14 @@ class _Compact:
             head = self._byte()
             count = self._varint() if head >> 4 == 15 else head >> 4
             if count > len(self._data) - self._at:
-                raise ValueError("a list that is longer than the footer")
+                raise ValueError("a list is longer than the footer")
             return [
                 self.struct(depth + 1) if head & 15 == _STRUCT else self._value(head & 15, depth + 1)
                 for _ in range(count)
             ]
         if kind == _STRUCT:
             return self.struct(depth + 1)
-        raise ValueError(f"a value of kind {kind}")
+        raise ValueError(f"the footer has a value of the unknown type {kind}")
 
     def _byte(self) -> int:
         self._at += 1
@@ -173,7 +174,7 @@ class _Compact:
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-        raise ValueError("a number of more than 64 bits")
+        raise ValueError("a number in the footer has more than 64 bits")
 
     def _integer(self) -> int:
         value = self._varint()

@@ -1,10 +1,10 @@
-"""The format of `provenance/*.parquet`: which document every token of a dataset came from.
+"""The schema of `provenance/*.parquet`, which records the document from which each token comes.
 
-One file per partition of the build, named by `provenance_name`; one record per piece of a document in a row,
-sorted by (shard, row, token_start) within each file and from file to file. Tokens that no record covers are
-padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so a look-up of rows reads one or two of
-them. A file that has records states in its schema metadata the build's shuffle seed and the range of its
-documents' shuffle hashes, so a document is looked for in one file only.
+There is one file per partition of the build, named by `provenance_name`, and one record per piece of a
+document in a row, sorted by (shard, row, token_start) within each file and across files. Tokens that no
+record covers are padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so looking up rows reads
+one or two of them. The schema metadata of a file with records holds the build's shuffle seed and the range of
+its documents' shuffle hashes, so only one file has to be searched for a document.
 
 `shardkit.writers.stages.provenance` writes these files, `shardkit.datasets.provenance` reads them.
 """
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 PROVENANCE_FOLDER = "provenance"
-ROW_GROUP_PIECES = 1 << 16  # about 2 MB of columns that do not repeat
+ROW_GROUP_PIECES = 1 << 16  # about 2 MB in columns without repeating values
 
 PROVENANCE_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("row", pa.int32(), nullable=False),  # within the shard
         pa.field("token_start", pa.int32(), nullable=False),  # within the row
-        pa.field("token_end", pa.int32(), nullable=False),  # one past the last; eos included where it is
+        pa.field("token_end", pa.int32(), nullable=False),  # exclusive; includes an eos token
         pa.field("document_id", pa.binary(16), nullable=False),
         pa.field("document_start", pa.int64(), nullable=False),  # tokens of the document before this piece
-        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for: 1 + duplicates
+        pa.field("copies", pa.int32(), nullable=False),  # 1 + number of its removed duplicates
         pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
         pa.field("file", pa.string(), nullable=False),
         pa.field("record", pa.int64(), nullable=False),
@@ -42,7 +42,7 @@ _SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"sha
 
 @dataclass(frozen=True, slots=True)
 class HashRange:
-    """The shuffle hashes that the documents of a file have, `first` to `last`, both included."""
+    """The range of the shuffle hashes of a file's documents, `first` to `last`, both inclusive."""
 
     seed: int
     first: int
@@ -54,7 +54,7 @@ class HashRange:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[bytes, bytes]) -> HashRange | None:
-        """The inverse; None if the metadata states no range: a file without records, or a damaged one."""
+        """Parse the range from a file's schema metadata; None if it has no records or damaged metadata."""
         try:
             return cls(*(int(metadata[key]) for key in (_SEED, _FIRST_HASH, _LAST_HASH)))
         except (KeyError, ValueError):
@@ -62,10 +62,10 @@ class HashRange:
 
 
 def provenance_name(number: int) -> str:
-    """The name, in the dataset, of the file of partition `number`."""
+    """Return the name of the file of partition `number`, relative to the dataset's folder."""
     return f"{PROVENANCE_FOLDER}/part-{number:05d}.parquet"
 
 
 def is_provenance_name(name: str) -> bool:
-    """Whether a file of the provenance folder is one of its tables, whatever its number."""
+    """Return whether a file of the provenance folder is one of its tables."""
     return name.endswith(".parquet") and not name.rpartition("/")[2].startswith(".")

@@ -1,6 +1,7 @@
-"""SentencePiece models, such as tokenizer.model of Llama 2, as the tokenizer.json that means the same.
+"""Convert SentencePiece models, such as tokenizer.model of Llama 2, to an equivalent tokenizer.json.
 
-They are protocol buffers, of which few fields matter, so they are read here. Any damage is a RecipeError.
+The models are protocol buffers. Few of their fields are needed, so they are parsed here. Damage raises
+RecipeError.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any
 
 from shardkit.errors import RecipeError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of SentencePiece's pieces
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of pieces
 _UNIGRAM, _BPE = 1, 2
 _SPACE = "\u2581"
 
 
 def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
-    """Return a SentencePiece model (sentencepiece_model.proto), BPE or Unigram, as a tokenizer.json.
+    """Convert a SentencePiece model (sentencepiece_model.proto), BPE or Unigram, to a tokenizer.json.
 
-    RecipeError if it is none.
+    Raises RecipeError if `data` is not such a model.
     """
     try:
         fields = list(_fields(data))
@@ -33,10 +34,10 @@ def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
         prefix, trimmed = (bool(_typed(normalizer, number, int, 1)) for number in (3, 4))
         characters: bytes = _typed(normalizer, 2, bytes, b"")
         _check_characters(characters)
-    except (ValueError, IndexError, TypeError) as error:  # of which struct's and Unicode's are kinds
-        raise RecipeError(f"tokenizer.path: {path} is no tokenizer that is known ({error})") from error
+    except (ValueError, IndexError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+        raise RecipeError(f"tokenizer.path: {path} is not a known kind of tokenizer ({error})") from error
     if kind not in (_UNIGRAM, _BPE) or not 0 <= unknown < len(pieces):
-        raise RecipeError(f"tokenizer.path: {path} is no SentencePiece model of type bpe or unigram")
+        raise RecipeError(f"tokenizer.path: {path} is not a SentencePiece model of type bpe or unigram")
     vocabulary = {piece: number for number, (piece, _, _) in enumerate(pieces)}
     byte_fallback = bool(byte_fallback)
     if kind == _UNIGRAM:
@@ -60,7 +61,7 @@ def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     if characters:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(characters).decode()})
-    if trimmed:  # spaces at both ends go, and all but one of others in a row
+    if trimmed:  # remove spaces at both ends, and reduce other runs of spaces to one
         steps.append({"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if prefix:
@@ -81,7 +82,7 @@ def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[str]:
-    """Any two neighbors that are a piece together, at that piece's score, best first."""
+    """Return all merges "left right" that result in a piece, by descending score of that piece."""
     scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     found = []
     for piece, score in scores.items():
@@ -99,7 +100,7 @@ def huggingface_config(
     normalizer: dict[str, Any] | None = None,
     pre_tokenizer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer.json; `added` are ids, tokens, and whether each is special."""
+    """Return the content of a tokenizer.json; `added` lists added tokens as (id, text, is it special)."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokens = [{"id": number, "content": text, "special": special} | plain for number, text, special in added]
     return {
@@ -119,30 +120,30 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     found = dict(_fields(data))
     score = _typed(found, 2, bytes, bytes(4))
     if len(score) != 4:
-        raise ValueError("a piece's score is no number of 4 bytes")
+        raise ValueError("a piece's score is not a number of 4 bytes")
     if not (name := _typed(found, 1, bytes, b"").decode()):
         raise ValueError("a piece has no name")
     return name, struct.unpack("<f", score)[0], _typed(found, 3, int, _NORMAL)
 
 
 def _check_characters(table: bytes) -> None:
-    """Raise ValueError unless a table of normalization is empty, or a size, a tree of it, and texts."""
+    """Raise ValueError unless a normalization table is empty, or a trie, after its size, and UTF-8 text."""
     size = int.from_bytes(table[:4], "little")
     if table and (size % 4 or size > len(table) - 4):
-        raise ValueError("the table of normalized characters is cut or damaged")
+        raise ValueError("the table of normalized characters is cut short or damaged")
     table[4 + size :].decode()
 
 
 def _typed(fields: Mapping[int, Any], number: int, kind: type, default: Any) -> Any:
-    """Return a field of a message; ValueError if it is of another kind."""
+    """Return a field of a message, or `default`. Raises ValueError if it is not of type `kind`."""
     value = fields.get(number, default)
     if not isinstance(value, kind):
-        raise ValueError(f"field {number} is no {kind.__name__}")
+        raise ValueError(f"field {number} is not of type {kind.__name__}")
     return value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of the fields of a protocol buffer message: int, or bytes."""
+    """Yield (number, value) of each field of a protocol buffer message; values are int or bytes."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -156,9 +157,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif kind in (1, 5):
             size = 8 if kind == 1 else 4
         else:
-            raise ValueError(f"no protocol buffer: wire type {kind} at byte {at:,}")
+            raise ValueError(f"not a protocol buffer: unknown wire type {kind} before byte {at:,}")
         if at + size > len(data):
-            raise ValueError(f"the file ends in a field of {size:,} bytes at byte {at:,}")
+            raise ValueError(f"the file ends inside a field of {size:,} bytes at byte {at:,}")
         yield number, data[at : at + size]
         at += size
 
@@ -171,4 +172,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if data[at - 1] < 0x80:
             return value, at
         if shift > 63:
-            raise ValueError(f"a number of more than 64 bits before byte {at:,}")
+            raise ValueError(f"a number has more than 64 bits before byte {at:,}")

@@ -1,8 +1,8 @@
-"""The stored file of a shard and the raw bytes that its readers see, of both formats.
+"""Load a shard's stored file, MDS or tar, and return its raw bytes.
 
-A raw file is memory-mapped, a compressed one decompressed into memory. Its size, and its hashes if asked, are
-compared with what the index states. A file must not be truncated by others while it is mapped; replace files
-by rename, as everything in shardkit does.
+An uncompressed file is memory-mapped, a compressed one is decompressed into memory. The size and, if
+requested, the hashes are compared with the index. A file must not be truncated by others while it is mapped;
+replace files by rename, as all code in shardkit does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from shardkit.manifest import UNKNOWN, FileInfo, Format, ShardInfo
 
 
 def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = False) -> Bytes:
-    """uint8[raw bytes] of a local shard; ShardNotFoundError if the file is missing.
+    """Return the raw bytes of a local shard as uint8[n].
 
-    ShardError if it is not what `info` says. `verify` compares every hash that `info` states.
+    Raises ShardNotFoundError if the file is missing and ShardError if it contradicts `info`. `verify` checks
+    every hash in `info`.
     """
     file = folder / info.stored.basename
     try:
@@ -43,7 +44,7 @@ def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = Fals
 
 
 def decompress_shard(kind: Format, info: ShardInfo, stored: Bytes, where: str | PathLike[str]) -> Bytes:
-    """Decompress the shard `stored`. ShardError if it is damaged or not of the stated size."""
+    """Decompress the shard `stored`. Raises ShardError if it is damaged or not of the size in `info`."""
     assert info.compression
     if kind == "mds":
         raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)
@@ -66,7 +67,7 @@ def _check_hashes(where: str | PathLike[str], expected: FileInfo, data: Bytes) -
     try:
         found = hash_bytes(data.data, expected.hashes)
     except ValueError as error:
-        raise ShardError(where, f"its index states a hash that cannot be checked: {error}") from error
+        raise ShardError(where, f"the index states a hash that cannot be checked: {error}") from error
     for name, digest in found.items():
         if digest != expected.hashes[name].lower():
             problem = f"{name} of {expected.basename} is {digest}, the index states {expected.hashes[name]}"

@@ -1,15 +1,15 @@
-"""Text datasets: documents as sharded Parquet or JSON lines, with a list of the files beside them.
+"""Read and index text datasets: documents in sharded Parquet or JSON lines, with a list of the files.
 
     documents.json      {"version": 1, "format": "parquet" | "jsonl", "columns": {name: type}, "files":
                          [{"name": "text-00000.parquet", "documents": 8192, "bytes": 1234,
                            "hashes": {"xxh64": …}, "raw_bytes": 5678}, …]}
-    text-00000.parquet  one row a document, or one line in text-00000.jsonl[.zst | .gz]
-    dataset.json        the card; the other files are those of any dataset that shardkit builds
+    text-00000.parquet  one row per document; or text-00000.jsonl[.zst | .gz], one line per document
+    dataset.json        the card; the other files are the same as in any dataset that shardkit builds
 
-The list is published last: its presence means that the dataset is complete. `raw_bytes` is the size of a
-compressed file's lines. Any reader of Parquet or JSON lines reads the files; here they are shards like all
-others: `open_dataset`, `verify`, `upload` and the explorer take them. A row group, or one line, is decoded at
-a time.
+The list is published last: its presence means that the dataset is complete. `raw_bytes` is the uncompressed
+size of compressed JSON lines. Any reader of Parquet or JSON lines reads the files; in shardkit they are
+shards like all others: `open_dataset`, `verify`, `upload` and the explorer accept them. One row group, or one
+line, is decoded at a time.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_bas
 TEXT_INDEX_NAME = "documents.json"
 TEXT_FORMATS = ("parquet", "jsonl")
 
-_COMPRESSIONS = {".zst": "zstd", ".gz": "gz"}  # of JSON lines, by the end of the name
-_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
+_COMPRESSIONS = {".zst": "zstd", ".gz": "gz"}  # compression of JSON lines by the file's suffix
+_MAX_COUNT = 1 << 53  # every JSON reader represents integers below this exactly
 _LINE_END = 10
 
 
 def text_index_bytes(manifest: Manifest) -> bytes:
-    """documents.json of a text dataset."""
+    """Return the bytes of documents.json for a text dataset."""
     columns = {column.name: column.encoding for kind in manifest.kinds for column in kind.columns}
     files = []
     for shard in manifest.shards:
@@ -54,7 +54,7 @@ def text_index_bytes(manifest: Manifest) -> bytes:
 
 
 def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
-    """The manifest in the bytes of documents.json; ShardError, naming `file`, if it is not sound."""
+    """Parse the bytes of documents.json. Raises ShardError, naming `file`, if they are malformed."""
     try:
         facts = load_json(text)
     except (ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
     kind, columns = facts.get("format"), facts.get("columns")
     if facts.get("version") != 1 or kind not in TEXT_FORMATS:
         raise ShardError(
-            file, f"has version {facts.get('version')!r} and format {kind!r}, which are not known"
+            file, f"has version {facts.get('version')!r} and format {kind!r}, which are not supported"
         )
     if not isinstance(columns, dict) or not all(isinstance(value, str) for value in columns.values()):
         raise ShardError(file, "`columns` must map names to types")
@@ -75,7 +75,7 @@ def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
 
 def _shard(entry: Any, kind: str, columns: tuple[Column, ...], file: str | PathLike[str]) -> ShardInfo:
     if not isinstance(entry, dict):
-        raise ShardError(file, f"an entry that is not an object: {str(entry)[:80]!r}")
+        raise ShardError(file, f"has an entry that is not an object: {str(entry)[:80]!r}")
     name = checked_basename(entry.get("name"), file)
     hashes = entry.get("hashes", {})
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
@@ -92,12 +92,12 @@ def _shard(entry: Any, kind: str, columns: tuple[Column, ...], file: str | PathL
 def _count(entry: dict[str, Any], key: str, name: str, file: str | PathLike[str]) -> int:
     value = entry.get(key)
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise ShardError(file, f"{name}: {key} must be a count, not {str(value)[:40]!r}")
+        raise ShardError(file, f"{name}: {key} must be an integer of 0 or more, not {str(value)[:40]!r}")
     return value
 
 
 class TextShard:
-    """One open file: documents by row. ShardError if it is not what the list says of it."""
+    """An open file of a text dataset, read by row. Raises ShardError if it contradicts the list."""
 
     def __init__(self, info: ShardInfo, raw: Bytes, kind: str, *, file: str | PathLike[str]) -> None:
         self.info = info
@@ -106,34 +106,34 @@ class TextShard:
             _ParquetRows(raw, file) if kind == "parquet" else _Lines(raw, file)
         )
         if len(self._rows) != info.samples:
-            raise ShardError(file, f"has {len(self._rows):,} documents, the list states {info.samples:,}")
+            raise ShardError(file, f"has {len(self._rows):,} documents; the list states {info.samples:,}")
 
     def __len__(self) -> int:
         return self.info.samples
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """Document `row` as {column: value}, None where it has none; of `columns` only, if given."""
+        """Return document `row` as {column: value}, with only `columns` if given; missing values are None."""
         if not 0 <= row < len(self):
-            raise IndexError(f"{self._file}: document {row} of {len(self)}")
+            raise IndexError(f"{self._file}: no document {row}; the file has {len(self)}")
         found = self._rows.row(row)
         return {name: value for name, value in found.items() if columns is None or name in columns}
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns as the list states them."""
+        """The columns, as recorded in the list."""
         return self.info.columns
 
     def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None:
-        """None: no column of a text dataset has rows of a constant size."""
+        """Return None: no column of a text dataset has values of a constant size."""
         return None
 
     def close(self) -> None:
-        """Forget what was read."""
+        """Drop the decoded rows."""
         self._rows.forget()
 
 
 class _ParquetRows:
-    """Rows of a Parquet file in memory; holds the row group that was read last."""
+    """The rows of a Parquet file in memory; caches the row group that was read last."""
 
     def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
         with naming_extras("a text dataset in Parquet"):
@@ -148,7 +148,7 @@ class _ParquetRows:
             raise ShardError(file, f"is not Parquet: {error}") from error
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if any(not 0 <= count < _MAX_COUNT for count in rows):
-            raise ShardError(file, f"states row groups of {min(rows):,} to {max(rows):,} rows")
+            raise ShardError(file, f"states impossible row groups, of {min(rows):,} to {max(rows):,} rows")
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class _ParquetRows:
                 raise ShardError(self._where, f"row group {group} cannot be read: {error}") from error
         try:
             [found] = self._held.slice(number - int(self._starts[group]), 1).to_pylist()
-        except ValueError as error:  # strings that are not UTF-8, or fewer rows than the footer states
+        except ValueError as error:  # a string is not UTF-8, or there are fewer rows than the footer states
             raise ShardError(self._where, f"document {number:,} cannot be read: {error}") from error
         return cast(dict[str, object], found)
 
@@ -174,7 +174,7 @@ class _ParquetRows:
 
 
 class _Lines:
-    """JSON lines in memory."""
+    """The rows of a JSON lines file in memory."""
 
     def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
         self._raw, self._where = raw, file
@@ -196,7 +196,7 @@ class _Lines:
         except (ValueError, RecursionError) as error:
             raise ShardError(self._where, f"line {number}: {error}", offset=start) from error
         if not isinstance(found, dict):
-            raise ShardError(self._where, f"line {number} is no JSON object", offset=start)
+            raise ShardError(self._where, f"line {number} is not a JSON object", offset=start)
         return found
 
     def forget(self) -> None:

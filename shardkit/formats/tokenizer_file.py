@@ -1,13 +1,14 @@
-"""Which tokenizer a recipe means, and its file as the content of a Hugging Face tokenizer.json.
+"""Find a recipe's tokenizer, and convert its file to the content of a Hugging Face tokenizer.json.
 
-A file, a folder that has one, or a model of the Hugging Face Hub. Nothing is downloaded: a model's name, such
-as `gpt2` or `org/model`, is looked up in the Hub's cache on this machine; if it is not there, the error says
-how to get it. A file or folder of that name comes first.
+A recipe names a file, a folder that has one, or a model of the Hugging Face Hub. Nothing is downloaded: a
+model's name, such as `gpt2` or `org/model`, is looked up in the Hub's cache on this machine; if it is not
+there, the error tells how to download it. A file or folder of that name has priority.
 
-Beside tokenizer.json there are SentencePiece models (`tokenizer.model` of Llama 2, Mistral, Gemma, T5) and
-byte pairs with ranks (`.tiktoken`, and `tokenizer.model` of Llama 3). `tokenizer_config` writes them as the
-tokenizer.json that means the same, for the fast engine and to decode. What their ids are is said by the
-libraries that they are made for, `own_engine`, with which shardkit.writers.tokens.tokenizer compares.
+Besides tokenizer.json, two more kinds of file are read: SentencePiece models (`tokenizer.model` of Llama 2,
+Mistral, Gemma, T5) and byte pairs with ranks (`.tiktoken`, and `tokenizer.model` of Llama 3).
+`tokenizer_config` converts them to an equivalent tokenizer.json, for the fast engine and for decoding. The
+reference for their ids is the library for which they are made (`own_engine`);
+shardkit.writers.tokens.tokenizer compares the ids with it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ EncodingName = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "l
 NAME = "tokenizer.json"
 _NAMES = (NAME, "tokenizer.model", "qwen.tiktoken")
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
-_HEAD_BYTES = 1 << 12  # which tell what a file is
-_MOST_IDS = 1 << 21  # published vocabularies have up to a million; libraries make tables of the greatest id
+_HEAD_BYTES = 1 << 12  # number of bytes from which a file's kind is determined
+_MOST_IDS = 1 << 21  # limit of ids, as libraries allocate tables up to the largest; published ones reach 1 M
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt", ".bin")
-# Tokens that end documents in published models, most usual first.
+# Tokens that end documents in published models, the most common first.
 _END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "[EOS]", "<|im_end|>", "[SEP]",
 )  # fmt: skip
 
 
 def find_tokenizer(folder: Path, path: str) -> Path:
-    """The file that a recipe's `tokenizer.path` means, relative to `folder`. RecipeError if there is none."""
+    """Find the file of a recipe's `tokenizer.path`, relative to `folder`. Raises RecipeError if missing."""
     given = folder / path
     if given.is_dir():
         names = [*_NAMES, *sorted(file.name for file in given.glob("*.tiktoken"))]
@@ -49,7 +50,7 @@ def find_tokenizer(folder: Path, path: str) -> Path:
             return files[0]
         raise RecipeError(f"tokenizer.path: the folder {given} has no {NAME}, tokenizer.model or .tiktoken")
     if given.exists() or path.endswith(_FILE_ENDINGS) or not _HUB_NAME.fullmatch(path):
-        return given  # reading it reports what is wrong with it
+        return given  # if it is missing or malformed, reading it raises the error
     cached = (_in_hub_cache(path, name) for name in _NAMES)
     found = next((file for file in cached if file is not None), None)
     if found is None:
@@ -64,19 +65,20 @@ def _in_hub_cache(model: str, name: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
-    except ModuleNotFoundError:  # tokenizers, which brings it, is not installed
+    except ModuleNotFoundError:  # it is installed with the tokenizers package, which is missing
         return None
     try:
         found = try_to_load_from_cache(model, name)
-    except HFValidationError:  # no possible name of a model
+    except HFValidationError:  # not a valid model name
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 def end_token(file: Path) -> str | None:
-    """The special token of a tokenizer that ends documents; None if nothing tells it.
+    """Return the special token that ends documents; None if it cannot be determined.
 
-    It is the `eos_token` of the files beside it, or of the tokenizer's special tokens one whose name says so.
+    It is the `eos_token` from the configuration files in the tokenizer's folder, or else a special token with
+    a typical name, such as <|endoftext|>.
     """
     try:
         config = tokenizer_config(file, file.read_bytes())
@@ -92,9 +94,10 @@ def end_token(file: Path) -> str | None:
 
 
 def stated_tokens(file: Path) -> dict[str, str]:
-    """Return what files beside a tokenizer name: "eos", "bos", and "adds_bos" if texts begin with it.
+    """Return the tokens "eos" and "bos" from the configuration files in the tokenizer's folder.
 
-    tokenizer_config.json goes before special_tokens_map.json. Files that cannot be read name nothing.
+    "adds_bos" is the "bos" token if texts begin with it. tokenizer_config.json has priority over
+    special_tokens_map.json. Files that cannot be read are skipped.
     """
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -115,15 +118,15 @@ def stated_tokens(file: Path) -> dict[str, str]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a tokenizer's special tokens, of what `tokenizer_config` returns."""
+    """Return the texts of the special tokens in `config`, the result of `tokenizer_config`."""
     added = config.get("added_tokens") or ()
     return [token["content"] for token in added if token.get("special") and token["content"]]
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what a tokenizer library says of a file or text; raises `error` if it is not the library's.
+    """Return the first line of a tokenizer library's error. Raises `error` again if it has another cause.
 
-    A panic of Rust is no Exception. A signal, and memory that runs out, say nothing about a file.
+    A Rust panic counts as the library's, though it is not an Exception. Signals and MemoryError do not count.
     """
     is_panic = type(error).__name__ == "PanicException"
     if isinstance(error, MemoryError) or not (is_panic or isinstance(error, Exception)):
@@ -135,8 +138,9 @@ def reason_of(error: BaseException) -> str:
 class Encoding:
     """How texts are split before byte pairs are merged, and the special tokens.
 
-    `pattern` is for tiktoken, and `plain` the same for engines without possessive quantifiers, but for white
-    space at the end of a text. `special`: by id, or from the first id after all ranks if `after_ranks`.
+    `pattern` is for tiktoken. `plain` is for engines without possessive quantifiers; it splits equally, but
+    for white space at the end of a text. `special` maps tokens to ids; with `after_ranks`, the ids count from
+    the first id after all ranks.
     """
 
     pattern: str
@@ -146,23 +150,23 @@ class Encoding:
 
     @property
     def content(self) -> str:
-        """Digest of all of it."""
+        """Digest of all fields."""
         return digest_of(asdict(self))
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | None) -> Encoding | None:
-        """Return the encoding that a recipe names, or gives as its `pattern` and `special_tokens`."""
+        """Return the encoding of a recipe, given by name or as its `pattern` and `special_tokens`."""
         if isinstance(given, Mapping):
             return cls(given["pattern"], tuple(given.get("special_tokens", {}).items()))
         return None if given is None else ENCODINGS[given]
 
     @classmethod
     def named_by(cls, path: Path) -> Encoding | None:
-        """Return the encoding of a file such as cl100k_base.tiktoken. None for a file of another name."""
+        """Return the encoding whose name is the file's, as in cl100k_base.tiktoken; None if there is none."""
         return ENCODINGS.get(path.stem) if path.suffix == ".tiktoken" else None
 
     def special_ids(self, ranks: Mapping[bytes, int]) -> dict[str, int]:
-        """Special tokens of a file of these ranks."""
+        """Return the id of each special token for a file with these ranks."""
         first = max(ranks.values()) + 1 if self.after_ranks else 0
         return {token: first + number for token, number in self.special}
 
@@ -215,17 +219,17 @@ ENCODINGS: Mapping[str, Encoding] = {
     "llama3": Encoding(_LLAMA3, _numbered(_LLAMA3_SPECIAL), after_ranks=True),
     "qwen": Encoding(_LLAMA3.replace("{1,3}", ""), _numbered(_QWEN_SPECIAL), after_ranks=True),
 }
-"""Published ones, by tiktoken's names; llama3 is that of Llama 3 and 4, qwen that of Qwen and Qwen 2."""
+"""Published encodings by tiktoken's names; llama3 is for Llama 3 and 4, qwen for Qwen and Qwen 2."""
 
 
 def own_engine(source: bytes | Path) -> Engine:
-    """The library that says what ids a tokenizer file gives, or one with this content."""
+    """Return the library for which a tokenizer file, or this content of one, is made."""
     if isinstance(source, Path):
         try:
             with source.open("rb") as file:
                 source = file.read(_HEAD_BYTES)
         except OSError:
-            return "tokenizers"  # reading it reports what is wrong with it
+            return "tokenizers"  # reading the file later raises the error
     data = source
     if data.lstrip()[:1] in (b"{", b""):
         return "tokenizers"
@@ -239,14 +243,16 @@ def tokenizer_config(
     *,
     parse: Callable[[bytes], Any] = load_json,
 ) -> dict[str, Any]:
-    """The content of a tokenizer file as that of a tokenizer.json; RecipeError if it is none."""
+    """Convert a tokenizer file to the content of a tokenizer.json. Raises RecipeError if it is malformed."""
     engine = own_engine(data)
     if encoding is not None and engine != "tiktoken":
-        raise RecipeError(f"tokenizer.encoding: is for files of byte pairs and ranks; {path} is none")
+        raise RecipeError(
+            f"tokenizer.encoding: applies only to files of byte pairs and ranks, and {path} is not one"
+        )
     if engine == "tiktoken":
         if (encoding := encoding or Encoding.named_by(path)) is None:
             raise RecipeError(
-                f"tokenizer.encoding: {path} holds byte pairs and ranks only; name the encoding they are of "
+                f"tokenizer.encoding: {path} holds byte pairs and ranks only; name their encoding "
                 f"({', '.join(ENCODINGS)}), or give its pattern and special_tokens"
             )
         return _tiktoken_config(read_ranks(path, data), encoding)
@@ -266,24 +272,27 @@ def tokenizer_config(
 
 
 def _problem(config: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with the ids and tokens of a tokenizer.json; its library checks the other parts."""
+    """Return what is wrong with the ids and tokens of a tokenizer.json, or None.
+
+    The tokenizers library checks the other parts.
+    """
     vocabulary = config["model"].get("vocab")
     if isinstance(vocabulary, dict):
         if (wrong := next((one for one in vocabulary.items() if not _is_id(one[1])), None)) is not None:
             return f"model.vocab: the id of {wrong[0][:80]!r} is {str(wrong[1])[:80]}"
-    elif isinstance(vocabulary, list):  # of Unigram
+    elif isinstance(vocabulary, list):  # the form of Unigram models
         for number, entry in enumerate(vocabulary):
             is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
             if not is_pair or not isinstance(entry[1], int | float):
-                return f"model.vocab: entry {number:,} is no piece and score"
+                return f"model.vocab: entry {number:,} is not a pair of piece and score"
     elif vocabulary is not None:
         return "model.vocab is neither an object nor a list"
     added = config.get("added_tokens")
     if not isinstance(added, list | None):
-        return "added_tokens is no list"
+        return "added_tokens is not a list"
     for number, token in enumerate(added or ()):
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
-            return f"added_tokens: entry {number:,} has no text `content`"
+            return f"added_tokens: entry {number:,} has no string `content`"
         if not _is_id(token.get("id")):
             return f"added_tokens: the id of {token['content'][:80]!r} is {str(token.get('id'))[:80]}"
         if not isinstance(token.get("special"), bool | None):
@@ -296,7 +305,7 @@ def _is_id(value: object) -> bool:
 
 
 def read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    """The byte pairs of a .tiktoken file, each with its rank, which is its id."""
+    """Parse a .tiktoken file into {bytes: rank}; a rank is an id. Raises RecipeError if it is malformed."""
     ranks: dict[bytes, int] = {}
     taken: set[int] = set()
     for number, line in enumerate(data.splitlines(), start=1):
@@ -307,12 +316,14 @@ def read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
             pair, place = base64.b64decode(token, validate=True), int(rank)
         except (ValueError, binascii.Error) as error:
             raise RecipeError(
-                f"tokenizer.path: {path} has a line that is no byte pair and rank: line {number:,} ({error})"
+                f"tokenizer.path: {path}: line {number:,} is not a byte pair and a rank ({error})"
             ) from error
         if pair in ranks or place in taken or not _is_id(place) or not pair:
-            what = "is no rank" if not _is_id(place) else "or its byte pair is there before"
-            what = what if pair else "is of no byte"
-            raise RecipeError(f"tokenizer.path: {path} is damaged: line {number:,}: {str(place)[:80]} {what}")
+            what = "is out of range" if not _is_id(place) else "or its byte pair occurs twice"
+            what = what if pair else "has an empty byte pair"
+            raise RecipeError(
+                f"tokenizer.path: {path} is damaged: line {number:,}: rank {str(place)[:80]} {what}"
+            )
         ranks[pair] = place
         taken.add(place)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
@@ -321,7 +332,7 @@ def read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
 
 def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str, Any]:
-    """Byte-level BPE. Any two neighbors merge that are a token together, at its rank."""
+    """Return a byte-level BPE: two neighbors merge if together they are a token, in the order of its rank."""
     letters = dict(zip(range(256), _byte_letters(), strict=True))
     named = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
@@ -344,7 +355,7 @@ def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str
         {
             "type": "BPE",
             "byte_fallback": False,
-            "ignore_merges": True,  # a text between two splits that is a token is that token
+            "ignore_merges": True,  # a text between two splits that is a token stays whole
             "vocab": {named[token]: rank for token, rank in ranks.items()},
             "merges": [f"{named[left]} {named[right]}" for left, right in merges],
         },
@@ -355,7 +366,7 @@ def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies (Radford et al. 2019, GPT-2)."""
+    """Return the letter that represents each byte in byte-level vocabularies (Radford et al. 2019, GPT-2)."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]

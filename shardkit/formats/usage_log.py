@@ -1,14 +1,14 @@
-"""The format of usage logs: what one rank delivered to its training loop, appended step by step.
+"""Read and write usage logs, which record the samples that one rank delivered to its training loop.
 
     magic "SKUSAGE1", then records: u32 length, u32 crc32, payload; little endian
     payload "R" + JSON          a run starts or resumes: `RunHead`
-    payload "S" + u64 position + ids    a step: where it begins, and the id of each sample, u32 or u64; all
-                                        ones is padding
-    payload "E" + u64 position  closed in order, at this position
+    payload "S" + u64 position + ids    a step: its start, and the id of each sample, u32 or u64; an id of
+                                        all one bits is padding
+    payload "E" + u64 position  the log was closed properly at this position
 
-Ids count the rows of all streams' datasets, one after another. A record is one write, so a process that is
-killed leaves at most its last record cut short; `scan` leaves that out and says so. Ids cost 4 bytes a
-sample (8 in runs of more than 2**32 - 2 rows): 0.1 % of rows of 2,048 two-byte tokens.
+Ids number the rows of all streams' datasets consecutively. A record is one write, so a process that is killed
+truncates at most its last record; `scan` omits that record and reports its size. Ids take 4 bytes per sample
+(8 in runs of more than 2**32 - 2 rows): 0.1 % of the size of rows of 2,048 two-byte tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardkit.order.run_settings import RunSettings
 
 MAGIC = b"SKUSAGE1"
 SUFFIX = ".usage"
-MAX_RECORD_BYTES = 1 << 28  # 2**24 sequences a rank and step, 8 bytes each, and room for a head
+MAX_RECORD_BYTES = 1 << 28  # fits 2**24 sequences of 8 bytes per rank and step, and a head
 
 _FRAME = struct.Struct("<II")
 _STEP = struct.Struct("<cQ")
@@ -41,7 +41,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """Facts of a run's following steps. `position`: consumed samples when they start."""
+    """Settings of the steps that follow; `position` is the number of samples consumed before them."""
 
     settings: RunSettings
     rank: int
@@ -51,9 +51,9 @@ class RunHead:
     id_bytes: int
     time_ns: int
     process: str
-    """Host and process id."""
+    """Host name and process id."""
     replica: int | None = None
-    """Rank in the world of a process whose replicas (tensor parallel peers, say) log the same steps."""
+    """Global rank of the process if others, such as tensor-parallel peers, log the same steps; else None."""
 
     def record(self) -> bytes:
         data = {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
@@ -61,23 +61,23 @@ class RunHead:
 
     @classmethod
     def parse(cls, text: bytes) -> RunHead:
-        """StateError if it is not one."""
+        """Parse the JSON of a run's head. Raises StateError if it is malformed."""
         try:
             data = load_json(text)
             head = cls(**(data | {"settings": RunSettings.from_dict(data["settings"])}))
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"not the head of a run: {type(error).__name__}: {error}") from error
+            raise StateError(f"malformed head of a run: {type(error).__name__}: {error}") from error
         numbers = [head.rank, head.world_size, head.batch_size, head.position, head.time_ns]
         numbers += [] if head.replica is None else [head.replica]
         if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or head.id_bytes not in (4, 8):
-            raise StateError(f"not the head of a run: {text!r:.300}")
+            raise StateError(f"malformed head of a run: {text!r:.300}")
         if not 0 <= head.rank < head.world_size or head.batch_size < 1 or head.position < 0:
-            raise StateError(f"not the head of a run: {text!r:.300}")
+            raise StateError(f"malformed head of a run: {text!r:.300}")
         return head
 
 
 def id_type(samples: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The type that ids below `samples` are stored in, with its largest value left over for padding."""
+    """Return the dtype that stores ids below `samples`; its maximum value is reserved for padding."""
     return np.dtype("<u4") if samples < (1 << 32) - 1 else np.dtype("<u8")
 
 
@@ -95,21 +95,24 @@ def _framed(payload: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Section:
-    """Steps of one rank behind one head: `count` records from byte `offset` on."""
+    """The steps of one rank that follow one head: `count` records from byte `offset` on."""
 
     path: Path
     head: RunHead
     offset: int
     count: int = 0
     first: int = 0
-    """Position of the first step; of none, the head's."""
+    """Position of the first step, or of the head if there are no steps."""
     last: int = -1
-    """Position of the last step."""
+    """Position of the last step; -1 if there are no steps."""
     ended: bool = False
-    """Closed in order."""
+    """Whether the log was closed properly after these steps."""
 
     def read(self, first: int, count: int) -> tuple[_Ints, _Ints]:
-        """(int64[count] positions, int64[count, batch] ids) of the steps from `first` on; -1 is padding."""
+        """Return (int64[count] positions, int64[count, batch] ids) of steps from index `first` on.
+
+        An id of -1 is padding.
+        """
         width = self.head.id_bytes
         record = np.dtype(
             [
@@ -124,7 +127,7 @@ class Section:
             data = file.read(count * record.itemsize)
         steps = np.frombuffer(data, dtype=record)
         if len(steps) != count:
-            raise ShardError(self.path, "was truncated while it was read")
+            raise ShardError(self.path, "was truncated while it was being read")
         ids = steps["ids"].astype(np.int64)
         if width == 4:
             ids[ids == (1 << 32) - 1] = -1
@@ -133,18 +136,18 @@ class Section:
 
 @dataclass(slots=True)
 class UsageFile:
-    """A log file, scanned: every record's checksum has been compared."""
+    """The content of a log file whose record checksums have been verified."""
 
     path: Path
     sections: list[Section] = field(default_factory=list)
     cut: int = 0
-    """Bytes of a last record that was cut short by the end of its process."""
+    """Size in bytes of a last record that was truncated when its process ended."""
     damage: str | None = None
-    """What is wrong with it; what comes before is in `sections`."""
+    """The first error in the file; `sections` holds the records before it."""
 
 
 def scan(path: Path) -> UsageFile:
-    """Read a log file through; ShardError if it is none."""
+    """Read a whole log file and verify its records. Raises ShardError if it is not a usage log."""
     found = UsageFile(path)
     with path.open("rb", buffering=_READ_BYTES) as file:
         magic = file.read(len(MAGIC))
@@ -156,14 +159,14 @@ def scan(path: Path) -> UsageFile:
         offset = len(MAGIC)
         for size, payload in _records(file, found, path.stat().st_size):
             if not _take(found, payload, offset, size):
-                found.damage = f"byte {offset:,}: a record that does not follow from those before it"
+                found.damage = f"byte {offset:,}: a record does not follow from the records before it"
                 break
             offset += size
     return found
 
 
 def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """(bytes, payload) of each record that is whole; says in `found` why there are no more."""
+    """Yield (size in bytes, payload) of each complete record; set `found.cut` or `.damage` at the end."""
     offset = len(MAGIC)
     while offset < file_bytes:
         rest = file_bytes - offset
@@ -176,19 +179,19 @@ def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tupl
             yield size, payload
             offset += size
             continue
-        # What ends a process or a machine leaves of a last record: a part of it, or zeros.
+        # A killed process or a crashed machine leaves a part of the last record, or zeros.
         is_last = len(frame) < _FRAME.size or (length <= MAX_RECORD_BYTES and size >= rest)
         if is_last or not any(frame + payload + file.read(_READ_BYTES)):
             found.cut = rest
         else:
             found.damage = (
-                f"byte {offset:,}: the checksum of a record is wrong; {rest:,} bytes from there are left out"
+                f"byte {offset:,}: the checksum of a record is wrong; {rest:,} bytes from there are ignored"
             )
         return
 
 
 def _take(found: UsageFile, payload: bytes, offset: int, size: int) -> bool:
-    """Add a record; False if it cannot be one."""
+    """Add a record to `found`; return False if it is malformed or out of order."""
     kind = payload[:1]
     if kind == b"R":
         try:

@@ -127,19 +127,19 @@ def test_rows_to_leave_out_are_written_for_a_loader(built: Path, tmp_path: Path)
 
 def test_a_question_that_cannot_be_answered_says_why(built: Path, tmp_path: Path) -> None:
     dataset = sk.open(built)
-    with pytest.raises(TypeError, match="there is no question: give one of row, step, url"):
+    with pytest.raises(TypeError, match="no question is given: give one of row, step, url"):
         dataset.trace()
     with pytest.raises(TypeError, match="row and search are different questions"):
         dataset.trace(row=1, url="example.org/*")
     with pytest.raises(TypeError, match="unexpected keyword argument 'urls'; known: row, step, url"):
         dataset.trace(urls="example.org/*")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="depends on the run: give state and batch_size"):
+    with pytest.raises(TypeError, match="depend on the run: give state and batch_size"):
         dataset.trace(step=1)
     for ask in (dataset.text, dataset.documents):
-        with pytest.raises(IndexError, match=f"row {len(dataset)} of {len(dataset)}"):
+        with pytest.raises(IndexError, match=f"no row {len(dataset)}; the dataset has {len(dataset)}"):
             ask(len(dataset))
     foreign = sk.open(make_dataset(tmp_path / "foreign", "mds"))
-    with pytest.raises(ShardkitError, match="does not state the tokenizer it was made with: give tokenizer="):
+    with pytest.raises(ShardkitError, match="has no record of its tokenizer: give tokenizer="):
         foreign.text(0)
     for question in (
         lambda: foreign.documents(0),

@@ -104,7 +104,7 @@ def test_what_is_no_choice_of_rows_and_what_is_no_column_is_refused(datasets: di
         with pytest.raises(TypeError, match="by number, slice or list of numbers"):
             dataset[wrong]
     for outside in ([SAMPLES], [0, -SAMPLES - 1]):
-        with pytest.raises(IndexError, match=f"row -?{abs(outside[-1])} of {SAMPLES}"):
+        with pytest.raises(IndexError, match=f"no row -?{abs(outside[-1])}; there are {SAMPLES}"):
             dataset[outside]
     with pytest.raises(ShardError, match="has no column 'tokns'; it has image, label"):
         dataset[:2].to_numpy(["tokns"])

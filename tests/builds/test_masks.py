@@ -159,7 +159,7 @@ def test_verify_compares_the_masks_with_the_card(together: Path, tmp_path: Path,
     trained = card["trained_tokens"]
     (copy / "dataset.json").write_text(json.dumps(card | {"trained_tokens": trained - 1}))
     [problem] = shardkit.verify(copy).problems
-    assert problem.problem == f"trained_tokens is {trained - 1}, the loss masks have {trained:,}"
+    assert problem.problem == f"trained_tokens is {trained - 1}, but the loss masks select {trained:,}"
     assert shardkit.verify(copy, quick=True).ok
 
 

@@ -210,9 +210,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) 
 @pytest.mark.parametrize(
     ("place", "value", "problem"),
     [
-        (("added_tokens",), 3, "added_tokens is no list"),
-        (("added_tokens",), [None], "entry 0 has no text `content`"),
-        (("added_tokens", 0, "content"), 5, "entry 0 has no text `content`"),
+        (("added_tokens",), 3, "added_tokens is not a list"),
+        (("added_tokens",), [None], "entry 0 has no string `content`"),
+        (("added_tokens", 0, "content"), 5, "entry 0 has no string `content`"),
         (("added_tokens", 0, "id"), None, "the id of .* is None"),
         (("added_tokens", 0, "id"), -1, "the id of .* is -1"),
         (("added_tokens", 0, "id"), True, "the id of .* is True"),
@@ -220,8 +220,8 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) 
         (("added_tokens", 0, "special"), "yes", "neither true nor false"),
         (("model",), [], "has no `model`"),
         (("model", "vocab"), 3, "neither an object nor a list"),
-        (("model", "vocab"), ["a"], "entry 0 is no piece and score"),
-        (("model", "vocab"), [["a", 0.0], ["b", "x"]], "entry 1 is no piece and score"),
+        (("model", "vocab"), ["a"], "entry 0 is not a pair of piece and score"),
+        (("model", "vocab"), [["a", 0.0], ["b", "x"]], "entry 1 is not a pair of piece and score"),
         (("model", "vocab", "a"), 1.5, "the id of 'a' is 1.5"),
         (("model", "vocab", "a"), "1", "the id of 'a' is 1"),
         (("model", "vocab", "a"), 4294967295, "the id of 'a' is 4294967295"),

@@ -217,9 +217,7 @@ def test_a_build_with_byte_pairs_names_their_encoding(tmp_path: Path, inline_bui
     pattern = r"\w+|\W+"
     (tmp_path / "mine.tiktoken").write_bytes(byte_pairs(pattern, 400))
     path = [f"tokenizer.path={tmp_path / 'mine.tiktoken'}", "tokenizer.eos=<|end|>"]
-    with pytest.raises(
-        RecipeError, match=r"tokenizer\.encoding: .* name the encoding they are of \(r50k_base"
-    ):
+    with pytest.raises(RecipeError, match=r"tokenizer\.encoding: .* name their encoding \(r50k_base"):
         build(recipe, overrides=path, workers=1, progress=False)
     given = json.dumps({"pattern": pattern, "special_tokens": {"<|end|>": 400}})
     built = build(recipe, overrides=[*path, f"tokenizer.encoding={given}"], workers=1, progress=False)
@@ -249,22 +247,28 @@ def test_the_published_encodings_are_those_of_tiktoken(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"\x0a\xff\xff\xff\xff\xff\xff", "is no tokenizer that is known"),
-        (b"\x00\x01\x02" * 9, "is no tokenizer that is known|no SentencePiece model"),
-        (b"YQ== 0\nYg== x\n", "no byte pair and rank"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff", "is not a known kind of tokenizer"),
+        (b"\x00\x01\x02" * 9, "is not a known kind of tokenizer|is not a SentencePiece model"),
+        (b"YQ== 0\nYg== x\n", "is not a byte pair and a rank"),
         (b"YQ== 0\nYg== 1\n", "has no rank for byte 0x00"),
-        (b"YQ== 0\nYg== 0\n", "is damaged: line 2: 0 or its byte pair is there before"),
-        (b"YQ== 0\nYQ== 1\n", "is damaged: line 2: 1 or its byte pair is there before"),
-        (b"YQ== 0\nYg== -1\n", "is damaged: line 2: -1 is no rank"),
-        (b"YQ== 0\nYg== 4294967295\n", "is damaged: line 2: 4294967295 is no rank"),
-        (b"YQ== 0\nYg== 1 1\n", "no byte pair and rank: line 2"),
-        (b"\x0a\x00", "is no tokenizer that is known .a piece has no name"),
-        (b"\x0a\x02\x10\x01", "is no tokenizer that is known .field 2 is no bytes"),
-        (b"\x0a\x06\x0a\x01a\x12\x01x", "is no tokenizer that is known .a piece's score"),
-        (b"\x0a\x03\x0a\x01\xff", "is no tokenizer that is known .*utf-8"),
-        (b"\x0a\x03\x0a\x01a\x12\x03\x1a\x01x", "is no tokenizer that is known .field 3 is no int"),
-        (b"\x0a\x03\x0a\x01a\x1a\x02\x10\x01", "is no tokenizer that is known .field 2 is no bytes"),
-        (b"\x0a\x03\x0a\x01a\x12\x03\xc0\x02\x05", "no SentencePiece model"),
+        (b"YQ== 0\nYg== 0\n", "is damaged: line 2: rank 0 or its byte pair occurs twice"),
+        (b"YQ== 0\nYQ== 1\n", "is damaged: line 2: rank 1 or its byte pair occurs twice"),
+        (b"YQ== 0\nYg== -1\n", "is damaged: line 2: rank -1 is out of range"),
+        (b"YQ== 0\nYg== 4294967295\n", "is damaged: line 2: rank 4294967295 is out of range"),
+        (b"YQ== 0\nYg== 1 1\n", "line 2 is not a byte pair and a rank"),
+        (b"\x0a\x00", "is not a known kind of tokenizer .a piece has no name"),
+        (b"\x0a\x02\x10\x01", "is not a known kind of tokenizer .field 2 is not of type bytes"),
+        (b"\x0a\x06\x0a\x01a\x12\x01x", "is not a known kind of tokenizer .a piece's score"),
+        (b"\x0a\x03\x0a\x01\xff", "is not a known kind of tokenizer .*utf-8"),
+        (
+            b"\x0a\x03\x0a\x01a\x12\x03\x1a\x01x",
+            "is not a known kind of tokenizer .field 3 is not of type int",
+        ),
+        (
+            b"\x0a\x03\x0a\x01a\x1a\x02\x10\x01",
+            "is not a known kind of tokenizer .field 2 is not of type bytes",
+        ),
+        (b"\x0a\x03\x0a\x01a\x12\x03\xc0\x02\x05", "is not a SentencePiece model"),
         (b"\x0a" + b"\xff" * 100_000, "more than 64 bits"),
     ],
 )

@@ -85,7 +85,7 @@ def test_samples_have_one_number_each_over_all_shards(tmp_path: Path, kind: str)
         np.testing.assert_array_equal(tokens(dataset[number]), ROWS[number])
     np.testing.assert_array_equal([tokens(s) for s in dataset], ROWS)
     for number in (len(ROWS), -len(ROWS) - 1):
-        with pytest.raises(IndexError, match=f"sample {number} of {len(ROWS)}"):
+        with pytest.raises(IndexError, match=f"no sample {number}; the dataset has {len(ROWS)}"):
             dataset[number]
     with pytest.raises(TypeError):
         dataset["tokens"]  # type: ignore[index]
@@ -159,7 +159,7 @@ def test_rows_of_a_dataset_that_is_replaced_are_never_mixed_with_those_opened(
     first = dataset[0]
     dataset.close()  # forgets the shard, as a loader over many shards does
     how(tmp_path / "data", lambda folder: MAKE[kind](folder, ROWS + 1))
-    with pytest.raises(ShardError, match=r"was replaced after .* open it again, with a new loader"):
+    with pytest.raises(ShardError, match=r"was replaced after .* open the dataset again, with a new loader"):
         dataset[0]
     np.testing.assert_array_equal(tokens(first), ROWS[0])
     if how is not replace_shards_only:  # nothing can show that of a shard that was never opened before

@@ -98,16 +98,16 @@ def with_card(folder: Path, card: dict[str, Any]) -> VerifyReport:
     ("change", "message"),
     [
         ({"fingerprint": "00"}, "fingerprint is '00'"),
-        ({"samples": 41}, "samples is 41, the shards have 40"),
-        ({"shards": 5}, "shards is 5, the shards have 4"),
-        ({"sequence_length": 8}, "sequence_length is 8, the shards have 16"),
+        ({"samples": 41}, "samples is 41, but the shards have 40"),
+        ({"shards": 5}, "shards is 5, but the shards have 4"),
+        ({"sequence_length": 8}, "sequence_length is 8, but the shards have 16"),
         ({"dtype": "uint32"}, "dtype is 'uint32'"),
-        ({"tokens": 631}, "631 tokens and 10 of padding; the rows hold 640"),
+        ({"tokens": 631}, "631 tokens and 10 of padding, but the rows hold 640"),
         ({"files": ["x"]}, "`files` must map"),
         ({"files": {"report.html": {"bytes": 3}}}, "cannot be read: there is no such file"),
         ({"files": {"../d/index.json": {"bytes": 3}}}, "leaves the dataset's folder"),
         ({"files": {"index.json": {"bytes": 3}}}, "the card states 3"),
-        ({"files": {"index.json": 7}}, "is described wrongly"),
+        ({"files": {"index.json": 7}}, "has a malformed entry in the card"),
     ],
 )
 def test_a_card_that_is_not_the_shards_own_is_found(

@@ -369,7 +369,7 @@ def test_a_long_scan_tells_how_far_it_is(
         ("{url}/part-000.tar::", "names no tars: a name is empty"),
         ("{url}/part-777.tar", "part-777.tar: there is no such"),
         ("{url}/part-{{000..777}}.tar", "part-005.tar: there is no such"),
-        ("{url}/absent-*.tar", "a pattern must name .tar files: no file matches"),
+        ("{url}/absent-*.tar", "a pattern must match only .tar files: no file matches"),
         ("{url}/*", "it matches notes.txt, which is not a tar"),
         ("{url}/{{part-000,part-000}}.tar", r"part-000\.tar: is named twice"),
         ("{url}/part-*.tar::{url}/part-001.tar", r"part-001\.tar: is named twice"),
@@ -410,7 +410,7 @@ def test_folders_that_hold_datasets_of_their_own_are_named(tmp_path: Path) -> No
     for name in ("web", "code"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").write_text('{"version": 2, "shards": []}')
-    with pytest.raises(ShardError, match=r"its sub-folders do \(code, web, …\): give each as a Stream"):
+    with pytest.raises(ShardError, match=r"but its sub-folders do \(code, web, …\): give each as a Stream"):
         opened(tmp_path)
     with pytest.raises(ShardError, match=r"web: is itself an MDS dataset; pass several datasets as streams"):
         opened([tmp_path / "web", tmp_path / "code"])

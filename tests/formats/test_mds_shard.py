@@ -188,7 +188,7 @@ def test_a_damaged_header_is_refused_with_its_place(
 def test_samples_of_fixed_columns_must_lie_a_constant_stride_apart(tmp_path: Path) -> None:
     info = mds.write_rows_shard(tmp_path, "a.mds", np.zeros((5, 8), np.uint16))
     first = struct.unpack_from("<I", (tmp_path / "a.mds").read_bytes(), 12)[0]
-    with pytest.raises(ShardError, match="sample 1: 18 bytes; its columns take 16"):
+    with pytest.raises(ShardError, match="sample 1: has 18 bytes, but its columns take 16"):
         mds.open_shard(tmp_path, damaged(tmp_path, info, put(12, first + 2)))
 
 

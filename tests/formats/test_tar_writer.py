@@ -94,7 +94,7 @@ def test_several_columns_are_members_that_every_reader_finds(tmp_path: Path, cou
     listed = subprocess.run(["tar", "tf", tmp_path / "s.tar"], capture_output=True, text=True, check=True)
     assert len(listed.stdout.splitlines()) == 2 * count
     short = {"loss_mask": make_rows(2, 8), "tokens": make_rows(1, 8)}
-    with pytest.raises(ValueError, match="column 'tokens' has 1 rows, others 2"):
+    with pytest.raises(ValueError, match="column 'tokens' has 1 rows, but others have 2"):
         tar.write_columns_shard(tmp_path, "t.tar", short, key_start=0)
 
 

@@ -377,7 +377,7 @@ def test_a_record_that_its_template_cannot_render_goes_to_the_quarantine(
         ),
         ("chat_template.jinja", b"\xff", "cannot be read as UTF-8"),
         ("chat_template.jinja", b"{% for %}", "tokenizer.chat_template: line 1"),
-        ("tokenizer.json", b'{"model": {}, "added_tokens": [{}]}', "entry 0 has no text"),
+        ("tokenizer.json", b'{"model": {}, "added_tokens": [{}]}', "entry 0 has no string"),
     ],
 )
 def test_damaged_files_of_a_chat_model_are_errors_that_name_them(

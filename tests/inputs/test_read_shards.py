@@ -104,7 +104,7 @@ def test_a_damaged_sample_of_an_mds_shard_costs_itself(tmp_path: Path) -> None:
         (3, "bad_record", offsets[3]),
         (6, "bad_utf8", offsets[6]),
     ]
-    assert "column 'text' states 2,147,483,648 bytes, beyond its end" in bad[0]["error"]
+    assert "column 'text' states 2,147,483,648 bytes, which exceed the sample" in bad[0]["error"]
     assert table["record"].to_pylist() == [i for i in range(40) if i not in (3, 6)]
     assert ledger.quarantined["bad_record"].bytes == offsets[4] - offsets[3]
     with pytest.raises(BuildError, match=r"a.mds: record 3 .*bad_record"):
@@ -152,7 +152,7 @@ def test_a_shard_that_is_cut_short_gives_the_samples_before_and_counts_the_rest(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: struct.pack("<I", 1 << 31) + d[4:], "is no MDS shard of 0 to 16,777,216 samples"),
+        (lambda d: struct.pack("<I", 1 << 31) + d[4:], "is not an MDS shard of 0 to 16,777,216 samples"),
         (lambda d: struct.pack("<I", 1 << 20) + d[4:], "ends inside the offsets"),
         (lambda d: d[:8] + d[4:8] + d[12:], None),  # an empty first sample: it is too short
         (lambda d: d[:8] + struct.pack("<I", 1) + d[12:], "sample 0 ends before it begins"),
@@ -160,7 +160,7 @@ def test_a_shard_that_is_cut_short_gives_the_samples_before_and_counts_the_rest(
         (lambda d: d.replace(b'"str"', b'"stx"', 1), "unknown"),
         (lambda d: d.replace(b"column_names", b"column_nomes", 1), "must be lists"),
         (lambda d: d + b"more", "4 bytes follow the last sample"),
-        (lambda d: b'{"text": "a"}\n' * 9, "is no MDS shard"),
+        (lambda d: b'{"text": "a"}\n' * 9, "is not an MDS shard"),
     ],
 )
 def test_hostile_headers_of_mds_are_refused_with_a_reason(

@@ -425,7 +425,7 @@ def test_data_whose_documents_begin_with_an_id_is_cut_before_it(tmp_path: Path) 
     assert batch["labels"].tolist() == [[2, 3, -100, 4, 5], [-100, 7, -100, -100, 8]]
     with pytest.raises(ValueError, match="eos_id or by bos_id: give one"):
         LoaderConfig(eos_id=0, bos_id=9)
-    with pytest.raises(ValueError, match="bos_id=… where an id"):
+    with pytest.raises(ValueError, match="bos_id=… if an id"):
         StreamingLoader(tmp_path, labels=True, **grouped(options))
 
 

@@ -94,7 +94,7 @@ def test_an_id_that_no_sampled_row_has_is_a_warning(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         StreamingLoader(data, batch_size=2, **grouped(options)).close()
-    assert ["were looked at" in f"{each.message}" for each in caught] == [True] * warns
+    assert ["were sampled" in f"{each.message}" for each in caught] == [True] * warns
 
 
 def ids_of(count: int, high: int, dtype: str) -> np.ndarray[Any, Any]:
@@ -137,7 +137,7 @@ def test_a_wrong_type_of_flat_files_is_noticed_and_both_readings_are_shown(
 
 def test_negative_ids_of_a_file_that_states_its_type_are_a_warning(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.full(1000, -1, np.int64))
-    with pytest.warns(RuntimeWarning, match="has ids as low as -1: the file states this type"):
+    with pytest.warns(RuntimeWarning, match="has ids as low as -1: the file states this dtype"):
         StreamingLoader(tmp_path / "ids.npy", batch_size=4, sequence_length=50).close()
 
 

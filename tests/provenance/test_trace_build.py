@@ -296,31 +296,35 @@ def test_text_needs_the_tokenizer_of_the_dataset(
         Decoder(tmp_path / "other.json", DatasetCard.read(path / "dataset.json"))
     assert caught[0].filename == __file__
     assert main(["trace", str(path), "--row", "1", "--tokenizer", str(tmp_path / "none.json")]) == 1
-    assert "is no tokenizer that can be read" in capsys.readouterr().err
+    assert "cannot be read as a tokenizer" in capsys.readouterr().err
     card = json.loads((path / "dataset.json").read_bytes())
     elsewhere = shutil.copytree(path, tmp_path / "away" / "deep" / "copy")
     assert main(["trace", str(elsewhere), "--row", "1"]) == 0
     out, err = capsys.readouterr()
     assert "“" not in out
     assert (
-        f"give --tokenizer with the tokenizer.json tokenizer.json (digest {card['tokenizer']['digest']})"
-        in err
+        "give --tokenizer with the tokenizer.json of the dataset, "
+        f"tokenizer.json (digest {card['tokenizer']['digest']})" in err
     )
 
 
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["--row", "100000"], 1, "row 100,000 of"),
+        (["--row", "100000"], 1, "no row 100,000; it has"),
         (["--row", "99:0"], 1, "has no shard 99"),
-        (["--row", "shard.00000.mds:90000"], 1, "rows are numbered from 0"),
+        (["--row", "shard.00000.mds:90000"], 1, "rows, numbered from 0"),
         (["--row", "x"], 1, "'x' is not a row"),
         (["--document", "12"], 1, "is not a document id"),
         (["--document", "0" * 32], 1, "none of the documents is in this dataset"),
         (["--source", "nothing"], 1, "has no source 'nothing'; there are plain, tables, zipped"),
         (["--url", "https://a*b"], 1, "is not a URL pattern"),
         (["--url-list", "nowhere.txt"], 1, "nowhere.txt: cannot be read"),
-        (["--url", "*.example.org", "--export", "x.xlsx"], 1, "is written as .parquet, .jsonl, .csv"),
+        (
+            ["--url", "*.example.org", "--export", "x.xlsx"],
+            1,
+            "name a file with one of the extensions .parquet, .jsonl, .csv",
+        ),
         (
             ["--source", "plain", "--source", "tables", "--source", "zipped", "--exclude", "x"],
             1,

@@ -89,7 +89,7 @@ def test_a_list_is_read_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("\ufeff# these\n https://a.org/x \r\n\n*.b.org\n")
     assert read_url_list(tmp_path / "list") == ["https://a.org/x", "*.b.org"]
     (tmp_path / "list").write_text("# none\n")
-    with pytest.raises(ShardkitError, match="holds no URL"):
+    with pytest.raises(ShardkitError, match="has no URL"):
         read_url_list(tmp_path / "list")
     (tmp_path / "list").write_bytes(b"\xff\xfe")
     with pytest.raises(ShardkitError, match="cannot be read"):

@@ -92,18 +92,18 @@ SIZES, POINTERS, MARKS = 34, 34 + 4 * 7, 34 + 12 * 7
     ("suffix", "patch", "message"),
     [
         (".idx", _cut(1), r"m\.idx: has 173 bytes; 7 sequences and 7 document marks take 174"),
-        (".idx", _cut(150), r"m\.idx: ends after 24 bytes, inside of its header"),
-        (".idx", _put(0, "<B", 0), r"m\.idx: byte 0: is no Megatron index"),
+        (".idx", _cut(150), r"m\.idx: ends after 24 bytes, inside its header"),
+        (".idx", _put(0, "<B", 0), r"m\.idx: byte 0: is not a Megatron index"),
         (".idx", _put(9, "<Q", 2), "has version 2"),
-        (".idx", _put(17, "<B", 6), "states float64, which is no token's"),
+        (".idx", _put(17, "<B", 6), "states float64, not a dtype of tokens"),
         (".idx", _put(17, "<B", 77), "the unknown type 77"),
         (".idx", _put(18, "<Q", 1 << 60), r"m\.idx: has 174 bytes; 1,152,921,504,606,846,976 sequences"),
         (".idx", _put(SIZES + 4, "<i", -1), r"byte 38: sequence 1 has -1 tokens"),
-        (".idx", _put(POINTERS + 16, "<q", 1 << 40), r"sequence 2 is said to begin .*outside of the \.bin"),
-        (".idx", _put(POINTERS + 16, "<q", -2), r"sequence 2 is said to begin at byte -2"),
-        (".idx", _put(POINTERS + 16, "<q", 8), "sequence 2 is said to begin at byte 8 .*add up to 10"),
+        (".idx", _put(POINTERS + 16, "<q", 1 << 40), r"the pointer of sequence 2 is .*outside of the \.bin"),
+        (".idx", _put(POINTERS + 16, "<q", -2), r"the pointer of sequence 2 is byte -2"),
+        (".idx", _put(POINTERS + 16, "<q", 8), "the pointer of sequence 2 is byte 8 .*add up to 10"),
         (".idx", _put(MARKS, "<q", 1), "the first document begins at sequence 1"),
-        (".idx", _put(MARKS + 16, "<q", 99), "document 2 begins at sequence 99, out of order or of 7"),
+        (".idx", _put(MARKS + 16, "<q", 99), "document 2 begins at sequence 99, out of order or above 7"),
         (".idx", _put(MARKS + 16, "<q", 0), "document 2 begins at sequence 0, out of order"),
         (".idx", _put(MARKS + 48, "<q", 6), "the last document ends at sequence 6 of 7"),
         (".bin", _cut(2), r"m\.bin: has 82 bytes; the sizes in m\.idx add up to 84"),
@@ -263,10 +263,15 @@ def test_streams_that_lie_are_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "head.bin").write_bytes(struct.pack("<3i", 20240520, 1, 0))
     for name, message in (
-        ("long", "states 8 tokens of uint16, and has room for 7"),
+        ("long", "states 8 tokens of uint16, but holds 7"),
         ("new", "has version 3"),
+<<<<<<< HEAD
         ("odd", "has 3 bytes, not a whole number of uint16"),
         ("head", "ends after 12 bytes, inside of its header"),
+=======
+        ("odd", "has 3 bytes, which are no uint16"),
+        ("head", "ends after 12 bytes, inside its header"),
+>>>>>>> en3
     ):
         with pytest.raises(ShardError, match=message):
             convert(tmp_path / f"{name}.bin", tmp_path / "out", cut=cut, progress=False)

@@ -105,7 +105,7 @@ def test_a_table_that_is_damaged_anywhere_is_refused(tmp_path: Path, place: int)
         with pytest.raises(ShardError, match="remove it and call make_row_costs"):
             find_row_costs(dataset, IDS)
         file.write_bytes(data[:-1])
-        with pytest.raises(ShardError, match="is no table of 40 rows"):
+        with pytest.raises(ShardError, match="is not a table of 40 rows"):
             open_row_costs(dataset, IDS)
 
 

@@ -1,8 +1,8 @@
-"""Answers of `shardkit trace` as plain data: rows, a step of a training run, or a search for documents.
+"""Compute the answers of `shardkit trace` as plain data: for rows, a step of a run, or a search.
 
-Everything is numbers, text and null, and prints as JSON as it is. A row's `documents` are null if the dataset
-has no provenance; a document's `text` is null if nothing decodes it. Where a run is known, `runs` says where
-each stream of it that has the dataset delivers a row.
+All values are numbers, strings or null, so that they can be printed as JSON. A row's `documents` are null if
+the dataset has no provenance; a document's `text` is null without a decoder. If a run is known, `runs` lists
+where each of its streams of this dataset delivers a row.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from shardkit.progress import counting
 
 
 class Tracer:
-    """What is known of the rows of one dataset.
+    """Looks up the documents in the rows of one dataset.
 
-    `decoder` None: no text. `characters`: the length of an excerpt at most; 0: no excerpts.
+    Without a `decoder`, there is no text. `characters` is the maximum length of an excerpt; 0 omits excerpts.
     """
 
     def __init__(self, dataset: OpenDataset, decoder: Decoder | None = None, characters: int = 160) -> None:
         self.dataset = dataset
         self.labels = [] if dataset.card is None else dataset.card.source_labels
         self.problem: str | None = None
-        """Why documents are unknown; None if they are known."""
+        """The reason why documents are unknown; None if they are known."""
         self.table: ProvenanceTable | None = None
         try:
             self.table = ProvenanceTable(dataset)
@@ -58,33 +58,33 @@ class Tracer:
 
     @property
     def no_text(self) -> str | None:
-        """Why there is no text and what to do about it; None if there is text, or none is wanted."""
+        """A message on why there is no text and how to get it; None if there is, or if none is wanted."""
         if self.decoder is not None or self.problem is not None or not self.characters:
             return None
         return self.how_to_see_text()
 
     def how_to_see_text(self) -> str:
-        """Return a hint on how to see text."""
+        """Return a message on how to see text."""
         named = ""
         if self.dataset.card is not None and (stated := self.dataset.card.tokenizer).file:
-            named = f" {stated.file} (digest {stated.digest}), which the dataset was made with,"
+            named = f" of the dataset, {stated.file} (digest {stated.digest}),"
         return f"no text is shown: give --tokenizer with the tokenizer.json{named} to see it"
 
     def known(self) -> ProvenanceTable:
-        """The tables; NoProvenanceError if there are none."""
+        """Return the provenance tables. Raises NoProvenanceError if there are none."""
         if self.table is None:
             raise NoProvenanceError(self.problem)
         return self.table
 
     def rows(self, sample_ids: Sequence[int], *, excerpts: bool = True) -> list[dict[str, Any]]:
-        """Rows in the order given, each with its documents; ShardkitError if the tables lack a row."""
+        """Return rows in the given order, with their documents. Raises ShardkitError if tables lack a row."""
         found: dict[int, list[Piece]] = {}
         if self.table is not None:
             for piece in pieces_of(self.table.of_rows(sample_ids)):
                 found.setdefault(piece.sample_id, []).append(piece)
             if missing := [row for row in sample_ids if row not in found]:
                 raise ShardkitError(
-                    f"{self.dataset.location}: row {missing[0]:,} is in no provenance table: a file of them "
+                    f"{self.dataset.location}: row {missing[0]:,} is in no provenance table: a table file "
                     "is missing; run shardkit verify"
                 )
         texts = self._texts([piece for pieces in found.values() for piece in pieces] if excerpts else [])
@@ -102,19 +102,19 @@ class Tracer:
         return answers
 
     def pieces(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Pieces, each with the location of its row."""
+        """Return pieces, each with the location of its row."""
         texts = self._texts(pieces)
         return [self.place(each.sample_id) | self._facts(each, texts.get(_key(each))) for each in pieces]
 
     def place(self, row: int) -> dict[str, Any]:
-        """The location of a row."""
+        """Return the location of a row: its shard and its number there."""
         starts = self.dataset.manifest.shard_starts
         shard = int(np.searchsorted(starts, row, side="right")) - 1
         name = self.dataset.manifest.shards[shard].stored.basename
         return {"row": row, "shard": shard, "shard_file": name, "row_in_shard": row - int(starts[shard])}
 
     def whole_texts(self, pieces: Sequence[Piece]) -> list[str]:
-        """The whole text of each piece; a decoder is needed."""
+        """Return the whole text of each piece; requires a decoder."""
         assert self.decoder is not None
         rows = dict(read_rows(self.dataset, (piece.sample_id for piece in pieces)))
         return [self.decoder.text(rows[p.sample_id][p.token_start : p.token_end]) for p in pieces]
@@ -152,7 +152,7 @@ class Tracer:
 def trace_rows(
     tracer: Tracer, rows: Sequence[int], run: Run | None = None, epochs: int | None = None
 ) -> dict[str, Any]:
-    """Rows with their documents, and where the first `epochs` of `run` deliver them."""
+    """Return rows with their documents, and their deliveries in the first `epochs` of `run`."""
     answers = tracer.rows(rows)
     for answer in answers:
         answer["runs"] = None if run is None else _deliveries(run, tracer.dataset, answer["row"], epochs)
@@ -168,9 +168,10 @@ def trace_step(
     rank: int | None = None,
     limit: int = 0,
 ) -> dict[str, Any]:
-    """The rows of a step, or of the step that starts at `position`, with their documents.
+    """Return the rows of a step, or of the step that starts at `position`, with their documents.
 
-    `rank`: only rows of this rank. `limit`: how many to list, 0: all; totals include the others.
+    `rank` restricts them to one rank. `limit` is the maximum number of listed rows (0: all), not of the
+    totals.
     """
     if position is None:
         assert step is not None
@@ -185,7 +186,7 @@ def trace_step(
         if id(dataset := run.datasets[stream]) not in tracers:
             tracers[id(dataset)] = Tracer(dataset, tracer.decoder, tracer.characters)
     of_stream = {stream: tracers[id(run.datasets[stream])] for stream in streams}
-    asked = list(of_stream.values()) or [tracer]  # a rank may have no row of an epoch's last step
+    asked = list(of_stream.values()) or [tracer]  # in an epoch's last step, a rank may have no rows
     rows: list[dict[str, Any]] = []
     for part, excerpts in ((wanted[:count], True), (wanted[count:], False)):
         known: dict[tuple[int, int], dict[str, Any]] = {}
@@ -207,7 +208,7 @@ def trace_step(
     }
 
 
-_NOT_HERE = "none of the documents is in this dataset; `shardkit trace --why` says what became of a document"
+_NOT_HERE = "none of the documents is in this dataset; `shardkit trace --why` shows what happened to each"
 
 
 def trace_search(
@@ -223,11 +224,11 @@ def trace_search(
     mask: Path | None = None,
     follow: bool = True,
 ) -> dict[str, Any]:
-    """The pieces that `selection` wants: totals, the first `limit` (0: all) of them, and their deliveries.
+    """Find the selected pieces; return totals, the first `limit` pieces (0: all) and their deliveries.
 
-    For removed duplicates, those of the documents that stay for them; not without `follow`, nor where all of
-    a source or a file is wanted. `export`: a file for all pieces, with their whole text if `text`. `exclude`:
-    a file for the list of their rows. `mask`: a file for the spans of their tokens. ShardkitError if nothing
+    With `follow`, and if the selection has documents, URLs or ids, the documents kept for removed duplicates
+    are found, too. `export` is a file for all pieces, with their whole text if `text`, `exclude` a file for
+    the list of their rows, and `mask` a file for the spans of their tokens. Raises ShardkitError if nothing
     is found.
     """
     dataset, table, found, shown = tracer.dataset, tracer.known(), _Totals(mask is not None), list[Piece]()
@@ -273,7 +274,7 @@ def trace_search(
 
 
 class _Totals:
-    """Totals of a search; takes 20 bytes a document, and 24 a piece if spans are wanted."""
+    """Totals of a search; takes 20 bytes per document, and 24 per piece if spans are needed."""
 
     def __init__(self, has_spans: bool) -> None:
         self._has_spans, self.spans = has_spans, [np.empty((0, 3), np.int64)]
@@ -297,12 +298,12 @@ class _Totals:
             self._compact()
 
     def ids(self) -> npt.NDArray[np.bytes_]:
-        """S16[documents], sorted."""
+        """Return the sorted ids of all documents, S16[documents]."""
         self._compact()
         return self._ids[0]
 
     def copies(self) -> int:
-        """Raw documents, duplicates included."""
+        """Return the number of raw documents, including duplicates."""
         self._compact()
         return int(self._copies[0].sum())
 
@@ -322,18 +323,18 @@ def _exclude(path: Path, tracer: Tracer, found: _Totals, unmatched: int) -> dict
     excluded = found.rows.exclusions()
     report = measure(tracer.dataset, tracer.known(), excluded, found.ids())
     why = [
-        f"tokens: {report.tokens:,}, of which {report.removed_tokens:,} are of the "
-        f"{report.removed_documents:,} documents searched for, {report.other_tokens:,} of "
+        f"tokens: {report.tokens:,}, including {report.removed_tokens:,} of the "
+        f"{report.removed_documents:,} documents searched for and {report.other_tokens:,} of "
         f"{report.other_documents:,} others"
     ]
     if unmatched:
-        why.append(f"searched for and not in this dataset: {unmatched:,}")
+        why.append(f"searched for but not in this dataset: {unmatched:,}")
     write_exclusions(path, tracer.dataset, excluded, why)
     return {"file": str(path), **asdict(report)}
 
 
 def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) -> list[dict[str, Any]]:
-    """List where each stream of `dataset` delivers a row in its first `epochs` (None: those begun)."""
+    """List where each stream of `dataset` delivers a row in its first `epochs` (None: all begun epochs)."""
     found = []
     for stream in run.streams_of(dataset):
         count = run.epochs(stream) if epochs is None else epochs
@@ -343,7 +344,7 @@ def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) ->
 
 
 def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows, documents and tokens of each source in the rows of a step, most tokens first."""
+    """Count the rows, documents and tokens of each source in the rows of a step, most tokens first."""
     numbers: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
     documents: defaultdict[str, set[str]] = defaultdict(set)
     tokens: Counter[str] = Counter()
@@ -360,7 +361,7 @@ def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def source_numbers(dataset: OpenDataset, labels: Collection[str]) -> list[int]:
-    """The numbers of the inputs with these labels; ShardkitError for one that the card does not name."""
+    """Return the numbers of the inputs with these labels. Raises ShardkitError for labels not in the card."""
     known = [] if dataset.card is None else dataset.card.source_labels
     for label in labels:
         if label not in known:
@@ -370,7 +371,7 @@ def source_numbers(dataset: OpenDataset, labels: Collection[str]) -> list[int]:
 
 
 def parse_row(dataset: OpenDataset, text: str) -> int:
-    """A row number from "17", or "SHARD:ROW" where SHARD is a number or a file's name; ShardkitError."""
+    """Parse a row number, "17" or "SHARD:ROW" with SHARD a number or a file name. Raises ShardkitError."""
     starts, shards = dataset.manifest.shard_starts, dataset.manifest.shards
     shard_text, mark, row_text = text.rpartition(":")
     if not row_text.isdecimal():
@@ -379,7 +380,7 @@ def parse_row(dataset: OpenDataset, text: str) -> int:
     if not mark:
         if row >= len(dataset):
             raise ShardkitError(
-                f"{dataset.location}: row {row:,} of {len(dataset):,}: rows are numbered from 0"
+                f"{dataset.location}: no row {row:,}; it has {len(dataset):,} rows, numbered from 0"
             )
         return row
     if shard_text.isdecimal():
@@ -391,7 +392,7 @@ def parse_row(dataset: OpenDataset, text: str) -> int:
         raise ShardkitError(f"{dataset.location}: has no shard {shard_text}; there are {len(shards):,}")
     if row >= shards[shard].samples:
         raise ShardkitError(
-            f"{dataset.where(shard)}: row {row:,} of {shards[shard].samples:,}: rows are numbered from 0"
+            f"{dataset.where(shard)}: no row {row:,}; it has {shards[shard].samples:,} rows, numbered from 0"
         )
     return int(starts[shard]) + row
 

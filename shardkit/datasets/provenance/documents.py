@@ -1,10 +1,10 @@
-"""Questions to a dataset in Python: the text and the documents of a row, and where documents are.
+"""The Python API for provenance: the text and the documents of a row, and searches for documents.
 
-    text_of, documents_of    what `Dataset.text` and `Dataset.documents` return
-    trace_of                 `shardkit.trace` and `Dataset.trace`: what the command `shardkit trace` is asked
+    text_of, documents_of    implement `Dataset.text` and `Dataset.documents`
+    trace_of                 implements `shardkit.trace` and `Dataset.trace`
 
-Documents come with their whole text where a tokenizer is known. The tokenizer of an open dataset is read
-once. Its provenance tables are opened for each question, and only the parts that answer it are read.
+Documents have their whole text if a tokenizer is known. The tokenizer of an open dataset is read once. Its
+provenance tables are opened for each call, and only the parts needed for the answer are read.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ with naming_extras("reading text and provenance"):
 
 __all__ = ["Document", "Question", "Trace", "documents_of", "text_of", "trace_of"]
 
-_EXCERPT = 60  # characters of a text in a repr
-_SHOWN = 10  # documents in a repr
-_TEXT_COLUMNS = ("text", "txt")  # of rows without tokens; in tars the ending is the name
+_EXCERPT = 60  # maximum number of characters of a text in a repr
+_SHOWN = 10  # maximum number of documents in a repr
+_TEXT_COLUMNS = ("text", "txt")  # text columns of rows without tokens; in tars, the name is the extension
 
-_KINDS = {  # of questions, by the keyword that asks
+_KINDS = {  # kind of question by keyword argument
     "row": "row",
     "step": "step",
     "url": "search",
@@ -57,17 +57,17 @@ _KINDS = {  # of questions, by the keyword that asks
 _Words = str | Sequence[str]
 _Path = str | os.PathLike[str]
 
-_decoders: WeakKeyDictionary[OpenDataset, Decoder] = WeakKeyDictionary()  # of those asked for text so far
+_decoders: WeakKeyDictionary[OpenDataset, Decoder] = WeakKeyDictionary()  # kept between calls
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Document:
-    """A document in a row, or the piece of it that is there: tokens `start` to `end` of row `row`.
+    """A document in a row, or its piece there: tokens `start` to `end` (exclusive) of row `row`.
 
-    `text`: of these tokens; None if no tokenizer is known. `source`: the recipe's label of the input.
-    `record`: number in `file`, from 0. `metadata`: JSON. `document_start`: tokens of the document before
-    these. `copies`: 1 and the duplicates that were removed in favor of it. `steps`: those of the run asked
-    about that deliver the row; None if no run, or no batch size, is known.
+    `text` is the text of these tokens, None without a tokenizer. `source` is the recipe's label of the input,
+    `record` the index in `file`, from 0, `metadata` is JSON. `document_start` is the number of tokens of the
+    document before this piece, `copies` is 1 + the number of its removed duplicates. `steps` are the steps of
+    the given run that deliver the row; None without a run or a batch size.
     """
 
     row: int
@@ -87,19 +87,19 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the document in this row."""
+        """Number of tokens of the document in this row."""
         return self.end - self.start
 
     @classmethod
     def of(cls, row: int, facts: Mapping[str, Any], steps: tuple[int, ...] | None = None) -> Self:
-        """A piece in an answer of `shardkit.datasets.provenance.answers`."""
+        """Make a document from a piece in an answer of `shardkit.datasets.provenance.answers`."""
         names = ("text", "source", "file", "record", "id", "url", "metadata", "document_id", "copies")
         start, end = facts["tokens"]
         stated = {name: facts[name] for name in names}
         return cls(row, start, end, **stated, document_start=facts["document_tokens"][0], steps=steps)
 
     def line(self) -> str:
-        """Return one line on where the document is from and how it begins."""
+        """Return one line with the document's origin and the beginning of its text."""
         place = f"{self.file} record {self.record:,}" if self.url is None else self.url
         parts = [counted(self.tokens, "token"), self.source, place]
         if self.steps:
@@ -140,9 +140,9 @@ class Question(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trace(Described):
-    """An answer of `shardkit.trace`: the first documents found, and totals of all.
+    """An answer of `shardkit.trace`: the first documents found, and totals over all.
 
-    `facts` are the whole answer as plain data, as `shardkit trace --json` prints it.
+    `facts` is the whole answer as plain data, as printed by `shardkit trace --json`.
     """
 
     question: str
@@ -150,7 +150,7 @@ class Trace(Described):
     facts: Mapping[str, Any]
 
     def describe(self) -> tuple[str, Facts]:
-        """Totals, and the first documents."""
+        """Return the question as a title, and totals and the first documents as facts."""
         lines = []
         if "pieces" in self.facts:  # a search, which counts what it does not list
             totals = ("documents", "rows", "tokens", "duplicates")
@@ -164,7 +164,7 @@ class Trace(Described):
 
 
 def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
-    """See `Dataset.text`; ShardkitError without a tokenizer, ShardError for a dataset without text."""
+    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError without any text."""
     number = _row(dataset, row)
     if token_column(dataset) is None:
         sample = dataset.row(number)
@@ -186,9 +186,9 @@ def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None
 def documents_of(
     dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None
 ) -> list[Document]:
-    """See `Dataset.documents`."""
+    """Implement `Dataset.documents`."""
     tracer = _tracer(dataset, tokenizer)
-    tracer.known()  # NoProvenanceError says why there is none
+    tracer.known()  # raises NoProvenanceError if there is no provenance
     [answer] = tracer.rows([_row(dataset, row)])
     return [Document.of(answer["row"], facts) for facts in answer["documents"]]
 
@@ -200,10 +200,10 @@ def trace_of(dataset: OpenDataset, question: Question) -> Trace:
     if kind == "search":
         answer = _search(tracer, run, question, limit)
     elif kind == "row":
-        tracer.known()  # NoProvenanceError says why there is none
+        tracer.known()  # raises NoProvenanceError if there is no provenance
         answer = trace_rows(tracer, [_row(dataset, question["row"])], run)
     elif run is None:
-        raise TypeError("which documents a step has depends on the run: give state and batch_size")
+        raise TypeError("the documents of a step depend on the run: give state and batch_size")
     else:
         answer = trace_step(tracer, run, question["step"], limit=limit)
     asked = [f"{name}={value!r}" for name, value in question.items() if name in _KINDS]
@@ -211,19 +211,19 @@ def trace_of(dataset: OpenDataset, question: Question) -> Trace:
 
 
 def _kind(question: Question) -> str:
-    """The kind of question; TypeError unless it is exactly one."""
+    """Return the kind of question. Raises TypeError unless the arguments ask exactly one question."""
     if unknown := question.keys() - Question.__annotations__.keys():
         known = ", ".join(Question.__annotations__)
         raise TypeError(f"trace() got an unexpected keyword argument {min(unknown)!r}; known: {known}")
     kinds = sorted({_KINDS[name] for name in question if name in _KINDS})
     if len(kinds) != 1:
-        which = f"{' and '.join(kinds)} are different questions" if kinds else "there is no question"
+        which = f"{' and '.join(kinds)} are different questions" if kinds else "no question is given"
         raise TypeError(f"{which}: give one of {', '.join(_KINDS)}")
     return kinds[0]
 
 
 def _run(dataset: OpenDataset, question: Question) -> Run | None:
-    """The run that is asked about, if one is."""
+    """Return the run that the question describes by `state`, or None."""
     if (state := question.get("state")) is None:
         return None
     return Run.from_state(
@@ -263,7 +263,7 @@ def _search(tracer: Tracer, run: Run | None, question: Question, limit: int) -> 
 
 
 def _documents(answer: Mapping[str, Any]) -> Iterator[Document]:
-    """The documents that an answer lists."""
+    """Yield the documents that an answer lists."""
     for facts in answer.get("shown", ()):
         yield Document.of(facts["row"], facts, _steps(facts.get("runs")))
     for row in answer["rows"] if "shown" not in answer else ():
@@ -273,7 +273,7 @@ def _documents(answer: Mapping[str, Any]) -> Iterator[Document]:
 
 
 def _steps(runs: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:
-    """The steps that deliver a row; None if they are not known."""
+    """Return the steps that deliver a row; None if they are not known."""
     seen = [each for stream in runs or () for each in stream["seen"]]
     steps = {each["step"] for each in seen if not each["is_dropped"]}
     return None if runs is None or None in steps else tuple(sorted(steps))
@@ -284,22 +284,22 @@ def _words(given: _Words) -> list[str]:
 
 
 def _row(dataset: OpenDataset, row: SupportsIndex) -> int:
-    """A row's number from 0; negative ones count from the end."""
+    """Return a row's number from 0; negative numbers count from the end."""
     number = operator.index(row)
     if not -len(dataset) <= number < len(dataset):
-        raise IndexError(f"{dataset.location}: row {number:,} of {len(dataset):,}")
+        raise IndexError(f"{dataset.location}: no row {number:,}; the dataset has {len(dataset):,}")
     return number % len(dataset)
 
 
 class _WholeText(Decoder):
-    """Decodes all of a document where others show how it begins."""
+    """A decoder whose excerpts are whole texts."""
 
     def excerpt(self, tokens: Row, characters: int) -> str:
         return self.text(tokens)
 
 
 def _decoder(dataset: OpenDataset, tokenizer: _Path | None) -> Decoder | None:
-    """The decoder of a dataset, kept for the next question; None if its tokenizer is not found."""
+    """Return the decoder of a dataset, cached for the next call; None if its tokenizer is not found."""
     known = _decoders.get(dataset)
     if known is not None and (tokenizer is None or known.path == local_path(tokenizer, "tokenizer")):
         return known
@@ -316,7 +316,7 @@ def _tracer(dataset: OpenDataset, tokenizer: _Path | None) -> Tracer:
 def _no_tokenizer(dataset: OpenDataset) -> str:
     stated = None if dataset.card is None else dataset.card.tokenizer
     if stated is None or stated.file is None:
-        made_with = "does not state the tokenizer it was made with"
+        made_with = "has no record of its tokenizer"
     else:
-        made_with = f"{stated.file} (digest {stated.digest}), its tokenizer, is not where the recipe named it"
+        made_with = f"its tokenizer {stated.file} (digest {stated.digest}) is not at the path in the recipe"
     return f"{dataset.location}: {made_with}: give tokenizer= with the path of its tokenizer.json"

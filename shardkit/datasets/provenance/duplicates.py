@@ -1,7 +1,7 @@
-"""From removed duplicates to the documents that stay for them, by the table `duplicates/` of a dataset.
+"""Find the documents that were kept for removed duplicates, in the table `duplicates/` of a dataset.
 
-The text of a removed duplicate is in the dataset as that of the document that stays for it. An exact
-duplicate of a document that was itself removed as a near-duplicate takes two steps.
+The text of a removed duplicate is in the dataset only as the text of the document that was kept for it. For
+an exact duplicate of a document that was itself removed as a near-duplicate, finding it takes two steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _Ids = npt.NDArray[np.bytes_]
 
 
 class Duplicates:
-    """The table of removed duplicates of a dataset, which may have none."""
+    """The table of removed duplicates of a dataset; empty if the dataset has no such table."""
 
     def __init__(self, dataset: OpenDataset) -> None:
         self.folder = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA)
 
     def follow(self, selection: Selection) -> Followed:
-        """Which removed documents a selection wants, and which documents stay for them in the end."""
+        """Find the removed documents that match a selection, and the documents finally kept for them."""
         columns = ["document_id", "kept_document_id"]
         asked = list(self.folder.search(selection, columns)) if self.folder.names else []
         found = [_pairs(table) for table in asked]
@@ -50,9 +50,9 @@ class Duplicates:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """`asked`, S16[n], are the removed documents that were asked for; `kept[i]` stays for `removed[i]`.
+    """The result of `Duplicates.follow`. `asked`, S16[n], are the removed documents that match the selection.
 
-    `removed` is sorted, and holds those between them and the end, too.
+    `kept[i]` was kept for `removed[i]`. `removed` is sorted and includes intermediate documents.
     """
 
     asked: _Ids
@@ -60,7 +60,10 @@ class Followed:
     kept: _Ids
 
     def chain(self, document: bytes) -> list[bytes]:
-        """From a removed document to the one that stays in the end; empty if that is of another corpus."""
+        """Return the chain of documents after a removed one up to the one that was finally kept.
+
+        It is empty if the kept document is in another corpus.
+        """
         found: list[bytes] = []
         while True:
             at = int(np.searchsorted(self.removed, document))
@@ -73,7 +76,7 @@ class Followed:
 
     @property
     def stays(self) -> list[bytes]:
-        """The documents that stay in the end for all that were asked for."""
+        """The documents finally kept for all documents in `asked`."""
         kept = np.setdiff1d(self.kept, self.removed)
         return [one.ljust(16, b"\0") for one in kept.tolist() if one]
 

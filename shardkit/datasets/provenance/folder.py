@@ -1,7 +1,7 @@
-"""The Parquet tables in one folder of a dataset, local or remote: opened, scanned and read ahead in order.
+"""Read the Parquet tables in one folder of a dataset, local or remote, in order and ahead.
 
-Threads read row groups in parallel, and results keep the order of files and row groups. A few row groups are
-held at a time, whatever the size of the tables.
+Threads read row groups in parallel, and results keep the order of files and row groups. Only a few row groups
+are in memory at a time, for tables of any size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkit.formats.parquet_limits import Footer, Limits
 from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
 
-_THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
+_THREADS = 4  # reading takes one core or waits for a store; four threads hold about 100 MB
 
 _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
 
@@ -33,10 +33,10 @@ _Result = TypeVar("_Result")
 
 
 class ParquetFolder:
-    """The tables in `folder`, sorted by name; there may be none. Threads may share it."""
+    """The Parquet tables in `folder`, sorted by name; it may be empty. Threads may share it."""
 
     def __init__(self, dataset: OpenDataset, folder: str, columns: pa.Schema) -> None:
-        """`columns` are those that each table has to have; it may have more."""
+        """List the tables; each must have at least these `columns`."""
         self.where = f"{dataset.location}/{folder}"
         self._dataset, self._columns = dataset, columns
         self._objects = {
@@ -49,16 +49,16 @@ class ParquetFolder:
         self._lock = Lock()
 
     def lines(self) -> int:
-        """Lines of all tables; reads all footers, several at a time."""
+        """Return the number of lines in all tables; reads all footers, several at a time."""
         return sum(footer.num_rows for footer, _ in self.run(self.footer, iter(range(len(self.names)))))
 
     def footer(self, number: int) -> tuple[pq.FileMetaData, pa.Schema]:
-        """Return the footer of a file and its columns. ShardError if a column is missing."""
+        """Return the footer of a file and its schema. Raises ShardError if a column is missing."""
         footer, schema = self._footer(number)
         return footer.metadata, schema
 
     def limits(self, number: int) -> Sequence[Limits]:
-        """For each row group of a file (least, greatest) of the columns that state them."""
+        """Return, for each row group of a file, the (minimum, maximum) of columns with statistics."""
         return self._footer(number)[0].limits
 
     def _footer(self, number: int) -> tuple[Footer, pa.Schema]:
@@ -79,14 +79,14 @@ class ParquetFolder:
         return found
 
     def groups(self) -> Iterator[tuple[int, int]]:
-        """(file, row group) of all that have lines."""
+        """Yield (file number, row group) of all row groups that have lines."""
         for number in range(len(self.names)):
             footer, _ = self.footer(number)
             groups = range(footer.num_row_groups)
             yield from ((number, group) for group in groups if footer.row_group(group).num_rows)
 
     def open(self, number: int) -> pq.ParquetFile:
-        """A file, to read row groups of."""
+        """Open a file to read its row groups."""
         return self._open(number, self.footer(number)[0])
 
     def search(
@@ -95,9 +95,9 @@ class ParquetFolder:
         columns: Sequence[str] | None = None,
         advance: Callable[[int], None] = lambda lines: None,
     ) -> Iterator[pa.Table]:
-        """The lines that a selection wants, in order: these columns, or all.
+        """Yield the selected lines in order, with these columns or all.
 
-        `advance` is called with the number of further lines that were looked at.
+        `advance` is called with the number of lines searched since its last call.
         """
 
         def select(job: tuple[int, int]) -> tuple[int, pa.Table | None]:
@@ -113,7 +113,7 @@ class ParquetFolder:
                     return row_group.num_rows, None
                 table = file.read_row_group(group, columns=columns and list(columns), use_threads=False)
             table = table.filter(pa.array(mask))
-            table.validate(full=True)  # Parquet does not look whether strings are UTF-8
+            table.validate(full=True)  # the Parquet reader does not check that strings are UTF-8
             return row_group.num_rows, table
 
         for lines, table in self.run(select, self.groups()):
@@ -122,7 +122,7 @@ class ParquetFolder:
                 yield table
 
     def run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Generator[_Result, None, None]:
-        """The results of `work`, in order; threads work a little ahead. Close it to stop them."""
+        """Yield the results of `work` in order; threads work a little ahead. Close it to stop them."""
         waiting: deque[Future[_Result]] = deque()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
             try:
@@ -159,10 +159,10 @@ class ParquetFolder:
 
 
 def _problem(schema: pa.Schema, expected: pa.Schema) -> str | None:
-    """Why a table has not the columns that it should have; None if it has."""
+    """Return the problem if a table lacks an expected column; None if all are there."""
     for name in expected.names:
         if (count := schema.names.count(name)) != 1:
-            return f"has no column {name!r}" if not count else f"has {count} columns {name!r}"
+            return f"has no column {name!r}" if not count else f"has {count} columns named {name!r}"
     for column in expected:
         found = schema.field(column.name)
         kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type

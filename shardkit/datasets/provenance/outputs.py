@@ -1,14 +1,14 @@
-"""What a search writes: the exclusion list of its rows for loaders, and the pieces found, for people.
+"""Write the results of a search: an exclusion list or a token mask for loaders, and an export of the pieces.
 
-Exclusion list. A row is excluded whole, so tokens of other documents in it are lost too; `measure` counts
-them. Ranges are built while rows arrive mostly in order, so memory grows with ranges, not with rows.
+Exclusion list. Rows are excluded as a whole, so tokens of other documents in them are lost, too; `measure`
+counts them. Rows arrive mostly in order and are merged into ranges, so memory grows with ranges, not rows.
 
-Export. Parquet, JSON lines or CSV, by the file's ending, one line per piece: `sample_id` (row number in
-dataset order), `shard`, `shard_file`, `row` (in the shard), `token_start`, `token_end`, `document_id` (hex),
-`document_start`, `copies`, `source` (the label), `file`, `record`, `id`, `url`, `metadata`, and `text` if the
-pieces are decoded.
+Export. Parquet, JSON lines or CSV, depending on the file's extension, one line per piece: `sample_id` (row
+number in dataset order), `shard`, `shard_file`, `row` (in the shard), `token_start`, `token_end`,
+`document_id` (hex), `document_start`, `copies`, `source` (the label), `file`, `record`, `id`, `url`,
+`metadata`, and `text` if the pieces are decoded.
 
-Both files are written under a temporary name and renamed when complete.
+All files are written under a temporary name and renamed when they are complete.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _Ints = npt.NDArray[np.int64]
 
 _Ids = npt.NDArray[np.bytes_]
 
-_ROWS_AT_ONCE = 1 << 16  # of which all pieces are held
+_ROWS_AT_ONCE = 1 << 16  # number of rows whose pieces are in memory at a time
 
 
 class Ranges:
-    """Runs of rows [begin, end), from rows that come in any order but mostly ascend."""
+    """Merges rows into ranges [begin, end); rows may be added in any order, but should mostly ascend."""
 
     def __init__(self) -> None:
         self._parts: list[_Ints] = []
         self._waiting = 0
 
     def add(self, rows: _Ints) -> None:
-        """Add rows, repeated or not."""
+        """Add rows; repeated rows count once."""
         rows = np.unique(rows)
         if not len(rows):
             return
@@ -64,7 +64,7 @@ class Ranges:
             self._merge()
 
     def exclusions(self) -> Exclusions:
-        """All of them."""
+        """Return all ranges as an exclusion list."""
         self._merge()
         return Exclusions(self._parts[0])
 
@@ -76,8 +76,8 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class RemovalReport:
-    """What an exclusion list removes: `tokens` of its rows are those of `removed` documents, those of `other`
-    documents that share their rows, and `padding`."""
+    """The effect of an exclusion list: the `tokens` in its rows are the sum of `removed_tokens` (of documents
+    that were searched for), `other_tokens` (of other documents in these rows) and `padding`."""
 
     rows: int
     dataset_rows: int
@@ -100,14 +100,14 @@ def measure(
     *,
     rows_at_once: int = _ROWS_AT_ONCE,
 ) -> RemovalReport:
-    """Measure what excluding these rows removes.
+    """Measure the effect of excluding these rows, whose pieces are all read.
 
-    `removed`: sorted ids S16[documents] of the documents searched for. Reads the pieces of all these rows.
-    Holds 16 bytes for each other document that loses a piece, and the pieces of `rows_at_once` rows.
+    `removed` are the sorted ids S16[documents] of the documents searched for. Takes 16 bytes of memory for
+    each other document that loses a piece, and the pieces of `rows_at_once` rows.
     """
     length = dataset.sequence_length
     if length is None:
-        raise ShardkitError(f"{dataset.location}: has no column of token rows of constant length")
+        raise ShardkitError(f"{dataset.location}: has no column of tokens of constant length")
     removed_tokens = other_tokens = 0
     others = np.empty(0, removed.dtype)
     for rows in _blocks(excluded, rows_at_once):
@@ -137,9 +137,10 @@ def measure(
 def write_exclusions(
     path: str | os.PathLike[str], dataset: OpenDataset, excluded: Exclusions, why: Iterable[str] = ()
 ) -> None:
-    """Write the list for `Exclusions.read` and `Stream(exclude=…)`, bound to this dataset.
+    """Write an exclusion list for `Exclusions.read` and `Stream(exclude=...)`, valid for this dataset only.
 
-    `why`: lines for people. ShardkitError if it cannot be written, or excludes nothing or all.
+    The lines of `why` become comments. Raises ShardkitError if the file cannot be written, or if the list
+    excludes no rows or all rows.
     """
     if not 0 < excluded.count < len(dataset):
         share = "no row" if not excluded.count else "every row"
@@ -154,7 +155,7 @@ def write_exclusions(
 
 
 def write_mask(path: str | os.PathLike[str], dataset: OpenDataset, mask: TokenMask, documents: int) -> None:
-    """Write the spans for `TokenMask.read` and `Stream(mask=…)`, bound to this dataset; ShardkitError."""
+    """Write a mask for `TokenMask.read` and `Stream(mask=...)`, for this dataset. Raises ShardkitError."""
     lines = [
         f"# tokens that are no targets: {mask.tokens:,} of {documents:,} documents, in {mask.rows:,} rows of "
         f"{dataset.location}",
@@ -171,7 +172,7 @@ def _write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
 
 
 def document_ids(table: pa.Table) -> _Ids:
-    """S16[n]: the document ids of pieces, as NumPy bytes to compare and sort."""
+    """Return the document ids of pieces as S16[n], which NumPy can compare and sort."""
     parts = [
         np.frombuffer(chunk.buffers()[1], "S16", len(chunk), 16 * chunk.offset)
         for chunk in table.column("document_id").chunks
@@ -181,7 +182,7 @@ def document_ids(table: pa.Table) -> _Ids:
 
 
 def _blocks(excluded: Exclusions, rows_at_once: int) -> Iterator[_Ints]:
-    """The excluded rows, ascending, in blocks of one size, whatever the size of the ranges."""
+    """Yield the excluded rows, ascending, in blocks of `rows_at_once` rows that may span several ranges."""
     block: list[_Ints] = []
     room = rows_at_once
     for begin, end in excluded.to_list():
@@ -202,9 +203,9 @@ Texts = Callable[[pa.Table], list[str]]
 
 
 class Exporter:
-    """Writes tables of `ProvenanceTable.search` to a file; a context manager that publishes it at its end.
+    """Writes tables of `ProvenanceTable.search` to a file; a context manager that publishes the file on exit.
 
-    `texts` returns the text of each line of a table; None leaves that column out. ShardkitError if the file
+    `texts` returns the text of each line of a table; None omits that column. Raises ShardkitError if the file
     cannot be written.
     """
 
@@ -217,7 +218,7 @@ class Exporter:
     ) -> None:
         self._path = Path(path)
         if self._path.suffix not in ENDINGS:
-            raise ShardkitError(f"{self._path}: a list of pieces is written as {', '.join(ENDINGS)}")
+            raise ShardkitError(f"{self._path}: name a file with one of the extensions {', '.join(ENDINGS)}")
         self._dataset, self._sources, self._texts = dataset, sources, texts
         self._temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
         self._schema = _schema(texts is not None)
@@ -225,7 +226,7 @@ class Exporter:
         self.lines = 0
 
     def write(self, pieces: pa.Table) -> None:
-        """Add pieces."""
+        """Append pieces to the file."""
         table = self._table(pieces)
         self.lines += table.num_rows
         try:

@@ -1,16 +1,16 @@
-"""A training run as arithmetic: where it delivers a row, and which rows a step has. Reads no sample.
+"""Compute where a training run delivers a row and which rows a step has, without reading samples.
 
-A row's positions follow from the inverse of the order, one for each epoch of its own stream; a step's rows
-follow from the order itself. Which positions a step has follows from the loader's `BatchPlan`, given the
-same batch size and world size from position 0 on. All of it is exact for a run of any length: nothing is
-replayed.
+A row's positions, one per epoch of its stream, are computed by the inverse of the order; a step's rows are
+computed by the order itself. The positions of a step are given by the loader's `BatchPlan`, provided that
+batch size and world size are constant from position 0 on. All results are exact for a run of any length:
+nothing is replayed.
 
-Steps are counted from 1, as training loops print them: before step 1 nothing is delivered. With gradient
-accumulation a step is one of the optimizer, of `accumulate` batches of each rank.
+Steps are counted from 1: before step 1 nothing is delivered. With gradient accumulation a step is one
+optimizer step, with `accumulate` batches of each rank.
 
-A run is known from the state of its loader (`read_state`, `Run.from_state`), which fixes everything except
-batch size, world size and `balance`, or from the options of its loader (`Run.from_options`). With balance,
-the rank of a row follows from the work of all rows of its global batch, as it does in the loader.
+A run is described by the state of its loader (`read_state`, `Run.from_state`), which fixes all settings
+except batch size, world size and `balance`, or by the options of its loader (`Run.from_options`). With
+balance, the rank of a row depends on the work of all rows of its global batch, as in the loader.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ NO_IDS = DocumentIds()
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One delivery of a row. `epoch` is that of its own stream.
+    """One delivery of a row; `epoch` counts the epochs of its stream.
 
-    `step`, `rank` and `index` (in the rank's batch) are None where batch size and world size are not known,
-    or, with `is_dropped`, because the tail drops the position. `is_delivered`: before the state's position.
-    `batch`: which of the step's batches, counted from 1.
+    `step`, `rank` and `index` (in the rank's batch) are None if batch size and world size are not known, or,
+    with `is_dropped`, because the tail drops the position. `is_delivered` is true before the state's
+    position. `batch` is the number of the batch within the step, from 1.
     """
 
     epoch: int
@@ -71,8 +71,8 @@ class Sighting:
 class BatchRow:
     """A sample of a step: row `row` of stream number `stream`, and its place in the step.
 
-    `index`: in the batch of `rank`. `epoch`: of the stream. `dataset`: the stream's name. `batch`: which of
-    the step's batches, counted from 1.
+    `index` is its index in the batch of `rank`, `epoch` the epoch of the stream, `dataset` the stream's name,
+    and `batch` the number of the batch within the step, from 1.
     """
 
     rank: int
@@ -86,11 +86,11 @@ class BatchRow:
 
 
 class Run:
-    """What a loader with these settings delivers of these datasets, one for each stream.
+    """The deliveries of a loader with these settings and datasets, one dataset per stream.
 
-    Without `batch_size`, positions are known, but no steps. `accumulate`: batches of a step. `delivered`:
-    number of samples that the run has delivered (a state's position), None if unknown. ShardkitError if no
-    loader takes the batch size.
+    Without `batch_size`, positions are known, but not steps. `accumulate` is the number of batches per step,
+    `delivered` the number of samples that the run has delivered (a state's position), None if unknown. Raises
+    ShardkitError if a loader would refuse the batch size.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Run:
     ) -> None:
         self.settings, self.datasets, self.delivered = settings, tuple(datasets), delivered
         if accumulate < 1:
-            raise ShardkitError(f"accumulate: a step has at least one batch, not {accumulate}")
+            raise ShardkitError(f"accumulate: must be at least one batch per step, not {accumulate}")
         self.accumulate = accumulate
         named = zip(settings.streams, datasets, strict=True)
         self.names = tuple(stream.name or dataset.location for stream, dataset in named)
@@ -142,10 +142,10 @@ class Run:
         balance: Balance = None,
         ids: DocumentIds = NO_IDS,
     ) -> Self:
-        """The run that a loader's state belongs to; `balance` and `ids`: its options.
+        """Make the run of a loader's state; `balance` and `ids` are the loader's options.
 
-        `datasets` and `exclusions` are in any order and are matched with the state's streams by fingerprint
-        and digest; the first dataset must be one of them. StateError if one is missing.
+        `datasets` and `exclusions` may be in any order; they are matched with the state's streams by
+        fingerprint and digest. Raises StateError if one is missing, or if the first dataset is not a stream.
         """
         settings, first = state.settings, datasets[0]
         by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
@@ -155,12 +155,12 @@ class Run:
             if stream.fingerprint not in by_fingerprint:
                 hint = "give its path with --stream" if settings.schedule else "give that dataset's path"
                 raise StateError(
-                    f"{called} is of the dataset with fingerprint {stream.fingerprint}, and "
-                    f"{first.location} is {first.fingerprint}: {hint}"
+                    f"{called} belongs to the dataset with fingerprint {stream.fingerprint}, but "
+                    f"{first.location} has {first.fingerprint}: {hint}"
                 )
             if stream.excluded and stream.excluded not in by_digest:
                 raise StateError(
-                    f"{called} leaves out the rows of an exclusion list with digest {stream.excluded}: give "
+                    f"{called} excludes the rows of an exclusion list with digest {stream.excluded}: give "
                     "that list with --without"
                 )
         if first.fingerprint not in {stream.fingerprint for stream in settings.streams}:
@@ -195,9 +195,9 @@ class Run:
         balance: Balance = None,
         ids: DocumentIds = NO_IDS,
     ) -> Self:
-        """The run of a loader with these options over one dataset, lanes and window by default as there.
+        """Make the run of a loader with these options over one dataset; lanes and window default as there.
 
-        ShardkitError if no loader takes it.
+        Raises ShardkitError if a loader would refuse the options.
         """
         try:
             if excluded is not None:
@@ -221,7 +221,7 @@ class Run:
         )
 
     def _row_costs(self, ids: DocumentIds) -> list[RowCosts]:
-        """The table of each stream; ValueError and ShardError as `find_eos_id` and `open_row_costs`."""
+        """Return the cost table of each stream. Raises the errors of `find_eos_id` and `open_row_costs`."""
         if ids.bos_id is None:
             once = dict(zip(self.datasets, self.names, strict=True))
             column, options = self.datasets[0].token_column, ["balance"]
@@ -230,12 +230,12 @@ class Run:
         return [open_row_costs(dataset, ids) for dataset in self.datasets]
 
     def streams_of(self, dataset: OpenDataset) -> list[int]:
-        """The numbers of the streams that deliver a dataset."""
+        """Return the numbers of the streams that deliver a dataset."""
         streams = enumerate(self.settings.streams)
         return [number for number, each in streams if each.fingerprint == dataset.fingerprint]
 
     def to_dict(self) -> dict[str, int | str | None]:
-        """Settings, sizes and progress as plain data."""
+        """Return settings, sizes and progress as plain data."""
         order, plan = self.settings.order, self.plan
         return {
             "seed": order.seed,
@@ -250,7 +250,7 @@ class Run:
         }
 
     def epochs(self, stream: int) -> int:
-        """Epochs of a stream that the run has begun; 1 if its progress is unknown."""
+        """Return the number of epochs of a stream that the run has begun; 1 if its progress is unknown."""
         if self.delivered is None:
             return 1
         delivered = self.delivered
@@ -259,13 +259,13 @@ class Run:
         return max(1, -(-delivered // max(1, self._orders[stream].samples)))
 
     def is_excluded(self, row: int, stream: int = 0) -> bool:
-        """Whether the run leaves this row of a stream out."""
+        """Return whether the run excludes this row of a stream."""
         order = self._orders[stream]
         excluded = order.exclusions if isinstance(order, StreamOrder) else None
         return excluded is not None and bool(excluded.contains([row])[0])
 
     def sightings(self, row: int, stream: int = 0, *, epochs: int) -> list[Sighting]:
-        """List where the first `epochs` epochs of its stream deliver a row. Empty if the row is left out."""
+        """List the deliveries of a row in the first `epochs` of its stream; empty if the row is excluded."""
         if self.is_excluded(row, stream):
             return []
         found = []
@@ -279,11 +279,11 @@ class Run:
     def batch(self, step: int) -> list[BatchRow]:
         """Return the rows of a step, counted from 1, over all ranks: batch by batch, rank by rank."""
         if step < 1:
-            raise ShardkitError(f"there is no step {step}: steps are counted from 1, as loops print them")
+            raise ShardkitError(f"there is no step {step}: steps are counted from 1")
         return self.batch_at(self._known_plan().start_of_step((step - 1) * self.accumulate + 1))
 
     def batch_at(self, position: int) -> list[BatchRow]:
-        """Return the same for the step of which a loader at this position delivers the first batch next."""
+        """Return the rows of the step whose first batch starts at this position."""
         rows: list[BatchRow] = []
         for number in range(1, self.accumulate + 1):
             start, count = self._known_plan().span_at(position)
@@ -307,7 +307,7 @@ class Run:
         return rows
 
     def _batch_in_places(self, start: int, count: int) -> Ints:
-        """The positions of the global batch from `start` on, those of rank 0 first."""
+        """Return the positions of the global batch that starts at `start`, sorted by rank."""
         batch = self._order.global_batch(start, count)
         if self._balance is None:
             return batch
@@ -316,9 +316,7 @@ class Run:
 
     def _known_plan(self) -> BatchPlan:
         if self.plan is None:
-            raise ShardkitError(
-                "which rows a step has depends on the batch size and the world size: give them"
-            )
+            raise ShardkitError("the rows of a step depend on the batch size and the world size: give both")
         return self.plan
 
     def _position(self, row: int, stream: int, epoch: int) -> int | None:
@@ -341,13 +339,13 @@ class Run:
 
 
 def read_state(path: Path) -> LoaderState:
-    """The loader's state in a JSON file or a checkpoint of torch, wherever in it; StateError."""
+    """Find and read the loader's state anywhere in a JSON file or a torch checkpoint. Raises StateError."""
     try:
         if path.suffix in _TORCH_ENDINGS:
             data = _load_torch(path)
         else:
             if path.stat().st_size > _MAX_STATE_BYTES:
-                raise StateError(f"{path}: is no loader's state: larger than {_MAX_STATE_BYTES:,} bytes")
+                raise StateError(f"{path}: is no loader's state: it exceeds {_MAX_STATE_BYTES:,} bytes")
             data = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: cannot be read as JSON: {error}") from error
@@ -365,15 +363,15 @@ def _load_torch(path: Path) -> object:
         return torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # pickle and torch raise many kinds
+    except Exception as error:  # pickle and torch raise many types
         remedy = "give the state as JSON (`json.dump(loader.state_dict(), file)`)"
         if not zipfile.is_zipfile(path):
-            problem = "is no zip file, as checkpoints of torch since 1.6 are; older formats and bare pickles"
-            raise StateError(f"{path}: {problem} are not read; {remedy}") from error
+            problem = "is not a zip file, as torch writes since 1.6; older formats and bare pickles"
+            raise StateError(f"{path}: {problem} cannot be read; {remedy}") from error
         if _is_torchscript(path):
-            problem = "is a TorchScript program, which holds no loader's state"
+            problem = "is a TorchScript program, which has no loader's state"
             raise StateError(f"{path}: {problem}; {remedy}") from error
-        words = str(error).strip().partition("\n")[0][:200]  # torch adds a page of advice
+        words = str(error).strip().partition("\n")[0][:200]  # drops the page of advice that torch adds
         raise StateError(f"{path}: cannot be read as a checkpoint: {words}; {remedy}") from error
 
 
@@ -386,7 +384,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
-    """The states of loaders anywhere in a checkpoint."""
+    """Yield all loader states anywhere in a checkpoint."""
     if isinstance(data, Mapping):
         if data.keys() >= _STATE_KEYS:
             yield data

@@ -1,17 +1,17 @@
-"""Which documents a search wants: by document id, user id or URL, limited to sources, files and records.
+"""Select documents by document id, user id or URL, limited to sources, files and records.
 
-A document is wanted if it has one of the ids or one of the URLs (any document if none is given), and is of
-one of the sources, files and records, if those are given; or if it is one of `always`. `UrlPatterns` are
+A document is selected if it has one of the ids or URLs (if any are given) and one of the sources, files and
+records (if any are given). Documents in `always` are selected in any case. `UrlPatterns` are
 
     https://example.org/page    this exact URL
     https://example.org/blog/*  all URLs with this prefix
-    example.org/page            the same with any scheme; so is example.org/blog/*
-    example.org/*               everything on this host, any scheme and port
-    *.example.org               everything on this host and on all hosts below it
+    example.org/page            this URL with any scheme; example.org/blog/* works likewise
+    example.org/*               all URLs of this host, with any scheme and port
+    *.example.org               all URLs of this host and of its subdomains
 
-Hosts are compared in lower case and in IDNA, the rest as it is written. A pattern that has matched is
-recorded, so that patterns without a match can be reported. A million URLs take 20 ms against exact URLs, the
-same for each distinct length of prefixes, and 0.4 s if there are hosts.
+Hosts are compared in lower case and in IDNA, the rest of a URL exactly. Patterns that have matched are
+recorded, so that patterns without a match can be reported. Matching a million URLs takes 20 ms for exact
+URLs, another 20 ms for each distinct length of prefixes, and 0.4 s if there are hosts.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from shardkit.hashing import keyed_hashes
 
 _Mask = npt.NDArray[np.bool_]
 
-_FEW = 32  # up to this many domains, comparing each is faster than walking up from each host
+_FEW = 32  # for up to this number of domains, comparing each is faster than testing each host's parents
 
 
 class UrlPatterns:
-    """Patterns as above; ShardkitError for text that is not one."""
+    """A set of URL patterns, described in the module. Raises ShardkitError for a malformed pattern."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = sorted(set(patterns))
         self.found: set[str] = set()
-        """Patterns that have matched something so far."""
+        """Patterns that have matched at least one URL so far."""
         self._whole, self._rest = _Strings(), _Strings()
         self._hosts: dict[str, str] = {}
         self._domains: dict[str, str] = {}
@@ -55,7 +55,7 @@ class UrlPatterns:
             self._add(pattern)
 
     def match(self, urls: pa.Array) -> _Mask:
-        """bool[n]: which URLs match any pattern; null matches none."""
+        """Return bool[n], true for URLs that match any pattern; null matches none."""
         mask = np.zeros(len(urls), np.bool_)
         data = pc.fill_null(urls, "").cast(pa.binary())
         self._whole.match(data, mask, self.found)
@@ -69,7 +69,7 @@ class UrlPatterns:
 
     @property
     def unmatched(self) -> list[str]:
-        """Patterns that have matched nothing so far."""
+        """Patterns that have matched no URL so far."""
         return [pattern for pattern in self.patterns if pattern not in self.found]
 
     def _add(self, pattern: str) -> None:
@@ -89,7 +89,7 @@ class UrlPatterns:
         authority = pc.list_element(pc.split_pattern(urls.take(pa.array(where)), "/", max_splits=3), 2)
         hosts = authority.dictionary_encode()
         names = pc.ascii_lower(hosts.dictionary)
-        # Arrow compares plain names; the few that match, or are not plain, are compared one by one.
+        # Arrow compares plain host names; the few that match, or are not plain, are then compared in Python.
         candidates = self._below(names) | _flags(pc.match_substring_regex(names, r"[^a-z0-9_.\-]|^\.|\.$"))
         by_host = np.zeros(len(names), np.bool_)
         for number in np.flatnonzero(candidates).tolist():
@@ -101,7 +101,7 @@ class UrlPatterns:
         return mask
 
     def _below(self, names: pa.Array) -> _Mask:
-        """bool[n]: which names are a wanted host or domain, or below a wanted domain."""
+        """Return bool[n], true for names that are a selected host or domain, or below a selected domain."""
         listed, domains = self._listed
         mask = _flags(pc.is_in(names, value_set=listed))
         if len(domains) <= _FEW:
@@ -118,12 +118,12 @@ class UrlPatterns:
 
     @cached_property
     def _listed(self) -> tuple[pa.Array, pa.Array]:
-        """(hosts and domains, domains)."""
+        """The Arrow arrays (hosts and domains, domains)."""
         domains = pa.array([*self._domains], pa.string())
         return pa.array([*self._hosts, *self._domains], pa.string()), domains
 
     def _patterns_of(self, authority: str) -> set[str]:
-        """The patterns of hosts and domains that an authority (user@host:port) matches."""
+        """Return the patterns of hosts and domains that an authority (user@host:port) matches."""
         host = _plain_host(authority)
         labels = host.split(".")
         parents = (".".join(labels[first:]) for first in range(len(labels)))
@@ -134,7 +134,7 @@ class UrlPatterns:
 
 
 class _Strings:
-    """Whole strings and prefixes, as bytes."""
+    """A set of exact strings and prefixes to match, as bytes."""
 
     def __init__(self) -> None:
         self._exact: dict[bytes, str] = {}
@@ -151,7 +151,7 @@ class _Strings:
             self._exact[data] = pattern
 
     def match(self, data: pa.Array, mask: _Mask, found: set[str]) -> None:
-        """Set `mask` where a string matches, and add its pattern to `found`."""
+        """Set `mask` to true for strings that match, and add their patterns to `found`."""
         for length, texts, patterns in self._sets:
             start = data if length is None else pc.binary_slice(data, 0, length)
             hits = pc.is_in(start, value_set=texts)
@@ -161,16 +161,16 @@ class _Strings:
 
     @cached_property
     def _sets(self) -> list[tuple[int | None, pa.Array, dict[bytes, str]]]:
-        """(length of prefixes or None, strings, their patterns)."""
+        """List of (length of the prefixes or None for exact strings, strings, {string: pattern})."""
         sets: list[tuple[int | None, dict[bytes, str]]] = [(None, self._exact)] if self._exact else []
         sets += sorted(self._prefixes.items())
         return [(length, pa.array(list(texts), pa.binary()), texts) for length, texts in sets]
 
 
 def read_url_list(path: str | os.PathLike[str]) -> list[str]:
-    """The patterns in a file, one per line, without empty lines and those that begin with #.
+    """Read URL patterns from a file, one per line; empty lines and lines that begin with # are skipped.
 
-    ShardkitError if it cannot be read or holds none.
+    Raises ShardkitError if the file cannot be read or has no pattern.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -178,13 +178,13 @@ def read_url_list(path: str | os.PathLike[str]) -> list[str]:
         raise ShardkitError(f"{os.fspath(path)}: cannot be read: {error}") from error
     found = [text for line in lines if (text := line.strip()) and not text.startswith("#")]
     if not found:
-        raise ShardkitError(f"{os.fspath(path)}: holds no URL: give one per line")
+        raise ShardkitError(f"{os.fspath(path)}: has no URL: write one per line")
     return found
 
 
 def _plain_host(authority: str) -> str:
-    """A host in lower case and IDNA, without user and port."""
-    end = re.search(r"[?#\\]", authority)  # of a URL without a path
+    """Return the host of an authority in lower case and IDNA, without user and port."""
+    end = re.search(r"[?#\\]", authority)  # ends the authority of a URL without a path
     host = (authority[: end.start()] if end else authority).rpartition("@")[2].lower()
     host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].strip(".")
     if not host.isascii():
@@ -199,9 +199,9 @@ def _flags(mask: pa.Array) -> _Mask:
 
 
 class Selection:
-    """What to look for. `sources`: numbers of recipe inputs. `files`: names, ends of names, or patterns.
+    """The criteria of a search. `sources` are numbers of recipe inputs, `ids` are the user's ids.
 
-    `ids` are the user's own. `always` are document ids.
+    `files` are names, ends of names, or patterns. `always` are ids of documents selected in any case.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Selection:
         self._files: dict[str, bool] = {}
 
     def with_always(self, documents: Collection[bytes]) -> Selection:
-        """The same, and these documents whatever the limits. Patterns that match count for both."""
+        """Return a copy that also selects `documents` in any case; both share the URL patterns."""
         return Selection(
             documents=self.documents,
             urls=self.urls,
@@ -238,7 +238,7 @@ class Selection:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that `match` needs."""
+        """Names of the columns that `match` needs."""
         wanted = {
             "document_id": bool(self.documents or self.always),
             "url": self.urls is not None,
@@ -250,7 +250,7 @@ class Selection:
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     def match(self, table: pa.Table) -> _Mask:
-        """bool[n]: which lines of a provenance table (with at least `columns`) are wanted."""
+        """Return bool[n], true for the selected lines of a provenance table with at least `columns`."""
         which: list[_Mask] = []
         if self.documents:
             which.append(_flags(pc.is_in(_column(table, "document_id"), value_set=self._document_ids)))
@@ -271,21 +271,21 @@ class Selection:
         return wanted
 
     def unmatched(self, found: npt.NDArray[np.bytes_]) -> list[str]:
-        """Document ids that are not among those `found` (S16, sorted), and patterns that matched nothing."""
+        """Return the document ids that are not in `found` (S16, sorted), and the patterns without a match."""
         asked = sorted(self.documents)
         there = np.isin(np.frombuffer(b"".join(asked), "S16"), found).tolist()
         missing = [one.hex() for one, is_there in zip(asked, there, strict=True) if not is_there]
         return missing + (self.urls.unmatched if self.urls is not None else [])
 
     def may_be_in(self, hashes: HashRange | None) -> bool:
-        """Whether a table whose documents have shuffle hashes in this range may hold what is wanted."""
+        """Return whether a table with shuffle hashes in this range may have selected documents."""
         if self.urls is not None or self.ids or not self.documents or hashes is None:
             return True
         found = keyed_hashes(self.documents | self.always, hashes.seed, "shuffle")
         return bool(((hashes.first <= found) & (found <= hashes.last)).any())
 
     def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
-        """Whether lines whose columns have these (least, greatest) values may be wanted."""
+        """Return whether lines whose columns have these (minimum, maximum) values may be selected."""
         if self.always:
             return True
         if self.sources and "source" in limits:
@@ -313,7 +313,7 @@ class Selection:
 
 
 def parse_document_id(text: str) -> bytes:
-    """The 16 bytes of a document id in hex; ShardkitError."""
+    """Parse a document id in hex into 16 bytes. Raises ShardkitError if it is malformed."""
     try:
         found = bytes.fromhex(text)
     except ValueError:

@@ -1,14 +1,14 @@
-"""Look-ups in the provenance tables of a dataset, local or remote: by row, or by document.
+"""Look up pieces in the provenance tables of a dataset, local or remote: by row, or by document.
 
 `provenance/*.parquet` have one line per piece of a document in a row, sorted by (shard, row, token_start)
-within each file and from file to file (`shardkit.writers.stages.provenance` writes them). Therefore
+within each file and across files (`shardkit.writers.stages.provenance` writes them). Therefore:
 
-    rows -> pieces      the footers' statistics say which row groups hold the rows; only those are read, and
-                        the file of a shard is found by binary search
-    documents -> rows   all files are scanned, the columns that decide first; files and row groups that
-                        cannot hold a document are skipped
+    rows -> pieces      only the row groups that may have the rows, by the footers' statistics, are read; the
+                        file of a shard is found by binary search
+    documents -> rows   all files are scanned, first the columns of the search criteria; files and row groups
+                        that cannot have a document are skipped
 
-Row groups have 65,536 lines: a few of them are held at a time, whatever the size of the tables (folder.py).
+Row groups have 65,536 lines: a few of them are in memory at a time, for tables of any size (folder.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardkit.formats.provenance import (
 _SCHEMA = pa.schema([("sample_id", pa.int64()), *((field.name, field.type) for field in PROVENANCE_SCHEMA)])
 
 COLUMNS = tuple(PROVENANCE_SCHEMA.names)
-"""Of the stored tables."""
+"""Columns of the stored tables."""
 
 _PLACE = ["shard", "row"]
 
@@ -48,10 +48,10 @@ class NoProvenanceError(ShardkitError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens [token_start, token_end) of row `sample_id`, and the document that they come from.
+    """Tokens [token_start, token_end) of row `sample_id`, and the document from which they come.
 
-    `document_start`: tokens of the document before them. `copies`: the document itself and the duplicates
-    that were removed in favor of it. `source`: number of the recipe's input.
+    `document_start` is the number of tokens of the document before the piece, `copies` is 1 + the number of
+    its removed duplicates, and `source` is the number of the recipe's input.
     """
 
     sample_id: int
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One file and what its footer says; arrays have an entry for each row group that has lines."""
+    """The footer of one file; `groups` and the arrays have an entry for each row group with lines."""
 
     footer: pq.FileMetaData
     hashes: HashRange | None
@@ -82,7 +82,7 @@ class _Part:
 
 
 class ProvenanceTable:
-    """The tables of a dataset; NoProvenanceError if it has none. Threads may share it."""
+    """The provenance tables of a dataset. Raises NoProvenanceError if it has none. Threads may share it."""
 
     def __init__(self, dataset: OpenDataset) -> None:
         self._dataset = dataset
@@ -91,20 +91,20 @@ class ProvenanceTable:
         if not self._folder.names:
             raise NoProvenanceError(
                 f"{dataset.location}: has no provenance tables, so documents are not known: only datasets "
-                f"built by shardkit have {PROVENANCE_FOLDER}/*.parquet beside their shards"
+                f"built by shardkit have {PROVENANCE_FOLDER}/*.parquet in their folder"
             )
         self._parts: dict[int, _Part] = {}
         self._lock = Lock()
 
     def lines(self) -> int:
-        """Pieces in all tables; reads all footers."""
+        """Return the number of pieces in all tables; reads all footers."""
         parts = self._folder.run(self._part, iter(range(len(self._folder.names))))
         return sum(part.footer.num_rows for part in parts)
 
     def of_rows(self, sample_ids: npt.ArrayLike, columns: Sequence[str] = COLUMNS) -> pa.Table:
-        """The pieces of rows (numbers in dataset order), sorted by (row, token): `sample_id` and `columns`.
+        """Return the pieces of rows (numbers in dataset order), sorted by (row, token).
 
-        IndexError for a row that is not there. All lines found are held.
+        The table has `sample_id` and `columns`, and is held in memory. Raises IndexError for a missing row.
         """
         rows = np.unique(np.asarray(sample_ids, dtype=np.int64))
         if len(rows) and not 0 <= rows[0] <= rows[-1] < self._starts[-1]:
@@ -116,9 +116,9 @@ class ProvenanceTable:
     def search(
         self, selection: Selection, advance: Callable[[int], None] = lambda lines: None
     ) -> Iterator[pa.Table]:
-        """The pieces that a selection wants, in the order of their rows; columns: `sample_id` first.
+        """Yield the selected pieces in the order of their rows; the first column is `sample_id`.
 
-        `advance` is called with the number of further lines that were looked at.
+        `advance` is called with the number of lines searched since its last call.
         """
         self.lines()  # reads all footers, several at a time
         jobs = (
@@ -133,7 +133,7 @@ class ProvenanceTable:
                 yield table
 
     def _groups_with(self, rows: _Ints) -> Iterator[tuple[int, int]]:
-        """(file, row group) of all row groups that may hold lines of these sorted rows."""
+        """Yield (file number, row group) of all row groups that may have lines of these sorted rows."""
         at = 0
         while at < len(rows):
             end = at + 1
@@ -148,7 +148,7 @@ class ProvenanceTable:
             at = end
 
     def _file_of(self, row: int) -> int:
-        """The first file that may hold lines of a row: its last line is not before that row."""
+        """Return the number of the first file that may have lines of a row, by binary search."""
         low, high = 0, len(self._folder.names) - 1
         while low < high:
             middle = (low + high) // 2
@@ -178,7 +178,7 @@ class ProvenanceTable:
         for each in limits:
             (low, high), (first, end) = each.get("shard", (0, last)), each.get("row", (0, 0))
             if not 0 <= low <= high <= last:
-                problem = f"names shard {high} of {last + 1}: it belongs to another dataset"
+                problem = f"has shard {high}, the dataset {last + 1} shards: it belongs to another dataset"
                 raise ShardError(f"{self._dataset.location}/{name}", problem)
             alone = low == high and "row" in each
             firsts.append(int(self._starts[low]) + (first if alone else 0))
@@ -187,7 +187,7 @@ class ProvenanceTable:
         return _Part(footer, HashRange.from_metadata(schema.metadata or {}), tuple(groups), *rows)
 
     def _lines_of(self, number: int, group: int, rows: _Ints, columns: Sequence[str]) -> pa.Table:
-        """The lines of a row group that are of these sorted rows."""
+        """Return the lines of a row group that belong to these sorted rows."""
         with self._folder.open(number) as file:
             places = file.read_row_group(group, columns=_PLACE, use_threads=False)
             ids = self._sample_ids(places)
@@ -195,7 +195,7 @@ class ProvenanceTable:
             return _with_columns(file, group, columns, ids, rows[at] == ids)
 
     def _selected(self, number: int, group: int, selection: Selection) -> tuple[int, pa.Table]:
-        """(lines of a row group, those that are wanted)."""
+        """Return (number of lines in a row group, table of its selected lines)."""
         part = self._part(number)
         rows = part.footer.row_group(group).num_rows
         if not selection.may_be_within(self._folder.limits(number)[group]):
@@ -217,23 +217,23 @@ class ProvenanceTable:
             ids: _Ints = self._starts[shards] + rows
             if (ids < self._starts[shards + 1]).all():
                 return ids
-        problem = "names a row that its shard does not have: it is damaged or belongs to another dataset"
+        problem = "a table has a row that its shard does not have: it is damaged or from another dataset"
         raise ShardError(self._folder.where, problem)
 
 
 def pieces_of(table: pa.Table) -> list[Piece]:
-    """The lines of a table that `ProvenanceTable` returned."""
+    """Convert the lines of a table from `ProvenanceTable` to pieces."""
     return [Piece(**line) for line in table.to_pylist()]
 
 
 def _with_columns(
     file: pq.ParquetFile, group: int, columns: Sequence[str], ids: _Ints, mask: npt.NDArray[np.bool_]
 ) -> pa.Table:
-    """The lines of a row group that `mask` has: their rows' numbers and these columns."""
+    """Return the lines of a row group selected by `mask`, with `sample_id` from `ids` and these columns."""
     schema = pa.schema([_SCHEMA.field(name) for name in ("sample_id", *columns)])
     if not mask.any():
         return schema.empty_table()
     table = file.read_row_group(group, columns=list(columns), use_threads=False).filter(pa.array(mask))
     lines = table.select(columns).add_column(0, "sample_id", pa.array(ids[mask])).cast(schema)
-    lines.validate(full=True)  # Parquet does not look whether strings are UTF-8
+    lines.validate(full=True)  # the Parquet reader does not check that strings are UTF-8
     return lines

@@ -1,4 +1,4 @@
-"""What the tokens of rows say, by the tokenizer that the dataset was made with."""
+"""Read rows of tokens and decode them with the dataset's tokenizer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardkit.formats.tokenizer_file import Encoding, reason_of, tokenizer_confi
 
 Row = npt.NDArray[np.generic]
 
-_TOKENS_A_CHARACTER = 4  # at most, of byte-level tokenizers
+_TOKENS_A_CHARACTER = 4  # maximum number of tokens per character, reached by byte-level tokenizers
 
 _ANY_LENGTH = ("ndarray:uint16", "ndarray:uint32")
 
-MAX_ROWS_AT_ONCE = 256  # of a remote dataset, read singly
+MAX_ROWS_AT_ONCE = 256  # number of rows that are read from a remote dataset at a time
 
 
 class Decoder:
-    """Decodes token ids by a tokenizer file, with Hugging Face's `tokenizers`.
+    """Decodes token ids with a tokenizer file, using Hugging Face's `tokenizers`.
 
-    ShardkitError if it cannot be read; MissingExtraError without that package. Warns if it is another file
-    than the one that the dataset's card names by its digest: ids may then mean other text.
+    Raises ShardkitError if the file cannot be read and MissingExtraError without that package. Warns if the
+    file's digest is not the digest in the dataset's card: ids may then decode to other text.
     """
 
     def __init__(self, path: Path, card: DatasetCard | None = None) -> None:
@@ -40,15 +40,15 @@ class Decoder:
         stated = TokenizerFacts() if card is None else card.tokenizer
         try:
             data = path.read_bytes()
-            # What the recipe says of a file of byte pairs and ranks.
+            # A file of byte pairs and ranks needs the encoding from the recipe.
             recipe = {} if card is None else card.data.get("recipe", {})
             encoding = Encoding.of(recipe.get("tokenizer", {}).get("encoding"))
             config = tokenizer_config(path, data, encoding)
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
             if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
-                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
-        except BaseException as error:  # of `tokenizers`, which raises plain ones
-            raise ShardkitError(f"{path}: is no tokenizer that can be read: {reason_of(error)}") from error
+                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # otherwise bytes appear as letters
+        except BaseException as error:  # a panic of `tokenizers` is not an Exception
+            raise ShardkitError(f"{path}: cannot be read as a tokenizer: {reason_of(error)}") from error
         self.eos_id, self.bos_id = stated.eos_id, stated.bos_id
         if stated.digest not in (None, _digest(data)):
             warn_user(
@@ -57,9 +57,9 @@ class Decoder:
             )
 
     def text(self, tokens: Row) -> str:
-        """The text of tokens without the eos at their end and the bos at their beginning, if they have any.
+        """Decode tokens to text, without an eos at the end and a bos at the beginning.
 
-        A cut character becomes U+FFFD.
+        A truncated character becomes U+FFFD.
         """
         ids = tokens.tolist()
         if ids and ids[-1] == self.eos_id:
@@ -69,13 +69,13 @@ class Decoder:
         return self._decoded(ids)
 
     def piece(self, before: int | None, ids: list[int]) -> str:
-        """The text of tokens where they stand, after the token `before` (None: at the start of a row)."""
+        """Decode `ids` as they follow the token `before`; None means that they start a row."""
         if before is None:
             return self._decoded(ids)
         return self._decoded([before, *ids])[len(self._decoded([before])) :]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; ShardkitError if the tokenizer cannot encode it."""
+        """Encode a text to tokens. Raises ShardkitError if the tokenizer cannot encode it."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:
@@ -89,15 +89,18 @@ class Decoder:
             raise ShardkitError(f"{self.path}: cannot decode these tokens: {reason_of(error)}") from error
 
     def excerpt(self, tokens: Row, characters: int) -> str:
-        """The beginning of the text of tokens in one line, at most so many characters long."""
+        """Decode the beginning of tokens to one line of at most `characters` characters."""
         most = characters * _TOKENS_A_CHARACTER
-        text = " ".join(self.text(tokens[:most]).strip("\ufffd").split())  # without what cuts leave
+        text = " ".join(self.text(tokens[:most]).strip("\ufffd").split())  # without truncated characters
         cut = len(text) > characters or len(tokens) > most
         return text[: max(0, characters - 1)].rstrip() + "…" if cut else text
 
 
 def find_tokenizer(dataset: OpenDataset) -> Path | None:
-    """The file that the card names, if it is still there and the same: as named, or beside the dataset."""
+    """Find the card's tokenizer file with the same digest, at its path or relative to the dataset's folder.
+
+    The parents of the folder are searched as well. Returns None if there is no such file.
+    """
     stated = TokenizerFacts() if dataset.card is None else dataset.card.tokenizer
     if (named := stated.path) is None or stated.digest is None:
         return None
@@ -115,16 +118,16 @@ def find_tokenizer(dataset: OpenDataset) -> Path | None:
 
 
 def token_column(dataset: OpenDataset) -> str | None:
-    """The column of tokens, of rows or of whole documents; None if there is none."""
+    """Return the name of the column with the tokens of rows or of whole documents; None if there is none."""
     if any(c.name == "tokens" and c.encoding in _ANY_LENGTH for c in dataset.columns):
         return "tokens"
     return dataset.token_column
 
 
 def read_rows(dataset: OpenDataset, sample_ids: Iterable[int]) -> Iterator[tuple[int, Row]]:
-    """(row, its tokens) of rows by their numbers in dataset order; of remote datasets by ranges if possible.
+    """Yield (row, tokens) for rows given by number in dataset order; read remote rows by range if possible.
 
-    Rows of a token store are documents. ShardError if the dataset has no column of tokens.
+    Rows of a token store are documents. Raises ShardError if the dataset has no column of tokens.
     """
     column = token_column(dataset)
     if column is None:

@@ -1,8 +1,8 @@
-"""MDS, the format of MosaicML Streaming: one name for reading and writing it.
+"""Read and write MDS, the format of MosaicML Streaming.
 
-Files go both ways: MosaicML reads what is written here, and all it writes is read here. The format and
-its checks are in `index` (index.json), `shard` (one file), `encodings` (one value), `writer`.
-Whatever is damaged or hostile raises ShardError with the file and, where known, the byte.
+Files are compatible both ways: MosaicML reads the files written here, and all files that it writes are read
+here. The format and its checks are in `index` (index.json), `shard` (one file), `encodings` (one value) and
+`writer`. Damaged or hostile input raises ShardError with the file and, where known, the byte offset.
 """
 
 from shardkit.formats.mds.index import index_bytes, index_files, parse_index, read_index, write_index

@@ -1,19 +1,19 @@
-"""How one value of an MDS column becomes bytes and comes back.
+"""Encode values of MDS columns as bytes, and decode them.
 
-`encoding_of("ndarray:uint16:2048")` gives an `Encoding`: its fixed size (None when each sample states it) and
-two functions. All numbers are little-endian. `encode` raises ValueError or TypeError for a value that does
-not fit its column: nothing is rounded, wrapped or cut in silence (floats take the nearest value). `decode`
-raises ValueError for bytes that mean no value of the column; it never reads beyond its slice and
-allocates no more than a small multiple of it. Values come back as MosaicML gives them: `int` is a Python int,
-`uint16` a NumPy scalar; arrays are copies, so they can be written to.
+`encoding_of("ndarray:uint16:2048")` returns an `Encoding`: its fixed size (None if each sample records its
+own) and two functions. All numbers are little-endian. `encode` raises ValueError or TypeError for a value
+that does not fit its column: nothing is silently rounded, wrapped or cut (except that floats are rounded to
+the nearest value). `decode` raises ValueError for bytes that are not a value of the column; it never reads
+outside its slice and allocates no more than a small multiple of it. Decoded types are MosaicML's: `int` is a
+Python int, `uint16` a NumPy scalar; arrays are copies, so they are writable.
 
-Of arrays, the column states type and shape, or each array does:
+Either the column fixes the dtype and shape of its arrays, or each array records them:
 
     ndarray:dtype:shape   values
     ndarray:dtype         byte ndim << 2 | c, dims, values      (c: 0, 1, 2, 3 for u8, u16, u32, u64 dims)
     ndarray               byte dtype, byte ndim << 2 | c, dims, values
 
-Values are little-endian in C order. Sizes are computed with Python's integers and must come out exactly, so a
+Values are little-endian in C order. Sizes are computed with Python's integers and must match exactly, so a
 header with absurd dimensions is refused before anything is allocated.
 """
 
@@ -36,7 +36,7 @@ from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.mds import images
 
-# The byte that stands for a dtype.
+# The byte that encodes each dtype in an array's header.
 ARRAY_DTYPES = {
     8: "uint8",
     9: "int8",
@@ -53,64 +53,64 @@ ARRAY_DTYPES = {
 
 _DTYPE_BYTES = {name: byte for byte, name in ARRAY_DTYPES.items()}
 
-MAX_AXES = 32  # the header has room for 63; NumPy 1 stops at 32
+MAX_AXES = 32  # limit of NumPy 1; the header could encode up to 63
 
-_MAX_COLUMN_BYTES = (1 << 32) - 1  # a sample lies inside a shard, which u32 offsets limit
+_MAX_COLUMN_BYTES = (1 << 32) - 1  # limit of a shard, whose offsets are u32, and so of a sample
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """What the column fixes: its dtype, or its dtype and shape, or nothing."""
+    """The array properties that a column fixes: its dtype, or its dtype and shape, or nothing (None)."""
 
     dtype: np.dtype[Any] | None
     shape: tuple[int, ...] | None
 
     @property
     def size(self) -> int | None:
-        """Bytes of every array, when the column fixes them."""
+        """Size of every array in bytes; None if the column does not fix it."""
         if self.dtype is None or self.shape is None:
             return None
         return math.prod(self.shape) * self.dtype.itemsize
 
     def encode(self, value: object) -> bytes:
-        """Header and values; ValueError for another dtype or shape than the column's."""
+        """Encode an array as header and values. Raises ValueError if it has another dtype or shape."""
         if not isinstance(value, np.ndarray):
             raise TypeError(f"ndarray takes a NumPy array, not {type(value).__name__}")
         name = value.dtype.name
         if name not in _DTYPE_BYTES:
             raise ValueError(f"arrays of {name} cannot be stored; known: {', '.join(_DTYPE_BYTES)}")
         if not 1 <= value.ndim <= MAX_AXES or value.size == 0:
-            raise ValueError(f"an array needs 1 to {MAX_AXES} axes and one element, not shape {value.shape}")
+            raise ValueError(f"an array needs 1 to {MAX_AXES} axes and an element, not shape {value.shape}")
         header = b""
         if self.dtype is None:
             header = bytes([_DTYPE_BYTES[name]])
         elif name != self.dtype.name:
-            raise ValueError(f"array of {name} in a column of {self.dtype.name}")
+            raise ValueError(f"the column takes arrays of {self.dtype.name}, not of {name}")
         if self.shape is None:
             header += encode_shape(value.shape)
         elif value.shape != self.shape:
-            raise ValueError(f"array of shape {value.shape} in a column of shape {self.shape}")
+            raise ValueError(f"the column takes arrays of shape {self.shape}, not of shape {value.shape}")
         return header + value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
 
     def decode(self, data: memoryview) -> npt.NDArray[Any]:
-        """A fresh array; ValueError if the header and the number of bytes disagree."""
+        """Decode into a new array. Raises ValueError if the header and the number of bytes disagree."""
         start, dtype, shape = 0, self.dtype, self.shape
         if dtype is None:
             if len(data) < 1 or data[0] not in ARRAY_DTYPES:
-                raise ValueError(f"array with an unknown dtype byte: {data[0] if len(data) else 'none'}")
+                raise ValueError(f"an array has an unknown dtype byte: {data[0] if len(data) else 'none'}")
             start, dtype = 1, _little(ARRAY_DTYPES[data[0]])
         if shape is None:
             start, shape = _decode_shape(data, start)
         if math.prod(shape) * dtype.itemsize != len(data) - start:
             raise ValueError(
-                f"array of {dtype.name} and shape {shape} does not fill {len(data) - start:,} bytes"
+                f"an array of {dtype.name} and shape {shape} does not fill {len(data) - start:,} bytes"
             )
         values: npt.NDArray[Any] = np.frombuffer(data[start:], dtype).reshape(shape).copy()
         return values
 
 
 def parse_array_layout(details: str) -> ArrayLayout:
-    """The layout that stands behind `ndarray:` in an encoding; ValueError if it makes no sense."""
+    """Parse the text after `ndarray:` in an encoding. Raises ValueError if it is malformed."""
     if not details:
         return ArrayLayout(None, None)
     dtype, colon, dims = details.partition(":")
@@ -123,7 +123,7 @@ def parse_array_layout(details: str) -> ArrayLayout:
         raise ValueError(f"bad shape {dims[:80]!r} in ndarray:{dtype}; write dimensions as 3,4")
     layout = ArrayLayout(_little(dtype), tuple(int(part) for part in parts))
     if not 1 <= (layout.size or 0) <= _MAX_COLUMN_BYTES:
-        raise ValueError(f"shape {dims!r} in ndarray:{dtype} must hold 1 byte to 4 GiB")
+        raise ValueError(f"arrays of shape {dims!r} in ndarray:{dtype} must have 1 byte to 4 GiB")
     return layout
 
 
@@ -132,29 +132,29 @@ def _little(name: str) -> np.dtype[Any]:
 
 
 def encode_shape(shape: tuple[int, ...]) -> bytes:
-    """Encode the shape that stands before an array's values where the column does not fix it."""
+    """Encode a shape, which precedes an array's values if the column does not fix it."""
     code = next(c for c in range(4) if max(shape) < 1 << (8 << c))
     return bytes([len(shape) << 2 | code]) + np.array(shape, _little(f"uint{8 << code}")).tobytes()
 
 
 def _decode_shape(data: memoryview, start: int) -> tuple[int, tuple[int, ...]]:
-    """(where the values begin, shape)"""
+    """Return (offset of the values, shape) of the array whose encoded shape is at `start`."""
     if start >= len(data):
-        raise ValueError("array without a shape")
+        raise ValueError("an array has no shape")
     axes, code = data[start] >> 2, data[start] & 3
     end = start + 1 + (axes << code)
     if axes > MAX_AXES or end > len(data):
-        raise ValueError(f"array header states {axes} axes; it has room for {len(data) - start - 1:,} bytes")
+        raise ValueError(f"an array states {axes} axes, but only {len(data) - start - 1:,} bytes follow")
     dims = np.frombuffer(data[start + 1 : end], _little(f"uint{8 << code}"))
     return end, tuple(int(dim) for dim in dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One column encoding. `dtype` and `shape` are set when every value is the same array or number.
+    """A column encoding. `dtype` and `shape` are set if it fixes them for all its arrays or numbers.
 
-    `decode_within` is `decode` for values that may take more memory than their bytes, which it takes from the
-    budget of the sample first.
+    `decode_within` decodes values that may take more memory than their bytes: it takes that memory from the
+    sample's budget first. None if `decode` suffices.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Encoding:
 
 @lru_cache(maxsize=4096)
 def encoding_of(name: str) -> Encoding:
-    """The encoding called `name` in an index; ValueError with the known names when there is none."""
+    """Return the encoding that an index calls `name`. Raises ValueError listing the known names."""
     kind, colon, details = name.partition(":") if isinstance(name, str) else (str(name), "", "")
     if kind == "ndarray":
         layout = parse_array_layout(details)
@@ -182,18 +182,18 @@ def encoding_of(name: str) -> Encoding:
 
 
 def constant_layout(name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
-    """(type, shape) of every value of an encoding of equal numbers or arrays; None for any other."""
+    """Return (dtype, shape) shared by all values of an encoding; None if they vary or are not arrays."""
     try:
         encoding = encoding_of(name)
     except ValueError:
-        return None  # an extension that only tars know
+        return None  # an extension that only tars use
     return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
 
 
 def encode_value(encoding: Encoding, value: object) -> bytes:
-    """The bytes of `value`; `bytes` given to any column count as already encoded, and are checked.
+    """Encode `value`. A value of type `bytes` counts as already encoded, for any column, and is checked.
 
-    That is how MosaicML's users hand JPEG files to a `jpeg` column. Pickles are taken unchecked.
+    MosaicML's users pass JPEG files to a `jpeg` column this way. Pickles are not checked.
     """
     if not isinstance(value, bytes):
         data = encoding.encode(value)
@@ -202,7 +202,7 @@ def encode_value(encoding: Encoding, value: object) -> bytes:
         if encoding.safe:
             encoding.decode(memoryview(data))
     if encoding.size is not None and len(data) != encoding.size:
-        raise ValueError(f"{len(data):,} bytes given, {encoding.name} takes {encoding.size:,}")
+        raise ValueError(f"the value has {len(data):,} bytes; {encoding.name} takes {encoding.size:,}")
     return data
 
 
@@ -255,7 +255,7 @@ def _encode_bytes(value: object) -> bytes:
 
 
 def _text_encoder(kind: type, name: str) -> Callable[[object], bytes]:
-    """Values of one type as Python spells them."""
+    """Return an encoder that writes values of type `kind` with `str`."""
 
     def encode(value: object) -> bytes:
         _expect(value, kind, name)
@@ -281,14 +281,14 @@ def _decode_str_decimal(data: memoryview) -> Decimal:
     try:
         return Decimal(_text(data))
     except InvalidOperation:
-        raise ValueError("not a decimal number") from None
+        raise ValueError("the text is not a decimal number") from None
 
 
 def _encode_json(value: object) -> bytes:
     try:
         return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
     except RecursionError:
-        raise ValueError("nested too deeply for JSON") from None
+        raise ValueError("the value is nested too deeply for JSON") from None
 
 
 def _decode_json(data: memoryview, budget: SampleBudget | None) -> object:
@@ -296,14 +296,14 @@ def _decode_json(data: memoryview, budget: SampleBudget | None) -> object:
     try:
         return load_json(_text(data))
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _decode_pickle(data: memoryview) -> object:
     try:
         return pickle.loads(data)
     except Exception as error:  # a pickle may raise anything
-        raise ValueError(f"pickle cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the pickle cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _large_encoding(

@@ -1,13 +1,13 @@
-"""The image encodings of MDS, through Pillow.
+"""Encode and decode the image encodings of MDS, with Pillow.
 
     pil          u32 width, u32 height, u32 bytes of the mode's name, mode, raw pixels
     jpeg, png    the image file
     jpeg_array   u32 count, u32 size of each, JPEG files
     list[x]      u32 0, u32 count, u32 size of each, items in encoding x
 
-Images come back loaded, so that damage shows here and not in user code. Only the common file formats are
-opened, whatever the bytes claim to be, only up to `PIL.Image.MAX_IMAGE_PIXELS` pixels, and all images of a
-sample within its budget (formats.budget).
+Decoded images are loaded, so that damage raises an error here and not in user code. Only the common file
+formats are opened, only up to `PIL.Image.MAX_IMAGE_PIXELS` pixels, and all images of a sample must fit in its
+budget (formats.budget).
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# What people keep in jpeg and png columns. Pillow knows many more; some of those start other programs.
+# Formats found in jpeg and png columns. Pillow knows many more, and starts other programs for some of them.
 _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_MORE_FORMATS = ("PPM", "TIFF")  # that folders of images, and tars made of them, have as well
+_MORE_FORMATS = ("PPM", "TIFF")  # additional formats in folders of images, and in tars made of them
 
 _UNREADABLE = "image cannot be read: "
-# Bytes of a pixel in each mode; mode "1" packs eight pixels of a row into a byte.
+# Encoded bytes per pixel by image mode; mode "1", which packs eight pixels of a row into a byte, is not here.
 _PIXEL_BYTES = {
     **dict.fromkeys(("L", "P"), 1),
     **dict.fromkeys(("LA", "La", "PA", "I;16", "I;16B"), 2),
     **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
     **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
 }
-# And of a pixel of a loaded image: Pillow keeps three bytes as four.
+# Bytes per pixel of a loaded image by mode. All other modes take four: Pillow keeps three bytes as four.
 _LOADED_PIXEL_BYTES = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B"), 2)}
 _BUFFERED_FORMATS = frozenset({"WEBP", "GIF"})
 
 
 def encode_raw(image: object) -> bytes:
-    """The `pil` encoding; a palette image loses its palette, as with MosaicML."""
+    """Encode an image as `pil`. As in MosaicML, an image with a palette loses it."""
     image = _checked(image)
     mode = image.mode.encode()
     return _u32(image.width, image.height, len(mode)) + mode + image.tobytes()
 
 
 def decode_raw(data: memoryview, budget: SampleBudget | None = None) -> Image:
-    """The image of a `pil` value; ValueError if pixels are missing, left over, or beyond the budget."""
+    """Decode a `pil` value. Raises ValueError if pixels are missing, left over, or exceed the budget."""
     width, height, mode_bytes = _read_u32(data, 0, 3)
     pixels = 12 + mode_bytes
     if pixels > len(data):
-        raise ValueError(f"image states a mode of {mode_bytes:,} bytes, beyond its end")
+        raise ValueError(f"an image states a mode name of {mode_bytes:,} bytes, which exceed its data")
     mode = str(data[12:pixels], "utf-8")
     if mode == "1":
         expected = (width + 7) // 8 * height
     elif mode in _PIXEL_BYTES:
         expected = width * height * _PIXEL_BYTES[mode]
     else:
-        raise ValueError(f"image has an unknown mode {mode[:20]!r}")
+        raise ValueError(f"an image has an unknown mode {mode[:20]!r}")
     if expected != len(data) - pixels:
         raise ValueError(f"{width} x {height} pixels of {mode} do not fill {len(data) - pixels:,} bytes")
     module = _pillow()
@@ -76,7 +76,7 @@ def decode_raw(data: memoryview, budget: SampleBudget | None = None) -> Image:
 
 
 def encode_jpeg(image: object) -> bytes:
-    """The file a JPEG image was opened from, when it is still there; otherwise a new encoding of it."""
+    """Return the JPEG file from which an image was opened, if it still exists; otherwise encode it anew."""
     image = _checked(image)
     source = getattr(image, "filename", "")
     if image.format == "JPEG" and source and Path(source).is_file():
@@ -88,18 +88,18 @@ def encode_jpeg(image: object) -> bytes:
 
 
 def encode_png(image: object) -> bytes:
-    """A PNG file of the image."""
+    """Encode an image as a PNG file."""
     return _encode_file(_checked(image), "PNG")
 
 
 def decode_file(data: memoryview, budget: SampleBudget | None = None, *, more_formats: bool = False) -> Image:
-    """The loaded image of an image file; ValueError if it is damaged, too large or of a strange format.
+    """Decode and load an image file. Raises ValueError if it is damaged, too large or of another format.
 
-    It is too large if it has too many pixels, or more than are left of the `budget` of its sample.
+    It is too large if it exceeds the limit of pixels, or the memory left in its sample's `budget`.
     """
     try:
         image = open_file(data, more_formats=more_formats)
-        # WebP and GIF are decoded in a buffer of their own.
+        # Pillow decodes WebP and GIF in an additional buffer.
         copies = 2 if image.format in _BUFFERED_FORMATS else 1
         pixel_bytes = copies * _LOADED_PIXEL_BYTES.get(image.mode, 4)
         (budget or SampleBudget()).take(image.width * image.height * pixel_bytes)
@@ -113,7 +113,10 @@ def decode_file(data: memoryview, budget: SampleBudget | None = None, *, more_fo
 
 
 def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
-    """An image whose header alone was read, for whoever loads it; ValueError if it should not be loaded."""
+    """Open an image without loading it: only its header is read.
+
+    Raises ValueError if the header is damaged, the format is not accepted or there are too many pixels.
+    """
     module = _pillow()
     try:
         image: Image = module.open(io.BytesIO(data), formats=_installed_formats(more_formats))
@@ -124,27 +127,27 @@ def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
 
 
 def encode_jpeg_array(files: object) -> bytes:
-    """JPEG files (bytes) as one value."""
+    """Encode JPEG files (bytes) as one `jpeg_array` value."""
     if not isinstance(files, Sequence) or not all(isinstance(f, (bytes, bytearray)) for f in files):
         raise TypeError(f"jpeg_array takes a list of JPEG files as bytes, not {type(files).__name__}")
     if not files:
-        raise ValueError("jpeg_array needs one image at least")
+        raise ValueError("jpeg_array needs at least one image")
     return _u32(len(files), *(len(file) for file in files)) + b"".join(files)
 
 
 def decode_jpeg_array(data: memoryview, budget: SampleBudget | None = None) -> list[Image]:
-    """The images of a `jpeg_array` value, all within the `budget` of its sample."""
+    """Decode the images of a `jpeg_array` value; all must fit in the `budget` of their sample."""
     budget = budget or SampleBudget()
     (count,) = _read_u32(data, 0, 1)
     if count == 0:
-        raise ValueError("jpeg_array without images")
+        raise ValueError("a jpeg_array has no images")
     return [decode_file(item, budget) for item in _split(data, 4, count)]
 
 
 def list_functions(
     encode: Callable[[Any], bytes], decode: Callable[[memoryview, SampleBudget | None], object]
 ) -> tuple[Callable[[Any], bytes], Callable[[memoryview, SampleBudget | None], list[object]]]:
-    """(encode, decode) of `list[x]`, from those of x."""
+    """Return the functions (encode, decode) of `list[x]`, given those of encoding x."""
 
     def encode_list(values: object) -> bytes:
         if not isinstance(values, list):
@@ -156,14 +159,17 @@ def list_functions(
         budget = budget or SampleBudget()
         reserved, count = _read_u32(data, 0, 2)
         if reserved:
-            raise ValueError(f"list with an unknown version word {reserved}")
+            raise ValueError(f"a list has an unknown version word {reserved}")
         return [decode(item, budget) for item in _split(data, 8, count)]
 
     return encode_list, decode_list
 
 
 def _split(data: memoryview, start: int, count: int) -> list[memoryview]:
-    """`count` items whose u32 sizes begin at `start`; together they must fill `data` exactly."""
+    """Split `data` into `count` items whose u32 sizes begin at `start`.
+
+    Raises ValueError unless the items fill `data` exactly.
+    """
     sizes = _read_u32(data, start, count)
     begin = start + 4 * count
     if begin + sum(sizes) != len(data):
@@ -201,14 +207,17 @@ def _encode_file(image: Image, file_format: str) -> bytes:
     out = io.BytesIO()
     try:
         image.save(out, format=file_format)
-    except OSError as error:  # "cannot write mode RGBA as JPEG"
+    except OSError as error:  # such as "cannot write mode RGBA as JPEG"
         raise ValueError(str(error)) from error
     return out.getvalue()
 
 
 @cache
 def _installed_formats(more_formats: bool) -> tuple[str, ...]:
-    """Pillow may have been built without WebP; naming a format that it lacks is an error."""
+    """Return the accepted formats that this build of Pillow supports.
+
+    Pillow may have been built without WebP, and naming a format that it lacks is an error.
+    """
     module = _pillow()
     module.init()
     wanted = _FILE_FORMATS + (_MORE_FORMATS if more_formats else ())

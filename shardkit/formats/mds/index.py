@@ -1,23 +1,23 @@
-"""The index of an MDS dataset: index.json, and index.bin beside a large one.
+"""Read and write the index of an MDS dataset: index.json, plus index.bin for a large dataset.
 
-index.json is read with every claim checked, and written as MosaicML writes it:
+index.json is checked completely when it is read, and written as MosaicML writes it:
 
     {"version": 2, "shards": [{column_encodings, column_names, column_sizes, compression, format: "mds",
       hashes, raw_data: {basename, bytes, hashes}, zip_data: {…} | null, samples, size_limit, version: 2}]}
 
 A dataset with block checksums (formats/block_checksums.py) has one more key, which MosaicML does not read:
-`"blocks": {"bytes", "xxh3_128"}`. It stands in the index because a reader that misses another file would do
-without the checksums and not notice.
+`"blocks": {"bytes", "xxh3_128"}`. It is in the index, not in another file, because a missing file would
+silently disable the checksums.
 
-A shard's own header repeats all but samples, raw_data and zip_data ("config"). Written files are the bytes
-that MDSWriter writes. Reading costs about 10 microseconds a shard, half of it Python's JSON: 450,000 shards
-take four to five seconds.
+A shard's own header ("config") repeats all keys but samples, raw_data and zip_data. Written files have the
+bytes that MDSWriter writes. Reading takes about 10 microseconds per shard, half of it Python's JSON: 450,000
+shards take four to five seconds.
 
-index.bin has the same in arrays that load in a fraction of a second. An uncompressed .npz: `header` (JSON:
-version, size and xxh3_128 of the index.json it belongs to, the dataset's fingerprint, one index entry for
-each kind of shard), `kind`, `samples`, and of the raw and the stored files names, sizes and digests. It only
-saves time: if it is missing, damaged, or belongs to another index.json, that is read instead. In a folder
-index.json is hashed for this; in a store its metadata state its hash, and it is not read.
+index.bin holds the same content in arrays that load in a fraction of a second. It is an uncompressed .npz:
+`header` (JSON: version, size and xxh3_128 of its index.json, the dataset's fingerprint, one index entry for
+each kind of shard), `kind`, `samples`, and the names, sizes and digests of the raw and the stored files. It
+only saves time: if it is missing, damaged, or belongs to another index.json, index.json is read instead. To
+compare the two, index.json is hashed if it is in a folder; a store has its hash as metadata.
 """
 
 from __future__ import annotations
@@ -57,35 +57,35 @@ from shardkit.manifest import (
 
 INDEX_NAME = "index.json"
 TABLE_NAME = "index.bin"
-TABLE_SHARDS = 10_000  # from so many on; fewer are read from JSON in a tenth of a second
-LARGE_INDEX_BYTES = TABLE_SHARDS * 256  # an entry has more, so smaller ones have no index.bin
+TABLE_SHARDS = 10_000  # minimum number for index.bin; fewer are read from JSON in a tenth of a second
+LARGE_INDEX_BYTES = TABLE_SHARDS * 256  # a smaller index.json has no index.bin: entries are larger than 256
 VERSION = 2
-MAX_INDEX_BYTES = 1 << 31  # four million shards; beyond this a dataset needs larger shards
-MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
+MAX_INDEX_BYTES = 1 << 31  # index of about four million shards; a larger dataset needs larger shards
+MAX_SHARD_BYTES = (1 << 32) - 1  # offsets in a shard are u32
 MAX_COLUMNS = 4096
 
 _BLOCKS_KEY = "blocks"
 _TABLE_VERSION = 1
-_MAX_HEADER_BYTES = 1 << 24  # JSON takes thirty times as much; a kind of shard has about 300
-_NPY_HEADER_BYTES = 4096  # of an array, at most: far more than numpy writes
+_MAX_HEADER_BYTES = 1 << 24  # parsing takes 30 times this memory; one kind of shard takes about 300 bytes
+_NPY_HEADER_BYTES = 4096  # maximum size of an array's header; NumPy writes far less
 _INDEX_HASH = "xxh3_128"
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
 _KEYS = _CONFIG_KEYS | {"raw_data", "samples", "size_limit", "version", "zip_data"}
-# Names that `checked_basename` would let pass, ten times faster; all others go through it.
+# Matches names that `checked_basename` accepts, ten times faster; other names are passed to that function.
 _PLAIN_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}/){0,8}[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
-# As MosaicML reads sizes: kb is 1,024.
+# A size in MosaicML's notation, where kb is 1,024.
 _SIZE_TEXT = re.compile(r"\s*(\d{1,18})(?:\.\d{1,9})?\s*([kmgt]?)b?\s*", re.IGNORECASE)
 
 
 def read_index(path: Path) -> Manifest:
-    """The manifest of `path`, an index.json or the folder that has one. ShardError if anything is off."""
+    """Read the manifest from an index.json or its folder. Raises ShardError if any check fails."""
     path = Path(path)
     file = path / INDEX_NAME if path.is_dir() else path
     try:
         if not file.is_file():
             raise ShardError(file, "no such index; an MDS dataset has one in its folder")
         if (size := file.stat().st_size) > MAX_INDEX_BYTES:
-            raise ShardError(file, f"{size:,} bytes; an index has at most {MAX_INDEX_BYTES:,}")
+            raise ShardError(file, f"has {size:,} bytes; an index has at most {MAX_INDEX_BYTES:,}")
         if file.name == INDEX_NAME and (table := read_table(file)) is not None:
             return Manifest("mds", table, blocks=table.blocks)
         text = file.read_bytes()
@@ -95,17 +95,21 @@ def read_index(path: Path) -> Manifest:
 
 
 def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
+<<<<<<< HEAD
     """The manifest in the bytes of an index; ShardError, naming `file`, if anything is off."""
     with collector_paused():
+=======
+    """Parse the bytes of an index.json. Raises ShardError, naming `file`, if any check fails."""
+    with _collector_paused():
+>>>>>>> en3
         return _parse_index(file, text)
 
 
 def write_index(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
-    """Publish index.json for `shards` in `folder`: whole or not at all, the bytes MDSWriter would write.
+    """Publish index.json for `shards` in `folder` atomically, with the bytes that MDSWriter would write.
 
-    `blocks`: their file of block checksums, which the index then states, too.
-
-    Beside that of a large dataset lies index.bin, the same in a form that opens at once.
+    `blocks` describes their file of block checksums, which is then added to the index. A large dataset also
+    gets index.bin, which has the same content and opens faster.
     """
     files = index_files(shards, blocks)
     if TABLE_NAME not in files:
@@ -115,14 +119,14 @@ def write_index(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | No
 
 
 def index_files(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> dict[str, bytes]:
-    """Return index.json for `shards`, and before it index.bin if there are many."""
+    """Return {name: bytes} of the index files of `shards`: index.bin first, if large, then index.json."""
     index = index_bytes(shards, blocks)
     table = table_bytes(shards, index, blocks)
     return ({} if table is None else {TABLE_NAME: table}) | {INDEX_NAME: index}
 
 
 def table_bytes(shards: Sequence[ShardInfo], index: bytes, blocks: FileInfo | None = None) -> bytes | None:
-    """Return index.bin for what `index`, the bytes of index.json, states; None if its shards are few."""
+    """Return index.bin for `shards`, or None if they are few; `index` is their index.json in bytes."""
     if len(shards) < TABLE_SHARDS:
         return None
     table = table_of(shards, Manifest("mds", shards).fingerprint, blocks)
@@ -130,14 +134,19 @@ def table_bytes(shards: Sequence[ShardInfo], index: bytes, blocks: FileInfo | No
 
 
 def index_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
+<<<<<<< HEAD
     """Return index.json for `shards`: without `blocks`, the bytes that MDSWriter would write."""
     with collector_paused():
+=======
+    """Return the bytes of index.json for `shards`; without `blocks`, they equal MDSWriter's."""
+    with _collector_paused():
+>>>>>>> en3
         data: dict[str, Any] = {"shards": [_entry(shard) for shard in shards], "version": VERSION}
         return json.dumps(data | _blocks_entry(blocks), sort_keys=True).encode()
 
 
 def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
-    """Columns of {name: encoding}, sorted by name as the format wants; ValueError for a bad encoding."""
+    """Return the columns of {name: encoding}, sorted by name. Raises ValueError for a bad encoding."""
     if not 1 <= len(columns) <= MAX_COLUMNS:
         raise ValueError(f"a dataset has 1 to {MAX_COLUMNS:,} columns, not {len(columns):,}")
     made = []
@@ -152,24 +161,24 @@ def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
 def config_bytes(
     columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
 ) -> bytes:
-    """The JSON text that a shard carries between its offsets and its samples."""
+    """Return the JSON text that a shard has between its offsets and its samples."""
     return json.dumps(_config(columns, compression, hashes, size_limit), sort_keys=True).encode()
 
 
 def parse_columns(file: str | PathLike[str], entry: Mapping[str, Any]) -> tuple[Column, ...]:
-    """The columns that an index entry or a shard's config describes."""
+    """Parse the columns of an index entry or of a shard's config. Raises ShardError if they are malformed."""
     names, encodings, sizes = (entry.get(f"column_{key}") for key in ("names", "encodings", "sizes"))
     if not (isinstance(names, list) and isinstance(encodings, list) and isinstance(sizes, list)):
         raise ShardError(file, "column_names, column_encodings and column_sizes must be lists")
     if not (1 <= len(names) == len(encodings) == len(sizes) <= MAX_COLUMNS):
         raise ShardError(
-            file, f"{len(names)} names, {len(encodings)} encodings, {len(sizes)} sizes of columns"
+            file, f"has {len(names)} names, {len(encodings)} encodings and {len(sizes)} sizes of columns"
         )
     columns = []
     for name, encoding, size in zip(names, encodings, sizes, strict=True):
         if not isinstance(name, str) or not isinstance(encoding, str):
             raise ShardError(
-                file, f"a column's name and encoding must be text, not {_shown(name)}, {_shown(encoding)}"
+                file, f"a column's name and encoding must be strings, not {_shown(name)}, {_shown(encoding)}"
             )
         try:
             expected = encoding_of(encoding).size
@@ -183,6 +192,21 @@ def parse_columns(file: str | PathLike[str], entry: Mapping[str, Any]) -> tuple[
     return tuple(columns)
 
 
+<<<<<<< HEAD
+=======
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, which would repeatedly traverse millions of new objects."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+>>>>>>> en3
 def _config(
     columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
 ) -> dict[str, Any]:
@@ -219,23 +243,25 @@ def _parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
         data = load_json(text)
     except (ValueError, RecursionError) as error:
         offset = error.pos if isinstance(error, json.JSONDecodeError) else None
-        raise ShardError(file, f"not JSON: {error}; fetch it again", offset=offset) from error
+        raise ShardError(file, f"is not JSON: {error}; fetch it again", offset=offset) from error
     if not isinstance(data, dict) or not isinstance(data.get("shards"), list):
-        raise ShardError(file, 'an index is an object with a list "shards"')
+        raise ShardError(file, 'is not an index: expected an object with a list "shards"')
     if data.get("version") != VERSION:
-        raise ShardError(file, f"version {_shown(data.get('version'))}; only version {VERSION} is known")
+        raise ShardError(
+            file, f"has version {_shown(data.get('version'))}; only version {VERSION} is supported"
+        )
     parser = _EntryParser(file)
     shards = [parser.parse(number, entry) for number, entry in enumerate(data["shards"])]
     stated = data.get(_BLOCKS_KEY)
     blocks = None if stated is None else stated_file(BLOCKS_NAME, stated, file)
     manifest = Manifest("mds", shards, blocks=blocks)
     if len(shards) >= TABLE_SHARDS and (table := table_of(shards, manifest.fingerprint, blocks)) is not None:
-        return Manifest("mds", table, blocks=blocks)  # a fraction of the memory
+        return Manifest("mds", table, blocks=blocks)  # a table takes a fraction of the memory
     return manifest
 
 
 class _EntryParser:
-    """Checks entries; what repeats from shard to shard (columns, hash lists) is checked once."""
+    """Parses and checks index entries; columns and compressions that repeat are checked once."""
 
     def __init__(self, file: str | PathLike[str]) -> None:
         self._file = file
@@ -253,21 +279,21 @@ class _EntryParser:
         if entry["format"] != "mds" or entry["version"] != VERSION:
             version = entry["version"]
             self._refuse(
-                f"has format {_shown(entry['format'])}, version {_shown(version)}; only mds, 2 can be read"
+                f"has format {_shown(entry['format'])}, version {_shown(version)}; only mds, 2 is supported"
             )
         names = entry["hashes"]
         if type(names) is not list or not all(type(n) is str and n in HASH_NAMES for n in names):
-            self._refuse(f"hashes must be a list of known names, not {_shown(names)}")
+            self._refuse(f"needs hashes to be a list of known names, not {_shown(names)}")
         raw = self._file_info("raw_data", entry["raw_data"])
         if raw.bytes > MAX_SHARD_BYTES:
-            self._refuse(f"states {raw.bytes:,} bytes; an MDS shard is smaller than 4 GiB")
+            self._refuse(f"has raw_data.bytes of {raw.bytes:,}; an MDS shard is smaller than 4 GiB")
         packed = None if entry["zip_data"] is None else self._file_info("zip_data", entry["zip_data"])
         compression = entry["compression"]
         if compression is not None or packed is not None:
             self._check_compression(compression)
         samples = entry["samples"]
         if type(samples) is not int or not 0 <= samples <= raw.bytes // 4:
-            self._refuse(f"samples must fit into its {raw.bytes:,} bytes, not {_shown(samples)}")
+            self._refuse(f"needs samples to fit in its {raw.bytes:,} bytes, not {_shown(samples)}")
         limit = self._size_limit(entry["size_limit"])
         return ShardInfo(raw, samples, self._known_columns(entry), packed, compression, limit)
 
@@ -276,21 +302,21 @@ class _EntryParser:
 
     def _file_info(self, key: str, entry: object) -> FileInfo:
         if type(entry) is not dict:
-            self._refuse(f"{key} must be an object, not {_shown(entry)}")
+            self._refuse(f"needs {key} to be an object, not {_shown(entry)}")
         name, size, hashes = entry.get("basename"), entry.get("bytes"), entry.get("hashes")
         if type(size) is not int or size < 0:
-            self._refuse(f"{key}.bytes must be a whole number, not {_shown(size)}")
+            self._refuse(f"needs {key}.bytes to be an integer of 0 or more, not {_shown(size)}")
         if type(hashes) is not dict:
-            self._refuse(f"{key}.hashes must be an object, not {_shown(hashes)}")
+            self._refuse(f"needs {key}.hashes to be an object, not {_shown(hashes)}")
         for hash_name, digest in hashes.items():
             if hash_name not in HASH_NAMES or type(digest) is not str or not digest.isascii():
                 self._refuse(
-                    f"{key} has a hash that is unknown or no text: {_shown(hash_name)}: {_shown(digest)}"
+                    f"has an unknown or malformed hash in {key}: {_shown(hash_name)}: {_shown(digest)}"
                 )
         if type(name) is not str or not _PLAIN_NAME.fullmatch(name):
             name = checked_basename(name, self._file)
         if name in self._basenames:
-            self._refuse(f"names {name!r}, which the index has already; merge with one sub-folder per part")
+            self._refuse(f"repeats the name {name!r}; merge datasets with one sub-folder for each")
         self._basenames.add(name)
         return FileInfo(name, size, hashes)
 
@@ -309,7 +335,7 @@ class _EntryParser:
         try:
             key = tuple([tuple(column) if type(column) is list else None for column in lists])
             known = self._columns.get(key)
-        except TypeError:  # lists in lists: let the parser say so
+        except TypeError:  # a list in a list is not hashable; the parser reports it
             return parse_columns(self._file, entry)
         if known is None:
             known = self._columns[key] = parse_columns(self._file, entry)
@@ -320,18 +346,18 @@ class _EntryParser:
             return limit
         match = _SIZE_TEXT.fullmatch(limit) if type(limit) is str else None
         if match is None:
-            self._refuse(f"size_limit must be a size or null, not {_shown(limit)}")
+            self._refuse(f"needs size_limit to be a size or null, not {_shown(limit)}")
         return int(match[1]) << (10 * " kmgt".index(match[2].lower() or " "))
 
 
 def _shown(value: object) -> str:
-    """Plain values as they are, up to 60 characters; of anything nested only its type."""
+    """Return up to 60 characters of a plain value's repr, or only the type of a nested value."""
     plain = value is None or isinstance(value, (str, int, float))
     return repr(value)[:60] if plain else f"a {type(value).__name__}"
 
 
 def _table_bytes(table: ShardTable, index: bytes) -> bytes:
-    """index.bin for the shards that `index`, the bytes of index.json, lists."""
+    """Return index.bin for the shards that `index`, the bytes of index.json, lists."""
     files = {"raw": table.raw} | ({"zip": table.packed} if table.packed is not None else {})
     header = {
         "version": _TABLE_VERSION,
@@ -357,7 +383,7 @@ def _table_bytes(table: ShardTable, index: bytes) -> bytes:
 
 
 def read_table(index_file: Path, *, is_proved: bool = False) -> ShardTable | None:
-    """The table beside `index_file` that belongs to it, as `load_table`; None if there is nothing sound."""
+    """Load the index.bin of `index_file`, as `load_table`; return None if it is missing or does not match."""
     file = index_file.with_name(TABLE_NAME)
     try:
         if not file.is_file():
@@ -371,10 +397,11 @@ def read_table(index_file: Path, *, is_proved: bool = False) -> ShardTable | Non
 def load_table(
     source: Path | bytes, index: tuple[int, str] | None = None, *, is_proved: bool = False
 ) -> ShardTable | None:
-    """The table in index.bin; None if it is not sound, or not of the index.json of this size and xxh3_128.
+    """Load the table in index.bin, given as a path or as bytes.
 
-    That of a file is a map of it, so processes that load it share its memory. `is_proved`: the file is as a
-    process of this machine found it sound, and is compared with its checksums only.
+    Returns None if it is damaged, or if `index`, the size and xxh3_128 of an index.json, does not match. A
+    path's table is a memory map, so processes share its memory. With `is_proved`, only checksums are checked:
+    a process on this machine has already validated this file completely.
     """
     file = source if isinstance(source, Path) else Path(TABLE_NAME)
     try:
@@ -386,20 +413,20 @@ def load_table(
         if header["version"] != _TABLE_VERSION or index not in (None, found):
             return None
         return _table(header, arrays, _EntryParser(file), is_proved=is_proved)
-    except Exception:  # zipfile, tokenize and NumPy raise many types; index.json says the same
+    except Exception:  # zipfile, tokenize and NumPy raise many types; the caller then reads index.json
         return None
 
 
 def _arrays(source: Path | bytes) -> dict[str, Any]:
-    """The arrays of an uncompressed .npz where they lie, each compared with its checksum.
+    """Return the arrays of an uncompressed .npz as views on its bytes, after comparing their checksums.
 
-    ValueError and what zipfile raises if it is none, or damaged. The arrays need not be aligned.
+    Raises ValueError, or an error of zipfile, if it is damaged or not an .npz. Arrays need not be aligned.
     """
     data = map_path(source) if isinstance(source, Path) else np.frombuffer(source, dtype=np.uint8)
     found, npy = {}, cast(Any, np.lib.format)
     with ZipFile(source if isinstance(source, Path) else io.BytesIO(source)) as members:
         for member in members.infolist():
-            # The sizes of name and extra field are behind 26 bytes of the member's header, these behind 30.
+            # A member's header has the sizes of its name and extra field at byte 26; they follow at byte 30.
             name_size, extra_size = struct.unpack_from("<HH", data.data, member.header_offset + 26)
             begin = member.header_offset + 30 + name_size + extra_size
             raw = data[begin : begin + member.file_size]
@@ -407,10 +434,10 @@ def _arrays(source: Path | bytes) -> dict[str, Any]:
                 raise ValueError(f"{member.filename} is compressed or damaged")
             text = io.BytesIO(raw[:_NPY_HEADER_BYTES].tobytes())
             if npy.read_magic(text) != (1, 0):
-                raise ValueError(f"{member.filename} is of an unknown version")
+                raise ValueError(f"{member.filename} has an unknown .npy version")
             shape, is_transposed, dtype = npy.read_array_header_1_0(text)
             if dtype.hasobject or (is_transposed and len(shape) > 1):
-                raise ValueError(f"{member.filename} holds no plain rows")
+                raise ValueError(f"{member.filename} holds objects or is in Fortran order")
             values = np.frombuffer(raw, dtype, math.prod(shape), text.tell())
             found[member.filename.removesuffix(".npy")] = values.reshape(shape)
     return found
@@ -445,14 +472,14 @@ def _table(
 def _files(header: Mapping[str, Any], arrays: Mapping[str, Any], key: str) -> Files:
     names: Sequence[str] = header["hashes"][key]
     if not set(names) <= set(HASH_NAMES):
-        raise ValueError("unknown hashes")
+        raise ValueError("a hash name is unknown")
     digests = tuple(arrays[f"{key}_{name}"] for name in names)
     files = Files(arrays[f"{key}_names"], arrays[f"{key}_sizes"], tuple(names), digests)
     plain = [files.names, *digests]
     if any(array.dtype != np.uint8 for array in plain) or files.names.ndim != 1:
-        raise ValueError("not bytes")
+        raise ValueError("names or digests are not uint8 arrays")
     if not _is_ints(files.sizes, np.int64) or any(array.ndim != 2 for array in digests):
-        raise ValueError("wrong shapes")
+        raise ValueError("sizes or digests have a wrong shape")
     return files
 
 

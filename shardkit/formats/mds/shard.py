@@ -1,14 +1,14 @@
-"""One open MDS shard: a memory map (or decompressed bytes) with every claim checked.
+"""Read one MDS shard: a memory map (or decompressed bytes) whose header is checked completely.
 
     u32 n | u32 offsets[n + 1] | config JSON | samples          little-endian, offsets from the file's start
     sample: u32 size of each variable column, in column order | values
 
-Opening compares the file with the index entry (size, hashes if asked, sample count, columns) and checks all
-offsets in one vectorised pass, so that no later read can leave its sample. When all columns have a fixed
-size, samples lie a constant stride apart and `fixed_rows` is a view on the map: one `view[rows]` builds a
+Opening compares the file with the index entry (size, hashes if requested, sample count, columns) and checks
+all offsets in one vectorized pass, so that no later read can leave its sample. If all columns have a fixed
+size, the stride between samples is constant and `fixed_rows` is a view on the map: one `view[rows]` builds a
 batch with no Python per sample. Views keep the map alive after `close`.
 
-`read_header` and `SampleLayout` are what a reader from front to back needs, which holds no shard in memory.
+`read_header` and `SampleLayout` serve sequential readers, which do not hold a whole shard in memory.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shardkit.formats.stored import load_raw
 from shardkit.manifest import Column, ShardInfo
 
 _U32 = np.dtype("<u4")
-_SMALL_BYTES = 1 << 20  # of a value that no budget is asked for
+_SMALL_BYTES = 1 << 20  # values smaller than this are decoded without charging the sample's budget
 
 _MAX_CONFIG_BYTES = 1 << 22  # room for thousands of columns
-_MAX_STREAMED_SAMPLES = 1 << 24  # of a shard that is read from front to back: 64 MiB of offsets
+_MAX_STREAMED_SAMPLES = 1 << 24  # limit for a shard that is read sequentially: 64 MiB of offsets
 
 
 class SampleLayout:
-    """Where the values of a sample lie, by the sizes that it begins with; safe to share among threads."""
+    """Locates the values of a sample by the sizes at its beginning; safe to share among threads."""
 
     def __init__(self, file: str | PathLike[str], columns: Sequence[Column]) -> None:
-        """`file` is named in errors."""
+        """Prepare the layout of `columns`; errors name `file`."""
         self._file, self.columns = file, columns
         self.encodings = [encoding_of(column.encoding) for column in columns]
         sizes = [encoding.size for encoding in self.encodings]
@@ -53,10 +53,10 @@ class SampleLayout:
     def spans(
         self, row: int, begin: int, size: int, head: bytes | memoryview
     ) -> list[tuple[Column, Encoding, int, int]]:
-        """(column, its encoding, byte in the sample, bytes) of each value of a sample of `size` bytes.
+        """Return (column, encoding, offset in the sample, size in bytes) for each value of a sample.
 
-        The sample begins at byte `begin` of the file with `head`, which has `head_bytes` bytes or what there
-        is. ShardError unless the values fill the sample.
+        The sample has `size` bytes, from byte `begin` of the file on. `head` is its first `head_bytes` bytes
+        (fewer if it is shorter). Raises ShardError unless the values fill the sample exactly.
         """
         position = self.head_bytes
         if position + self.fixed_bytes > size:
@@ -66,7 +66,7 @@ class SampleLayout:
         for column, encoding in zip(self.columns, self.encodings, strict=True):
             length = next(words) if encoding.size is None else encoding.size
             if position + length > size:
-                problem = f"column {column.name!r} states {length:,} bytes, beyond its end"
+                problem = f"column {column.name!r} states {length:,} bytes, which exceed the sample"
                 raise self.damaged(row, begin, problem)
             spans.append((column, encoding, position, length))
             position += length
@@ -75,21 +75,21 @@ class SampleLayout:
         return spans
 
     def damaged(self, row: int, offset: int, problem: str) -> ShardError:
-        """The error of a sample."""
+        """Return the error for a damaged sample, which starts at byte `offset` of the file."""
         return ShardError(self._file, f"sample {row:,}: {problem}; fetch the file again", offset=offset)
 
 
 def read_header(
     file: str | PathLike[str], read: Callable[[int], bytes]
 ) -> tuple[tuple[Column, ...], npt.NDArray[np.uint32]]:
-    """The columns and the offsets of a shard by its own header: what `read` gives of it from the start on.
+    """Read the columns and sample offsets from a shard's header; `read(n)` returns its next n bytes.
 
-    ShardError if it is damaged, or has no columns in it, as only other writers than MosaicML's leave out.
+    Raises ShardError if the header is damaged or lists no columns; MosaicML's writer always lists them.
     """
     start = read(4)
     samples = int.from_bytes(start, "little")
     if len(start) < 4 or samples > _MAX_STREAMED_SAMPLES:
-        problem = f"is no MDS shard of 0 to {_MAX_STREAMED_SAMPLES:,} samples"
+        problem = f"is not an MDS shard of 0 to {_MAX_STREAMED_SAMPLES:,} samples"
         raise ShardError(file, problem, offset=0)
     data = read(4 * (samples + 1))
     if len(data) < 4 * (samples + 1):
@@ -98,17 +98,17 @@ def read_header(
     _check_order(file, offsets)
     size = int(offsets[0]) - 4 * (samples + 2)
     if size > _MAX_CONFIG_BYTES:
-        raise ShardError(file, f"a config of {size:,} bytes", offset=4 * (samples + 2))
+        raise ShardError(file, f"the config is too large: {size:,} bytes", offset=4 * (samples + 2))
     if not size:
-        raise ShardError(file, "does not say which columns it has; convert the dataset")
+        raise ShardError(file, "does not list its columns; convert the dataset")
     return _parse_config(file, read(size), 4 * (samples + 2)), offsets
 
 
 class MdsShard:
-    """Random access to the samples of one shard. Make one with `open_shard`; safe to share among threads."""
+    """An open shard with random access to its samples; safe to share among threads. See `open_shard`."""
 
     def __init__(self, file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]) -> None:
-        """`data` holds the raw shard; `file` is named in errors."""
+        """Check the raw shard `data` against `info`; errors name `file`."""
         self.info = info
         self._file = file
         self._data = data
@@ -123,13 +123,13 @@ class MdsShard:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Name, encoding and fixed size of each column, in the order of their bytes."""
+        """Name, encoding and fixed size of each column, in the order in which a sample stores them."""
         return self.info.columns
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """{column: value} of one row; IndexError outside of 0 to len - 1, ShardError if it is damaged.
+        """Return {column: value} of one sample, decoding only `columns` if they are given.
 
-        Only `columns` are decoded, if they are given.
+        Raises IndexError unless 0 <= row < len, and ShardError if the sample is damaged.
         """
         values: dict[str, object] = {}
         budget: SampleBudget | None = None
@@ -152,14 +152,14 @@ class MdsShard:
         return values
 
     def payloads(self, row: int) -> dict[str, memoryview]:
-        """{column: its bytes as they are stored} of one row, not decoded; errors as of `sample`."""
+        """Return {column: stored bytes} of one sample, not decoded. Raises the same errors as `sample`."""
         return {column.name: data for column, _, _, data in self._values(row)}
 
     def fixed_rows(self, column: str) -> npt.NDArray[Any] | None:
-        """Read-only view (samples, *shape) of a column, or None unless all columns have a fixed size.
+        """Return a read-only view (samples, *shape) of a column; None unless all columns have a fixed size.
 
-        No byte is copied. Numbers give one axis, `ndarray:dtype:shape` gives its own behind the first. It
-        is C-contiguous when the shard has no other column; it need not be aligned.
+        No byte is copied. The shape is () for a column of numbers, and `shape` for `ndarray:dtype:shape`. The
+        view is C-contiguous if the shard has no other column; it need not be aligned.
         """
         names = [c.name for c in self.info.columns]
         if column not in names:
@@ -175,14 +175,14 @@ class MdsShard:
         return values.reshape(self.info.samples, *shape)
 
     def close(self) -> None:
-        """Let go of the file; views already handed out stay readable."""
+        """Drop the map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
         self._offsets = np.zeros(1, dtype=_U32)
 
     def _values(self, row: int) -> list[tuple[Column, Encoding, int, memoryview]]:
-        """(column, its encoding, byte in the file, bytes) of each value of one row."""
+        """Return (column, encoding, offset in the file, bytes) for each value of one sample."""
         if not 0 <= row < self.info.samples:
-            raise IndexError(f"{self._file}: row {row} of {self.info.samples}")
+            raise IndexError(f"{self._file}: no row {row}; the shard has {self.info.samples} samples")
         begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
         data = self._data.data[begin:end]
         spans = self._layout.spans(row, begin, len(data), data[: self._layout.head_bytes])
@@ -195,7 +195,7 @@ class MdsShard:
         steps = np.diff(self._offsets)
         if not np.all(steps == self._layout.fixed_bytes):
             row = int(np.flatnonzero(steps != self._layout.fixed_bytes)[0])
-            problem = f"{int(steps[row]):,} bytes; its columns take {self._layout.fixed_bytes:,}"
+            problem = f"has {int(steps[row]):,} bytes, but its columns take {self._layout.fixed_bytes:,}"
             raise self._layout.damaged(row, int(self._offsets[row]), problem)
 
 
@@ -204,9 +204,9 @@ def open_shard(
 ) -> MdsShard:
     """Open the shard that `info` describes, below `folder`.
 
-    The raw file is preferred if it lies beside a compressed one, as in MosaicML's caches. `verify` checks
-    every hash there is. Columns of pickles can run any code when they are read: they are refused unless
-    `allow_pickle`.
+    The raw file is preferred if `folder` holds it in addition to a compressed one, as MosaicML's caches do.
+    `verify` checks every recorded hash. Columns of pickles can run any code when they are read: they are
+    refused unless `allow_pickle`.
     """
     folder = Path(folder)
     is_raw_there = (folder / info.raw.basename).is_file()
@@ -218,7 +218,7 @@ def open_shard(
 def shard_from_raw(
     where: str | PathLike[str], info: ShardInfo, raw: npt.NDArray[np.uint8], *, allow_pickle: bool = False
 ) -> MdsShard:
-    """The shard whose raw bytes are `raw`, wherever they came from; `where` is named in errors."""
+    """Open the shard whose raw bytes are `raw`; errors name it `where`."""
     _refuse_pickles(where, info, allow_pickle)
     if len(raw) != info.raw.bytes:
         problem = f"has {len(raw):,} bytes, the index states {info.raw.bytes:,}; fetch it again"
@@ -232,14 +232,14 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
         raise ShardError(
             where,
             f"column {pickled[0]!r} holds pickles, which can run any code; "
-            "if you trust whoever wrote this dataset, open it with allow_pickle=True",
+            "if you trust the writer of this dataset, open it with allow_pickle=True",
         )
 
 
 def _checked_offsets(
     file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint32]:
-    """u32[samples + 1], non-decreasing, from behind the header to the end of the file."""
+    """Return the sample offsets u32[samples + 1], checked to not decrease and to end at the file's end."""
     header_bytes = 4 * (info.samples + 2)
     if len(data) < header_bytes:
         raise ShardError(file, f"{len(data):,} bytes cannot hold the offsets of {info.samples:,} samples")
@@ -249,7 +249,7 @@ def _checked_offsets(
     offsets: npt.NDArray[np.uint32] = np.frombuffer(data[4:header_bytes], _U32)
     _check_order(file, offsets)
     if offsets[-1] != len(data):
-        problem = f"the last sample ends at {offsets[-1]:,}, the file at {len(data):,}"
+        problem = f"the last sample ends at byte {offsets[-1]:,}, but the file at {len(data):,}"
         raise ShardError(file, problem, offset=header_bytes - 4)
     return offsets
 
@@ -257,7 +257,7 @@ def _checked_offsets(
 def _check_order(file: str | PathLike[str], offsets: npt.NDArray[np.uint32]) -> None:
     header_bytes = 4 * (len(offsets) + 1)
     if offsets[0] < header_bytes:
-        raise ShardError(file, f"samples begin at {offsets[0]:,}, inside the header", offset=4)
+        raise ShardError(file, f"samples begin at byte {offsets[0]:,}, inside the header", offset=4)
     decreasing = offsets[1:] < offsets[:-1]
     if decreasing.any():
         row = int(np.argmax(decreasing))
@@ -265,18 +265,21 @@ def _check_order(file: str | PathLike[str], offsets: npt.NDArray[np.uint32]) -> 
 
 
 def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
-    """The config repeats the columns: a shard that an index describes wrongly would read as nonsense."""
+    """Raise ShardError if the shard's config lists other columns than `info`.
+
+    Read with the wrong columns, a shard would decode to nonsense.
+    """
     start = 4 * (info.samples + 2)
     if start == end:
-        return  # MosaicML's reader does not look at it, so other writers may leave it out
+        return  # MosaicML's reader ignores the config, so other writers may omit it
     if end - start > _MAX_CONFIG_BYTES:
-        raise ShardError(file, f"a config of {end - start:,} bytes", offset=start)
+        raise ShardError(file, f"the config is too large: {end - start:,} bytes", offset=start)
     if _parse_config(file, data[start:end].tobytes(), start) != info.columns:
-        raise ShardError(file, "the config has other columns than the index", offset=start)
+        raise ShardError(file, "the config lists other columns than the index", offset=start)
 
 
 def _parse_config(file: str | PathLike[str], text: bytes, start: int) -> tuple[Column, ...]:
-    """The columns that the config at byte `start` describes."""
+    """Parse the columns from the config at byte `start`."""
     try:
         config = load_json(text)
     except (ValueError, RecursionError) as error:

@@ -1,10 +1,10 @@
 """Write MDS shards: whole arrays at once for a build, samples of any columns for everything else.
 
-Shards are the bytes that MosaicML's MDSWriter writes for the same samples and settings, cut at the same
-samples; `MdsWriter` adds block checksums, which its index states. (Compressed shards decompress to the same
-bytes; zstd builds and gzip's time stamp differ.) A shard
-appears under its name only when it is whole. Hashes are taken while the pieces go to the file, so an array is
-read once and never copied. The same input gives the same bytes on every run.
+Shards have the bytes that MosaicML's MDSWriter writes for the same samples and settings, and end at the same
+samples; `MdsWriter` adds block checksums, which its index lists. (Compressed shards only decompress to the
+same bytes: zstd builds and gzip's time stamp differ.) A shard gets its name only when it is complete. Hashes
+are computed while the pieces go to the file, so an array is read once and never copied. The same input gives
+the same bytes on every run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardkit.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 1 << 26
 
-_PIECE_BYTES = 1 << 20  # stays in the CPU's cache between hashing and writing
+_PIECE_BYTES = 1 << 20  # small enough to stay in the CPU's cache between hashing and writing
 
-_OFFSET_BYTES = 4  # each sample has one
+_OFFSET_BYTES = 4  # each sample has one offset in the header
 
 
 def write_rows_shard(
@@ -45,14 +45,14 @@ def write_rows_shard(
     hashes: Sequence[str] = (),
     size_limit: int | None = DEFAULT_SHARD_BYTES,
 ) -> ShardInfo:
-    """Write `rows` (n, *shape) as one shard of one column `ndarray:dtype:shape`; returns its index entry.
+    """Write `rows` (n, *shape) as a shard with one column `ndarray:dtype:shape` and return its index entry.
 
-    `size_limit` is only recorded: cutting is the caller's business. ValueError if the rows exceed 4 GiB. The
-    file is not synced to disk; whoever publishes the dataset does that.
+    `size_limit` is only recorded: the caller cuts shards. Raises ValueError if the rows exceed 4 GiB. The
+    file is not synced to disk; the caller that publishes the dataset does that.
     """
     shape = ",".join(map(str, rows.shape[1:]))
     if rows.ndim < 2:
-        raise ValueError(f"rows must be a matrix or higher, one sample a row, not of shape {rows.shape}")
+        raise ValueError(f"rows must be a matrix or higher, one sample per row, not of shape {rows.shape}")
     columns = make_columns({column: f"ndarray:{rows.dtype.name}:{shape}"})
     shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
     sizes = np.full(len(rows), columns[0].size, dtype=np.int64)
@@ -68,7 +68,7 @@ def write_columns_shard(
     hashes: Sequence[str] = (),
     size_limit: int | None = DEFAULT_SHARD_BYTES,
 ) -> ShardInfo:
-    """Write several matrices (n, length) as one shard of as many columns `ndarray:dtype:length`."""
+    """Write several matrices (n, length) as one shard with one column `ndarray:dtype:length` for each."""
     encodings = {name: f"ndarray:{rows.dtype.name}:{rows.shape[1]}" for name, rows in columns.items()}
     described = make_columns(encodings)
     shard = _ShardFile(Path(folder), described, compression, hashes, size_limit)
@@ -87,10 +87,10 @@ def write_arrays_shard(
     hashes: Sequence[str] = (),
     size_limit: int | None = DEFAULT_SHARD_BYTES,
 ) -> ShardInfo:
-    """Write samples of 1-D arrays of any lengths above 0 as one shard of columns `ndarray:dtype`.
+    """Write samples of 1-D, non-empty arrays as a shard with columns `ndarray:dtype`; return its index entry.
 
-    Each column has one array a sample, all of one type, and samples one length in all columns. Returns the
-    index entry; `array_bytes` says what a sample takes. Otherwise as `write_rows_shard`.
+    A column has one array per sample, all of one dtype; the arrays of one sample have the same length in all
+    columns. `array_bytes` returns the size of a sample. Otherwise this is like `write_rows_shard`.
     """
     described = make_columns({name: f"ndarray:{arrays[0].dtype.name}" for name, arrays in columns.items()})
     sorted_columns = [columns[column.name] for column in described]
@@ -101,7 +101,10 @@ def write_arrays_shard(
 
 
 def array_bytes(lengths: npt.NDArray[np.int64], *dtypes: np.dtype[Any]) -> npt.NDArray[np.int64]:
-    """int64[n]: what arrays of these lengths in columns of these types take, with the samples' offsets."""
+    """Return int64[n], the bytes that samples of these lengths take in a shard, offsets included.
+
+    A sample has one array per dtype in `dtypes`.
+    """
     head = 4 + 1 + np.where(lengths <= 0xFF, 1, np.where(lengths <= 0xFFFF, 2, 4))
     return _OFFSET_BYTES + len(dtypes) * head + lengths * sum(dtype.itemsize for dtype in dtypes)
 
@@ -118,10 +121,10 @@ def _sample_pieces(columns: Sequence[Sequence[npt.NDArray[Any]]]) -> Iterator[me
 
 
 class MdsWriter:
-    """Writes a dataset of any columns: `write` samples, or `write_rows` whole arrays of one fixed column.
+    """Writes a dataset with any columns: `write` adds samples, `write_rows` whole arrays of one fixed column.
 
-    Use it in a `with` block, or call `finish` at the end; the index is written last, and not at all when the
-    block is left by an exception. Memory is one shard.
+    Use it in a `with` block, or call `finish` at the end. The index is written last, and not at all if an
+    exception leaves the block. Holds one shard in memory.
     """
 
     def __init__(
@@ -133,13 +136,14 @@ class MdsWriter:
         hashes: Sequence[str] = (),
         shard_bytes: int | str | None = DEFAULT_SHARD_BYTES,
     ) -> None:
-        """`columns`: {name: encoding}. `shard_bytes`: cut before a shard exceeds it; None cuts at 4 GiB only.
+        """Prepare `folder` for a dataset with `columns`, a mapping {name: encoding}.
 
-        ValueError for bad settings; ShardError if `folder` exists and is not empty.
+        A new shard starts before `shard_bytes` would be exceeded; with None, before 4 GiB. Raises ValueError
+        for bad settings and ShardError if `folder` exists and is not empty.
         """
         limit = None if shard_bytes is None else parse_bytes(shard_bytes)
         if limit is not None and not 0 < limit <= MAX_SHARD_BYTES:
-            raise ValueError(f"shard_bytes must be below 4 GiB and not 0: {shard_bytes!r}")
+            raise ValueError(f"shard_bytes must be above 0 and below 4 GiB, not {shard_bytes!r}")
         self._folder = local_path(folder)
         self._columns = make_columns(columns)
         self._encodings = [encoding_of(column.encoding) for column in self._columns]
@@ -147,13 +151,13 @@ class MdsWriter:
         self._limit = limit or MAX_SHARD_BYTES
         self._folder.mkdir(parents=True, exist_ok=True)
         if any(self._folder.iterdir()):
-            raise ShardError(self._folder, "is not empty; write a dataset into a folder of its own")
+            raise ShardError(self._folder, "is not empty; write the dataset into a new folder")
         self._shards: list[ShardInfo] = []
         self._manifest: Manifest | None = None
         self._start_shard()
 
     def write(self, sample: Mapping[str, object]) -> None:
-        """Append {column: value}. ValueError or TypeError, with the column's name, for a bad value."""
+        """Append {column: value}. Raises ValueError or TypeError, naming the column, for a bad value."""
         if sample.keys() != {column.name for column in self._columns}:
             names = ", ".join(column.name for column in self._columns)
             raise ValueError(f"a sample needs exactly the columns {names}; it has {', '.join(sample)}")
@@ -167,7 +171,7 @@ class MdsWriter:
         self.write_encoded(encoded)
 
     def write_encoded(self, sample: Mapping[str, bytes | memoryview]) -> None:
-        """Append {column: value as it is stored}, from whoever has checked it: only sizes are looked at."""
+        """Append {column: encoded value}; the caller has checked the values, so only sizes are checked."""
         words, values = [], []
         for column, encoding in zip(self._columns, self._encodings, strict=True):
             value = sample[column.name]
@@ -175,7 +179,7 @@ class MdsWriter:
                 words.append(len(value))
             elif encoding.size != len(value):
                 raise ValueError(
-                    f"column {column.name!r}: {len(value):,} bytes, {encoding.name} takes {encoding.size:,}"
+                    f"column {column.name!r}: {len(value):,} bytes; {encoding.name} takes {encoding.size:,}"
                 )
             values.append(value)
         data = b"".join([np.array(words, "<u8").astype("<u4").tobytes(), *values])
@@ -183,9 +187,9 @@ class MdsWriter:
         self._append(memoryview(data), np.array([len(data)], np.int64))
 
     def write_rows(self, rows: npt.NDArray[Any]) -> None:
-        """Append rows (n, *shape), or numbers (n,), to a dataset whose single column is fixed.
+        """Append rows (n, *shape), or numbers (n,), to a dataset with a single column of fixed size.
 
-        The same files as `write` row by row; whole shards go to disk without a copy.
+        The files equal those from `write` row by row; complete shards go to disk without a copy.
         """
         encoding = self._encodings[0]
         if len(self._encodings) != 1 or encoding.size is None or encoding.dtype is None:
@@ -202,15 +206,15 @@ class MdsWriter:
             piece = data[start * size : (start + count) * size]
             start += count
             last = start == len(rows)
-            # What stays pending is copied: the caller may change the array. Full shards go straight to disk.
+            # Pending rows are copied, because the caller may change the array. Full shards are written now.
             self._append(memoryview(bytes(piece)) if last else piece, np.full(count, size, np.int64))
             if not last:
                 self._flush()
 
     def finish(self) -> Manifest:
-        """Write what is pending, checksums of uncompressed shards, then the index.
+        """Write the pending samples, the block checksums of uncompressed shards, and last the index.
 
-        Calling it again gives the same manifest.
+        Returns the manifest; further calls return the same.
         """
         if self._manifest is None:
             if self._pending:
@@ -232,14 +236,14 @@ class MdsWriter:
     def _start_shard(self) -> None:
         self._pending: list[memoryview] = []
         self._sizes: list[npt.NDArray[np.int64]] = []
-        # MosaicML counts u32 n, the first offset, the config, and an offset for each sample.
+        # MosaicML's limit counts u32 n, the first offset, the config, and an offset for each sample.
         self._shard_bytes = 2 * _OFFSET_BYTES + len(self._file.config)
 
     def _make_room(self, size: int) -> None:
-        """Cut where MosaicML cuts: before the sample that would exceed the limit, even in an empty shard."""
+        """End the shard, even an empty one, before a sample that would exceed the limit, as MosaicML does."""
         if self._manifest is not None:
             raise ValueError(
-                f"{self._folder / INDEX_NAME} is written; a finished dataset takes no more samples"
+                f"{self._folder / INDEX_NAME} is written; no samples can be added to a finished dataset"
             )
         after = self._shard_bytes + size + _OFFSET_BYTES
         if after > self._limit:
@@ -258,7 +262,7 @@ class MdsWriter:
 
 
 class _ShardFile:
-    """Writes whole shard files with one set of columns and settings."""
+    """Writes complete shard files that share columns and settings."""
 
     def __init__(
         self,
@@ -273,13 +277,16 @@ class _ShardFile:
         self._suffix = parse_compression(compression)[0] if compression else ""
         self._hashes = sorted(set(hashes))
         for name in self._hashes:
-            new_hash(name)  # refuses an unknown one here, not after the first shard
+            new_hash(name)  # raises for an unknown name now, not after the first shard
         self.config = config_bytes(columns, self._compression, self._hashes, size_limit)
 
     def write(
         self, basename: str, sizes: npt.NDArray[np.int64], samples: Iterable[memoryview], *, sync: bool
     ) -> ShardInfo:
-        """`sizes` int64[n]: bytes of each sample; `samples`: their bytes in a row, in any pieces."""
+        """Write a shard atomically and return its index entry.
+
+        `sizes` int64[n] are the bytes of each sample; `samples` yields all samples' bytes in any pieces.
+        """
         header = self._header(sizes)
         raw_bytes = len(header) + int(sizes.sum())
         stored_name = f"{basename}.{self._suffix}" if self._compression else basename
@@ -317,20 +324,20 @@ class _ShardFile:
         offsets += _OFFSET_BYTES * (len(sizes) + 2) + len(self.config)
         if offsets[-1] > MAX_SHARD_BYTES:
             size = f"{len(sizes):,} samples of {int(sizes.sum()):,} bytes"
-            raise ValueError(f"{size} exceed the 4 GiB of an MDS shard; write smaller shards")
+            raise ValueError(f"{size} exceed the 4 GiB limit of an MDS shard; write smaller shards")
         count = np.array([len(sizes)], "<u4")
         return memoryview(count.tobytes() + offsets.astype("<u4").tobytes() + self.config)
 
 
 class _Digests:
-    """Size and hashes of a file in the making."""
+    """Counts and hashes the bytes of a file while it is written."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.bytes = 0
         self._hashers: dict[str, Hasher] = {name: new_hash(name) for name in names}
 
     def update(self, piece: bytes | memoryview) -> bytes | memoryview:
-        """Take the next piece, and return it."""
+        """Add the next piece, and return it unchanged."""
         self.bytes += len(piece)
         for hasher in self._hashers.values():
             hasher.update(piece)
@@ -347,6 +354,6 @@ def _pieces(parts: Iterable[memoryview]) -> Iterable[memoryview]:
 
 
 def _as_bytes(rows: npt.NDArray[Any]) -> memoryview:
-    """The little-endian bytes of an array in C order; no copy when it has them already."""
+    """Return an array's bytes, little-endian in C order, without a copy if it has that layout."""
     array = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
     return array.reshape(-1).view(np.uint8).data

@@ -1,9 +1,9 @@
 """WebDataset tars: shardkit's own and any made by others, read in place; constant-stride tars written.
 
-One name for the format. `shard` is one open tar; `members` says which members and samples it holds, `stride`
-does so at once where all are alike, `values` decodes them, `writer` writes a tar. `shard_list` (shards.json,
-and what names of tars mean) and `find` say which tars make a dataset. Whatever is damaged or hostile raises
-ShardError with the file and, where known, the byte.
+This module exports the format's functions. `shard` has the open tar; `members` finds members and samples,
+`stride` finds them faster if all samples are alike, `values` decodes members, `writer` writes a tar.
+`shard_list` (shards.json, and the syntax of tar names) and `find` decide which tars make a dataset. Damaged
+or hostile input raises ShardError with the file and, where known, the byte offset.
 """
 
 from shardkit.formats.tar.shard import (

@@ -1,8 +1,8 @@
-"""Tars by name: which files or objects brace lists, patterns, folders and lists of them stand for.
+"""Find tars by name: resolve brace lists, patterns, folders, and lists of them, to files or objects.
 
-Their order is the dataset's: as written, and sorted where a folder or a pattern stands for several. All tars
-of one dataset lie below one folder, or in one bucket; their names are relative to the deepest folder they
-share. A tar named twice is an error: its samples would be delivered twice.
+The tars keep the order of the given names; those of one folder or pattern are sorted. All tars of a dataset
+are below one folder, or in one bucket; their names are relative to the deepest folder that they share. A tar
+named twice is an error: its samples would be delivered twice.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
 
-MAX_LISTED = 1 << 20  # objects looked through for tars: a listing of a whole bucket should end
+MAX_LISTED = 1 << 20  # maximum number of objects to list in search of tars; a whole bucket may hold more
 
-_MAX_HEADS = 64  # objects asked for one by one; more are cheaper to list, a thousand a request
+_MAX_HEADS = 64  # maximum number of HEAD requests; listing, 1,000 keys per request, is cheaper for more
 
 _THREADS = 16
 
@@ -42,12 +42,12 @@ _OTHER_DATASET = "is itself an MDS dataset; pass several datasets as streams: [S
 
 
 def expand(names: Sequence[str], is_there: Callable[[str], bool] = lambda _: False) -> list[str]:
-    """Return `names` with "::" worked out, and brace lists, unless something `is_there` of that very name.
+    """Split `names` at "::" and expand their brace lists, except in a name for which `is_there` is true.
 
-    ShardError if there is nothing, or braces do not pair.
+    Raises ShardError if no name or an empty name results, or if braces are unbalanced.
     """
     try:
-        # The store refuses ARNs, which may have "::" inside, by name.
+        # ARNs may contain "::". They are kept whole, so that the store's error quotes them as given.
         parts = [part for text in names for part in ([text] if _is_arn(text) else text.split("::"))]
         found = [
             name
@@ -62,7 +62,7 @@ def expand(names: Sequence[str], is_there: Callable[[str], bool] = lambda _: Fal
 
 
 def is_there(name: str, storage: StorageOptions | None = None) -> bool:
-    """Return whether a path, or the URL of a tar, is that of something; StoreError."""
+    """Return whether a path exists, or the object of a tar's URL. Raises StoreError if the store fails."""
     if not is_remote(name):
         return local_path(name).exists()
     folder, key = split_url(name)
@@ -82,12 +82,12 @@ def _is_arn(text: str) -> bool:
 
 
 def unscanned(objects: Sequence[ObjectInfo]) -> Manifest:
-    """The manifest of tars of which only names and sizes are known."""
+    """Return a manifest of tars whose samples and columns are not known yet: it has names and sizes only."""
     return Manifest("tar", tuple(describe_tar(info.key, stored_bytes=info.bytes) for info in objects))
 
 
 def local_tars(names: Sequence[str]) -> tuple[Path, list[ObjectInfo]]:
-    """(folder, its tars) that these paths stand for; ShardError says which stands for none."""
+    """Return (common folder, tars in it) for these paths. Raises ShardError naming a path without tars."""
     paths = [Path(name) for name in names]
     if len({path.is_absolute() for path in paths}) > 1 or any(".." in path.parts for path in paths):
         paths = [Path(os.path.normpath(path.absolute())) for path in paths]
@@ -98,7 +98,7 @@ def local_tars(names: Sequence[str]) -> tuple[Path, list[ObjectInfo]]:
 
 
 def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
-    """Return each file's size and version. ShardError for a file that is missing or named twice."""
+    """Return each file's size and version. Raises ShardError if a file is missing or named twice."""
     _refuse_repeated(str(folder), names)
     objects = []
     for name in names:
@@ -112,13 +112,13 @@ def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
 
 
 def _local_files(path: Path) -> tuple[Path, list[Path]]:
-    """(a folder above them, the tars) that a path stands for."""
+    """Return (a folder above the tars, the tars) for a path: a tar, a folder or a pattern."""
     if path.is_dir():
         files = [path / name for name in tar_files(path)]
         if (path / "index.json").is_file():
             raise ShardError(path, _OTHER_DATASET)
         if not files:
-            raise ShardError(path, "holds no tars")
+            raise ShardError(path, "contains no tars")
         return path, files
     if path.exists() or not is_pattern(str(path)):
         if not path.is_file():
@@ -138,8 +138,11 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
 def remote_tars(
     names: Sequence[str], storage: StorageOptions | None = None
 ) -> tuple[ResilientStore, list[ObjectInfo]]:
-    """(store, its tars) that these URLs stand for; ShardError if one stands for none, StoreError."""
-    # A URL that is neither a tar's nor a pattern is a folder's.
+    """Return (store, tars in it) for these URLs.
+
+    Raises ShardError if a URL has no tars, and StoreError if the store fails.
+    """
+    # A URL that neither names a tar nor is a pattern is taken for a folder.
     urls = [name if is_tar_name(name) or is_pattern(name) else f"{name.rstrip('/')}/*" for name in names]
     folder = common_folder([fixed_folder(url) for url in urls])
     if folder.count("/") < 2 or folder.endswith("://"):
@@ -149,7 +152,7 @@ def remote_tars(
     listed = _listing(store, keys)
     objects: list[ObjectInfo] = []
     for name, key in zip(names, keys, strict=True):
-        if key in listed:  # also a name that looks like a pattern
+        if key in listed:  # before the test for patterns: an object's name may look like one
             objects.append(listed[key])
         elif is_pattern(key):
             is_folder = is_pattern(key) and not is_pattern(name)
@@ -165,7 +168,7 @@ def remote_tars(
 
 
 def folder_tars(store: Store) -> list[ObjectInfo]:
-    """The tars directly in a store's folder, sorted; ShardError if they all lie in folders below."""
+    """Return the tars directly in a store's folder, sorted. Raises ShardError if all are in sub-folders."""
     listed = _list(store, "")
     tars = [info for info in listed if is_tar_name(info.key) and matches(info.key, "**/*")]
     direct = [info for info in tars if "/" not in info.key]
@@ -179,19 +182,21 @@ def folder_tars(store: Store) -> list[ObjectInfo]:
 
 
 def refuse_unfinished(where: str, names: Sequence[str]) -> None:
-    """Raise ShardNotFoundError if `names` below `where` are shards of which no index tells."""
+    """Raise ShardNotFoundError if `names` below `where` include MDS shards: they have no index."""
     shards = [name for name in names if _MDS_SHARD.search(name) and matches(name, "**/*")]
     if not shards:
         return
     if parts := sorted({name.rpartition("/")[0] for name in names if name.endswith("/index.json")}):
         some = ", ".join(parts[:3])
-        problem = f"holds no index.json, its sub-folders do ({some}, …): give each as a Stream, or merge them"
+        problem = (
+            f"holds no index.json, but its sub-folders do ({some}, …): give each as a Stream, or merge them"
+        )
         raise ShardNotFoundError(where, f"{problem} (streaming.base.util.merge_index)")
     raise ShardNotFoundError(
         where,
         f"holds shards ({len(shards):,}, such as {shards[0]}) but no index.json, which an MDS writer writes "
-        "last: it did not finish, or the index was not copied. Run the writer to its end (MosaicML's by "
-        "`with MDSWriter(…)` or `finish()`), or copy index.json beside the shards",
+        "last: the writer did not finish, or the index was not copied. Let the writer finish (MosaicML's by "
+        "`with MDSWriter(…)` or `finish()`), or copy index.json to the folder of the shards",
     )
 
 
@@ -199,7 +204,7 @@ _MDS_SHARD = re.compile(r"\.mds(\.[a-z0-9]+)*$")
 
 
 def _listing(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
-    """The objects that `keys` name, and all that their patterns may stand for, in order."""
+    """Return, by key, all objects that `keys` name or that their patterns may match, in order."""
     plain = [key for key in keys if not is_pattern(key)]
     if len(plain) == len(keys) <= _MAX_HEADS:
         return _heads(store, plain)
@@ -209,7 +214,7 @@ def _listing(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
     except StoreError as error:
         if error.status != _FORBIDDEN or len(plain) < len(keys):
             raise
-        return _heads(store, plain)  # of a bucket that may be read but not listed
+        return _heads(store, plain)  # the bucket's permissions may allow reading but not listing
 
 
 def _heads(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
@@ -226,7 +231,7 @@ def _heads(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
 def _list(store: Store, prefix: str) -> list[ObjectInfo]:
     objects = [*islice(store.list(prefix), MAX_LISTED + 1)]
     if len(objects) > MAX_LISTED:
-        problem = f"holds more than {MAX_LISTED:,} objects; name the tars by a longer pattern, or by a list"
+        problem = f"holds more than {MAX_LISTED:,} objects; use a pattern with a longer prefix, or list tars"
         raise ShardError(f"{store.url}/{prefix}", problem)
     return objects
 
@@ -236,11 +241,11 @@ def _fixed_prefix(key: str) -> str:
 
 
 def _refuse_others(where: str, names: Sequence[str]) -> None:
-    """ShardError unless all that a pattern matches are tars, and there is one."""
+    """Raise ShardError unless a pattern matches at least one file and all matches are tars."""
     other = next((name for name in names if not is_tar_name(name)), None)
     if not names or other is not None:
         found = "no file matches" if other is None else f"it matches {other}, which is not a tar"
-        raise ShardError(where, f"a pattern must name .tar files: {found}")
+        raise ShardError(where, f"a pattern must match only .tar files: {found}")
 
 
 def _refuse_repeated(where: str, names: Sequence[str]) -> None:

@@ -1,29 +1,30 @@
-"""What a tar holds: its members, the samples that they make, and a file that keeps both.
+"""Read tar headers, group members into samples, and keep both in an index file.
 
 Headers: v7, ustar, PAX (`x`, `g`: path and size overrides) and GNU (`L`, `K`, base-256 numbers) are read from
-a buffer. Nothing is trusted: checksums, lengths and ends are checked before use, every extension has a limit,
-and whatever does not fit is a `ShardError` with the byte offset. Stricter than `tarfile` and GNU tar on
-purpose, because both lose samples in silence: a damaged header in mid-file is an error, not the end of the
-archive, and so is anything but zeros after the end marker. Member names are only keys; nothing is ever
-written under them, so absolute names and `..` are harmless. Costs a few microseconds a member.
+a buffer. Nothing is trusted: checksums, lengths and ends are checked before use, extension headers have
+limits, and any violation raises `ShardError` with the byte offset. Stricter than `tarfile` and GNU tar on
+purpose, because both lose samples silently: a damaged header in mid-file is an error, not the end of the
+archive, and so is anything but zeros after the end marker. Member names are only keys, and no file is ever
+created under them, so absolute names and `..` are harmless. Reading takes a few microseconds per member.
 
 Samples, as WebDataset groups them: a key is the path up to the first dot of its last component, the extension
-is the rest in lower case. Consecutive members with one key are one sample. Members under a `__name__` at the
-top level are metadata and names without an extension are not data: both are skipped, as `webdataset` does,
-and so is what macOS adds (`._name`, `.DS_Store`). A repeated extension inside a sample is an error, and so is
-a key that comes back later in the tar, whose sample would fall apart. Base names with dots ("22.05.txt" and
-"22.06.txt") make one sample, which is seldom meant: a warning names the first. A `TarIndex` is a few arrays:
-about 20 bytes a member, and the keys.
+is the rest in lower case. Consecutive members with the same key are one sample. Members in a top-level
+`__name__` folder are metadata and names without an extension are not data: both are skipped, as `webdataset`
+does, and so are the files that macOS adds (`._name`, `.DS_Store`). A repeated extension inside a sample is an
+error, and so is a key that recurs later in the tar, which would split its sample in two. Base names with dots
+("22.05.txt" and "22.06.txt") make one sample, usually by mistake: a warning names the first two. A `TarIndex`
+is a few arrays: about 20 bytes per member, plus the keys.
 
-The file, which saves another scan of the tar:
+Layout of the index file, which saves scanning the tar again:
 
     magic (8) | u32 bytes of the head | head JSON | xxh3_128 of all before | body | xxh3_128 of the body
     body: i64 starts[samples + 1] | i64 offsets[members] | i64 sizes[members] | i64 key ends[samples]
           | i32 kinds[members] | keys, UTF-8
 
-The head says of which object, of which version, the file speaks, and all that a manifest states of a tar:
-opening a dataset reads heads only, opening a shard one body. About 30 bytes a member, and the keys. Whatever
-is cut, damaged or about something else is no index (ValueError): the tar is scanned again.
+The head names the object and its version, and holds everything that a manifest records about a tar: opening a
+dataset reads only heads, opening a shard reads one body. An index file takes about 30 bytes per member, plus
+the keys. A file that is truncated, damaged or about another tar raises ValueError, and the caller scans the
+tar again.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column
 
 BLOCK = 512
-MAX_EXTENSION_HEADERS = 16  # before one member; honest writers use at most x + L + K + g
-MAX_EXTENSION_BYTES = 1 << 20  # PAX records of one header; honest ones hold a path and a few times
-MAX_NAME_BYTES = 1 << 16  # PATH_MAX is 4,096
-MAX_MEMBERS = 1 << 23  # of one shard: 8 million members are an index of about a gigabyte
+MAX_EXTENSION_HEADERS = 16  # limit before one member; common writers use at most x + L + K + g
+MAX_EXTENSION_BYTES = 1 << 20  # limit of one header's PAX records, which hold a path and a few times
+MAX_NAME_BYTES = 1 << 16  # far above PATH_MAX, which is 4,096
+MAX_MEMBERS = 1 << 23  # limit per shard: the index of 8 million members takes about a gigabyte
 
 _ZEROS = bytes(BLOCK)
 _END_PIECE = 1 << 20
-_REGULAR = frozenset(b"0\x007")  # 7: contiguous file, stored like a regular one
-_NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders, pipes: their size field means nothing
-_EXTENSIONS = frozenset(b"xgXLK")  # X: Solaris' name for x
+_REGULAR = frozenset(b"0\x007")  # type 7 is a contiguous file, stored like a regular one
+_NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders and pipes, whose size field has no meaning
+_EXTENSIONS = frozenset(b"xgXLK")  # X is the Solaris spelling of x
 
-_MAGIC = b"shardtx2"  # 1: keys that come back were not refused
+_MAGIC = b"shardtx2"  # format version 2; scans for version 1 accepted recurring keys
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 22
-_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
+_MAX_COUNT = 1 << 53  # the largest integer range that every JSON reader represents exactly
 _I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
 _Ints = npt.NDArray[np.int64]
 _Kinds = npt.NDArray[np.int32]
@@ -72,7 +73,7 @@ Path = str | PathLike[str]
 
 
 class Member(NamedTuple):
-    """A regular member: where its headers start (extensions included), its own header, its payload."""
+    """A regular member, with the byte offsets of its first extension header, own header and payload."""
 
     start: int
     header: int
@@ -88,24 +89,24 @@ class _Header(NamedTuple):
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to whole blocks."""
+    """Round `size` up to whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 class Bytes(Protocol):
-    """What a walk needs of a tar's bytes: slices, each at or behind the start of the one before."""
+    """The bytes of a tar as `walk_members` reads them: by slices whose starts never decrease."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, span: slice, /) -> bytes | memoryview: ...
 
 
 def walk_members(data: Bytes, file: Path) -> Iterator[Member]:
-    """The regular members of a tar in order; folders, links and devices are passed over.
+    """Yield the regular members of a tar in order; skip folders, links and devices.
 
-    `file` is for messages. Stops at the end marker or, where a tar has none, at the end of the data.
+    Stops at the end marker, or at the end of the data if the tar has no marker. Error messages name `file`.
     """
     if len(data) == 0:
-        raise ShardError(file, f"is empty, and a tar without members still has an end marker: {NOT_WHOLE}")
+        raise ShardError(file, f"is empty, but even a tar without members has an end marker: {NOT_WHOLE}")
     position, shared = 0, dict[bytes, bytes]()
     while position < len(data):
         start, own, long_name, pending = position, dict[bytes, bytes](), b"", False
@@ -124,11 +125,11 @@ def walk_members(data: Bytes, file: Path) -> Iterator[Member]:
             position += BLOCK + padded(header.size)
         else:
             raise ShardError(
-                file, f"more than {MAX_EXTENSION_HEADERS} extension headers in a row", offset=start
+                file, f"has more than {MAX_EXTENSION_HEADERS} extension headers in a row", offset=start
             )
         if header is None:
             if pending:
-                raise ShardError(file, "an extension header without a member", offset=start)
+                raise ShardError(file, "ends after an extension header without a member", offset=start)
             check_end(data, position, file)
             return
         overrides = {**shared, **own} if shared else own
@@ -147,19 +148,19 @@ def walk_members(data: Bytes, file: Path) -> Iterator[Member]:
 
 
 def check_end(data: Bytes, position: int, file: Path) -> None:
-    """ShardError unless everything from the end marker at `position` on is zeros."""
+    """Raise ShardError unless all bytes from the end marker at `position` on are zeros."""
     for at in range(position, len(data), _END_PIECE):
         piece = bytes(data[at : at + _END_PIECE])
         if piece.count(0) != len(piece):
             problem = (
-                "data after the end-of-archive marker; readers would drop it in silence. If tars were "
+                "has data after the end-of-archive marker, which readers would drop silently. If tars were "
                 "concatenated, keep them as separate shards"
             )
             raise ShardError(file, problem, offset=at + len(piece) - len(piece.lstrip(b"\0")))
 
 
 def _read_header(data: Bytes, position: int, file: Path) -> _Header | None:
-    """The header at `position`, or None at the end of the archive."""
+    """Read the header at `position`; return None at the end of the archive."""
     block = bytes(data[position : position + BLOCK])
     if not block or block == _ZEROS:
         return None
@@ -176,21 +177,21 @@ def _read_header(data: Bytes, position: int, file: Path) -> _Header | None:
 
 
 def _check_sum(block: bytes, file: Path, position: int) -> None:
-    """ShardError unless the checksum is that of the header, summed without or with signs."""
+    """Raise ShardError unless the stored checksum matches the header, summed as unsigned or signed bytes."""
     field = block[148:156]
     stored = _number(field, "checksum", file, position)
-    instead = sum(field) - 8 * 32  # the field counts as spaces
-    # The low half of adler32 is 1 + the sum of all bytes modulo 65,521: the sum itself where at least half of
-    # the bytes are zero, and five times faster than `sum`.
+    instead = sum(field) - 8 * 32  # the checksum counts its own field as eight spaces
+    # The low half of adler32 is 1 + the sum of all bytes modulo 65,521, and five times faster than `sum`. If
+    # half of the 512 bytes are zero, the sum is at most 256 * 255, so the modulo does not change it.
     if 2 * block.count(0) >= BLOCK and 1 + stored + instead == zlib.adler32(block) & 0xFFFF:
         return
     unsigned = sum(block) - instead
     if stored != unsigned and stored != unsigned - 256 * sum(1 for c in block[:148] + block[156:] if c > 127):
-        raise ShardError(file, f"tar header checksum is {unsigned}, stated {stored}", offset=position)
+        raise ShardError(file, f"tar header checksum is {unsigned}, but it states {stored}", offset=position)
 
 
 def _number(field: bytes, what: str, file: Path, position: int) -> int:
-    """An octal or base-256 number that is not negative."""
+    """Parse a non-negative number in octal or base 256."""
     digits = field.rstrip(b"\0 ")
     if digits.isdigit() and b"8" not in digits and b"9" not in digits:
         return int(digits, 8)
@@ -204,7 +205,7 @@ def _number(field: bytes, what: str, file: Path, position: int) -> int:
         return 0
     if not text.isdigit() or b"8" in text or b"9" in text:
         raise ShardError(
-            file, f"tar header has no readable {what}: {text!r}; not a tar file?", offset=position
+            file, f"tar header has an unreadable {what}: {text!r}; is it a tar file?", offset=position
         )
     return int(text, 8)
 
@@ -216,15 +217,17 @@ def _up_to_nul(field: bytes) -> bytes:
 def _extension_body(data: Bytes, position: int, header: _Header, file: Path) -> bytes:
     limit = MAX_NAME_BYTES if header.kind in b"LK" else MAX_EXTENSION_BYTES
     if header.size > limit:
-        problem = f"an extension header of {header.size:,} bytes; the limit is {limit:,}"
+        problem = f"an extension header is {header.size:,} bytes long; the limit is {limit:,}"
         raise ShardError(file, problem, offset=position)
     if position + BLOCK + padded(header.size) > len(data):
-        raise ShardError(file, "an extension header ends after the file; it is cut short", offset=position)
+        raise ShardError(
+            file, "an extension header ends after the file; the file is cut short", offset=position
+        )
     return bytes(data[position + BLOCK : position + BLOCK + header.size])
 
 
 def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
-    """The records that matter here: `path` and `size`. An empty value withdraws a record (POSIX)."""
+    """Return the PAX records `path` and `size`. An empty value cancels an earlier record (POSIX)."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(body) and body[at]:
@@ -232,13 +235,13 @@ def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
         length = int(body[at:space]) if space > at and body[at:space].isdigit() else 0
         stop = at + length
         keyword, equals, value = body[space + 1 : stop - 1].partition(b"=")
-        is_whole = space + 1 < stop <= len(body) and body[stop - 1] == 0x0A  # also: every record moves on
+        is_whole = space + 1 < stop <= len(body) and body[stop - 1] == 0x0A  # and so `at` grows
         if not is_whole or not keyword or not equals:
-            raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
+            raise ShardError(file, "a PAX record has a wrong length or form", offset=offset + at)
         if keyword.startswith(b"GNU.sparse"):
-            raise ShardError(file, "a sparse member: write it without --sparse", offset=offset + at)
+            raise ShardError(file, "a member is sparse; write the tar without --sparse", offset=offset + at)
         if keyword == b"path" and len(value) > MAX_NAME_BYTES:
-            raise ShardError(file, f"a member name of {len(value):,} bytes", offset=offset + at)
+            raise ShardError(file, f"a member name is {len(value):,} bytes long", offset=offset + at)
         if keyword in (b"path", b"size"):
             records[keyword] = value
         at = stop
@@ -246,24 +249,24 @@ def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
 
 
 def _payload_size(header: _Header, overrides: dict[bytes, bytes], file: Path, position: int) -> int:
-    """Bytes of payload after a header, PAX override applied."""
+    """Return the size of the payload after a header in bytes, with the PAX override applied."""
     if header.kind == ord("S"):
-        raise ShardError(file, "a sparse member: write it without --sparse", offset=position)
+        raise ShardError(file, "a member is sparse; write the tar without --sparse", offset=position)
     if header.kind in _NO_PAYLOAD or (header.kind == 0 and header.name.endswith(b"/")):
         return 0
     stated = overrides.get(b"size", b"")
     if not stated:
         return header.size
     if not stated.isdigit() or len(stated) > 20:
-        raise ShardError(file, f"a PAX size that is not a number: {stated[:40]!r}", offset=position)
+        raise ShardError(file, f"a PAX size is not a number: {stated[:40]!r}", offset=position)
     return int(stated)
 
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """Samples of one tar: sample i has the members `starts[i]` up to `starts[i + 1]`.
+    """The samples of one tar: sample i has the members from `starts[i]` up to, excluding, `starts[i + 1]`.
 
-    `offsets` and `sizes` are the members' payloads, `kinds` number their extensions.
+    `offsets` and `sizes` locate the members' payloads in bytes; `kinds` are indices into `extensions`.
     """
 
     keys: Sequence[str]
@@ -277,12 +280,12 @@ class TarIndex:
         return len(self.keys)
 
     def fits(self, size: int) -> bool:
-        """Whether all payloads lie in a file of `size` bytes."""
+        """Return whether all payloads end within a file of `size` bytes."""
         inside = (self.offsets >= 0) & (self.sizes >= 0) & (self.offsets <= size - self.sizes)
         return bool(inside.all())
 
     def members_of(self, extension: str) -> npt.NDArray[np.int64] | None:
-        """The member of each sample that has `extension`, or None unless every sample has one."""
+        """Return the index of each sample's `extension` member; None unless every sample has one."""
         if extension not in self.extensions:
             return None
         members = np.flatnonzero(self.kinds == self.extensions.index(extension))
@@ -291,7 +294,7 @@ class TarIndex:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(key, extension) of a member's name, or None if it is no part of any sample."""
+    """Split a member's name into (key, extension); return None if it belongs to no sample."""
     first = name.split("/", 1)[0]
     if len(first) >= 4 and first.startswith("__") and first.endswith("__"):
         return None
@@ -300,7 +303,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     if dot < 0 or name.startswith("._", folder) or name[folder:] == ".DS_Store":
         return None
     if dot == folder:
-        # A hidden file: its folder is the key, as in webdataset, unless that has a dot in its name too.
+        # A hidden file: its folder is the key, as in webdataset, unless the folder's name has a dot, too.
         parent = name.rfind("/", 0, max(folder - 1, 0)) + 1
         if folder == 0 or "." in name[parent:folder]:
             return None
@@ -308,11 +311,11 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def looks_like_a_base_name(extension: str) -> bool:
-    """Return whether an extension ("05.txt", "05") may be the rest of a base name that has dots."""
+    """Return whether an extension ("05.txt", "05") may be the end of a base name with dots."""
     return extension[:1].isdigit() and ("." in extension or extension.isdigit())
 
 
-_warned_of_dots: set[str] = set()  # folders of tars, so that one warning stands for a dataset
+_warned_of_dots: set[str] = set()  # folders of tars already warned about: one warning per dataset
 
 
 def _warn_of_dots(names: Sequence[str], file: str | PathLike[str]) -> None:
@@ -323,15 +326,15 @@ def _warn_of_dots(names: Sequence[str], file: str | PathLike[str]) -> None:
     key = (split_name(names[0]) or ("",))[0]
     warn_user(
         f"{os.fspath(file)}: a sample's key ends at the first dot of a name, so {' and '.join(names)} are "
-        f"parts of the sample {key!r}: if they are samples of their own, write other characters for the dots"
+        f"parts of the sample {key!r}: if they are separate samples, replace the dots with other characters"
     )
 
 
 def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIndex:
-    """Return the index of a tar from its members; ShardError if an extension repeats or a key comes back."""
+    """Return the index of a tar's members. Raises ShardError if an extension repeats or a key recurs."""
     keys: list[str] = []
     known: set[str] = set()
-    dotted: list[str] = []  # names of the first members that may be samples of their own
+    dotted: list[str] = []  # the first two names whose extension looks like part of a base name
     starts, offsets, sizes, kinds = array("q"), array("q"), array("q"), array("i")
     numbers: dict[str, int] = {}
     present: set[int] = set()
@@ -343,8 +346,8 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
         if not keys or key != keys[-1]:
             if key in known:
                 problem = (
-                    f"member {member.name[:200]!r}: its key {key[:200]!r} has occurred before, and members "
-                    "of one sample must follow each other: write the tar with sorted names (tar --sort=name)"
+                    f"member {member.name[:200]!r}: its key {key[:200]!r} has occurred before, but members "
+                    "of one sample must be consecutive; write the tar with sorted names (tar --sort=name)"
                 )
                 raise ShardError(file, problem, offset=member.header)
             known.add(key)
@@ -362,7 +365,7 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
         sizes.append(member.size)
         kinds.append(number)
         if len(offsets) > MAX_MEMBERS:
-            raise ShardError(file, f"more than {MAX_MEMBERS:,} members; write smaller shards")
+            raise ShardError(file, f"has more than {MAX_MEMBERS:,} members; write smaller shards")
     if dotted:
         _warn_of_dots(dotted, file)
     starts.append(len(offsets))
@@ -378,7 +381,7 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a manifest states of a tar, found by looking: `raw_bytes` once decompressed."""
+    """The manifest entries of a tar, found by scanning it; `raw_bytes` is its decompressed size."""
 
     samples: int
     raw_bytes: int
@@ -386,7 +389,7 @@ class Scanned:
 
 
 def index_file_bytes(origin: str, scanned: Scanned, index: TarIndex) -> bytes:
-    """The file that keeps `scanned` and `index` for the object that `origin` names."""
+    """Encode `scanned` and `index` as an index file for the object that `origin` names."""
     keys = [key.encode("utf-8", "surrogateescape") for key in index.keys]
     ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     body = b"".join(
@@ -411,23 +414,23 @@ def index_file_bytes(origin: str, scanned: Scanned, index: TarIndex) -> bytes:
 
 
 def read_head(file: BinaryIO, origin: str) -> Scanned:
-    """Read what a file says of `origin`. ValueError if it is not a whole one that speaks of it."""
+    """Read the head of an index file. Raises ValueError if it is incomplete or not about `origin`."""
     return _scanned(_read_head(file, origin))
 
 
 def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
-    """The same, with the index of the members."""
+    """Read a whole index file: its head and the index of the members. Raises ValueError like `read_head`."""
     head = _read_head(file, origin)
     samples, members, key_bytes = head["samples"], head["members"], head["key_bytes"]
     counts = [samples + 1, members, members, samples]
     size = 8 * sum(counts) + 4 * members + key_bytes
     start = file.tell()
-    if file.seek(0, os.SEEK_END) - start != size + _DIGEST_BYTES:  # before memory is allocated for it
-        raise ValueError("the members are cut")
+    if file.seek(0, os.SEEK_END) - start != size + _DIGEST_BYTES:  # checked before allocating
+        raise ValueError("the members are cut short")
     file.seek(start)
     data = file.read(size + _DIGEST_BYTES)
     if len(data) != size + _DIGEST_BYTES or xxhash.xxh3_128_digest(data[:size]) != data[size:]:
-        raise ValueError("the members are cut or damaged")
+        raise ValueError("the members are cut short or damaged")
     arrays, at = [], 0
     for count in counts:
         arrays.append(np.frombuffer(data, _I64, count, at).astype(np.int64, copy=False))
@@ -442,7 +445,10 @@ def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
 def _check_places(
     head: dict[str, Any], starts: _Ints, offsets: _Ints, sizes: _Ints, ends: _Ints, kinds: _Kinds
 ) -> None:
-    """ValueError unless every member is one of a sample, and of the tar: also of a file that was crafted."""
+    """Raise ValueError unless every member belongs to a sample and ends within the tar.
+
+    A crafted file can have valid checksums, so these are checked as well.
+    """
     in_order = bool((np.diff(starts) >= 0).all() and (np.diff(ends, prepend=0) >= 0).all())
     is_whole = starts[0] == 0 and starts[-1] == head["members"]
     are_keys = (int(ends[-1]) if len(ends) else 0) == head["key_bytes"]
@@ -450,36 +456,36 @@ def _check_places(
     limit = head["raw_bytes"]
     lie_inside = bool((sizes >= 0).all() and (offsets >= 0).all() and (sizes <= limit).all())
     if not (in_order and is_whole and are_keys and are_known and lie_inside):
-        raise ValueError("the members are not those of a tar")
+        raise ValueError("the members contradict the head or each other")
     if bool((offsets > limit - sizes).any() or (offsets % BLOCK).any()):
-        raise ValueError("members outside of the tar")
+        raise ValueError("a member is outside the tar or not aligned to a block")
 
 
 def _read_head(file: BinaryIO, origin: str) -> dict[str, Any]:
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
-        raise ValueError("the file is cut")
+        raise ValueError("the file is cut short")
     magic, size = _PREFIX.unpack(prefix)
     if magic != _MAGIC or size > _MAX_HEAD_BYTES:
-        raise ValueError("no index of a tar")
+        raise ValueError("the file is not an index of a tar")
     text = file.read(size)
     if xxhash.xxh3_128_digest(prefix + text) != file.read(_DIGEST_BYTES):
-        raise ValueError("the head is cut or damaged")
+        raise ValueError("the head is cut short or damaged")
     head: dict[str, Any] = load_json(text)
     counts = [head[key] for key in ("samples", "members", "key_bytes", "raw_bytes")]
     if head["origin"] != origin or not all(
         type(count) is int and 0 <= count < _MAX_COUNT for count in counts
     ):
-        raise ValueError("the index of another tar")
+        raise ValueError("the index is about another tar")
     if not counts[0] <= counts[1] <= MAX_MEMBERS:
-        raise ValueError("numbers that no tar has")
+        raise ValueError("the counts of samples and members are impossible")
     names = [*head["extensions"], *(name for column in head["columns"] for name in column[:2])]
     if not all(isinstance(name, str) for name in names) or len(set(head["extensions"])) < len(
         head["extensions"]
     ):
-        raise ValueError("extensions that are no names")
+        raise ValueError("the extensions or columns are not distinct strings")
     if any(type(size) is bool or size != fixed_size(encoding) for _, encoding, size in head["columns"]):
-        raise ValueError("columns of another size")
+        raise ValueError("a column's size contradicts its encoding")
     return head
 
 
@@ -489,7 +495,7 @@ def _scanned(head: dict[str, Any]) -> Scanned:
 
 
 class PackedKeys(Sequence[str]):
-    """Keys in one piece of memory, decoded when asked for; `ends`: where each ends."""
+    """Keys in one buffer, each decoded on access; `ends` are the byte offsets of their ends."""
 
     def __init__(self, data: bytes, ends: npt.NDArray[np.int64]) -> None:
         self._data, self._ends = data, ends

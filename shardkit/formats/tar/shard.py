@@ -3,8 +3,8 @@
 `open_shard` maps a tar (or decompresses a compressed one into memory) and indexes its members. Where the
 samples repeat with a constant stride, an extension of equal .npy members is a strided matrix over the map:
 `fixed_rows` gathers a batch with no Python per sample, exactly as for MDS. Everything else is decoded
-sample by sample (see `shardkit.formats.tar.values`). Opening costs milliseconds for a constant stride, about
-10 microseconds a member otherwise. Every view handed out keeps its map alive, so closing never breaks a
+sample by sample (see `shardkit.formats.tar.values`). Opening takes milliseconds for a constant stride, and
+about 10 microseconds per member otherwise. Every returned view keeps its map alive, so closing never breaks a
 reader.
 """
 
@@ -29,11 +29,11 @@ from shardkit.formats.tar.stride import index_constant_stride
 from shardkit.formats.tar.values import NpyHeader, decode_member, encoding_of, parse_npy_header
 from shardkit.manifest import LOSS_MASK, TOKENS, UNKNOWN, Column, ShardInfo, token_layout
 
-_CHUNK = 1 << 14  # members compared at a time
+_CHUNK = 1 << 14  # number of members whose headers are compared at a time
 
 
 class TarShard:
-    """One open tar: samples by row, and strided matrices of its fixed-size array columns."""
+    """An open tar: gives samples by row, and strided matrices of its fixed-size array columns."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class TarShard:
         self._allow_pickle = allow_pickle
         self._decode = decode
         self.names: Mapping[str, str] = {}
-        """Names of columns that are not the extension of their members, by extension (`column_names`)."""
+        """Maps an extension to its column name where the two differ; see `column_names`."""
 
     def __len__(self) -> int:
         return len(self.index)
 
     def key(self, row: int) -> str:
-        """The key of sample `row`: its member names without extensions."""
+        """Return the key of sample `row`: its member names without extensions."""
         return self.index.keys[self._checked(row)]
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """Return {"__key__": key, column: value}; ShardError if a member is not what its extension says.
+        """Return a sample as {"__key__": key, column: value}, decoding only `columns` if they are given.
 
-        Only members of `columns` are decoded, if they are given: names of columns, or extensions.
+        `columns` holds column names or extensions. Raises ShardError if a member does not fit its extension.
         """
         row, index = self._checked(row), self.index
         sample: dict[str, object] = _Renamed(self.names) if self.names else {}
@@ -88,22 +88,22 @@ class TarShard:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """One column per extension, by first appearance, under the names of `names`."""
+        """One column per extension, in order of first appearance, renamed as in `names`."""
         return renamed(self.member_columns, self.names)
 
     @cached_property
     def member_columns(self) -> tuple[Column, ...]:
-        """One column per extension, by first appearance, as a list of shards states them.
+        """One column per extension, in order of first appearance, named by extension as in shards.json.
 
-        Numbers of one shape a constant stride apart are `ndarray:dtype:shape`, and only they have a `size`.
+        Arrays of one shape, a constant stride apart, are `ndarray:dtype:shape`; only they have a `size`.
         """
         return tuple(self._column(extension) for extension in self.index.extensions)
 
     def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None:
-        """Read-only view (samples, *shape) of an extension of equal .npy members, or None.
+        """Return a read-only view of shape (samples, *shape) over the .npy members of one column.
 
-        None unless every sample has the member, all have one header, and they lie a constant stride apart.
-        `column` is its name or its extension; `tokens` is short for `tokens.npy`.
+        Returns None unless every sample has the member, all have the same header, and the distance between
+        them is constant. `column` is a name or an extension; `tokens` is short for `tokens.npy`.
         """
         found = self._arrays.get(self._extension(column))
         if found is None:
@@ -113,10 +113,10 @@ class TarShard:
         return None if stride is None else self._matrix(header, int(self.index.offsets[members[0]]), stride)
 
     def offset_rows(self, column: str) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]] | None:
-        """(view, index) such that `view[index[rows]]` gathers equal .npy members at any offsets, or None.
+        """Return (view, index): `view[index[rows]]` gathers .npy members with equal headers at any offsets.
 
-        Payloads start at whole blocks, so the view has a row for every block, most of them meaningless:
-        use it through `index` only.
+        Returns None if there are no such members. Payloads start at whole blocks, so the view has a row for
+        every block. Most of its rows are meaningless: access it only through `index`.
         """
         found = self._arrays.get(self._extension(column))
         if found is None:
@@ -128,14 +128,14 @@ class TarShard:
         return self._matrix(header, first * BLOCK, BLOCK, count), blocks - first
 
     def close(self) -> None:
-        """Forget the map; views already handed out stay readable."""
+        """Drop the map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
         self._view = memoryview(b"")
         self.__dict__.pop("_arrays", None)
 
     def _checked(self, row: int) -> int:
         if not 0 <= row < len(self):
-            raise IndexError(f"{self._file}: row {row} of {len(self)}")
+            raise IndexError(f"{self._file}: no row {row}; the tar has {len(self)} samples")
         return row
 
     def _extension(self, column: str) -> str:
@@ -155,7 +155,7 @@ class TarShard:
 
     @cached_property
     def _arrays(self) -> dict[str, tuple[NpyHeader, npt.NDArray[np.int64]]]:
-        """{extension: (header, member of each sample)} of the columns whose .npy headers are all the same."""
+        """Maps each extension whose .npy headers are all equal to (header, indices of its members)."""
         arrays = {}
         for extension in self.index.extensions:
             members = self.index.members_of(extension) if extension.rpartition(".")[2] == "npy" else None
@@ -165,7 +165,7 @@ class TarShard:
             try:
                 header = parse_npy_header(self._view[offset : offset + size])
             except ValueError:
-                continue  # the sample path words the error for the row that is asked for
+                continue  # `sample` reports this error for the row that has it
             plain = not header.fortran_order or len(header.shape) <= 1
             exact = header.payload_bytes == size - header.bytes > 0
             if plain and exact and self._same_headers(header, members):
@@ -173,7 +173,7 @@ class TarShard:
         return arrays
 
     def _same_headers(self, header: NpyHeader, members: npt.NDArray[np.int64]) -> bool:
-        """All members have the first one's size and, byte for byte, its .npy header."""
+        """Return whether all members have the size and, byte for byte, the .npy header of the first."""
         sizes, offsets = self.index.sizes[members], self.index.offsets[members]
         if (sizes != sizes[0]).any():
             return False
@@ -183,7 +183,7 @@ class TarShard:
         return all((heads[blocks[i : i + _CHUNK]] == first).all() for i in range(0, len(blocks), _CHUNK))
 
     def _stride(self, members: npt.NDArray[np.int64]) -> int | None:
-        """Bytes from each of these members to the next, if that is one number."""
+        """Return the distance from each of these members to the next in bytes; None if it varies."""
         steps = np.diff(self.index.offsets[members])
         if not len(steps):
             return BLOCK
@@ -197,7 +197,7 @@ class TarShard:
 
 
 class _Renamed(dict[str, object]):
-    """A sample some of whose columns are not named by their extension, which finds them, too."""
+    """A sample with renamed columns. Their extensions still work as keys, with a warning."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -214,11 +214,11 @@ class _Renamed(dict[str, object]):
 
 
 def column_names(columns: Sequence[Column]) -> dict[str, str]:
-    """Return {extension: name} of the columns that are not called by their extension in rows and batches.
+    """Return {extension: name} of the columns whose name in rows and batches is not their extension.
 
-    These are the members that hold rows of tokens of one length, `tokens.npy`, and the loss masks beside
-    them: `tokens` and `loss_mask`, as in MDS. All others keep their extension, as does every member of tars
-    whose `tokens.npy` are of different lengths or that have a member `tokens` as well.
+    They are `tokens.npy`, if it holds token rows of one length, and its loss mask. As in MDS, their names are
+    `tokens` and `loss_mask`. All other columns are named by their extension. So is every column of a tar
+    whose `tokens.npy` members vary in length, or that also has a member `tokens` or `loss_mask`.
     """
     by_extension = {column.name: column for column in columns}
     tokens = by_extension.get(f"{TOKENS}.npy")
@@ -228,13 +228,13 @@ def column_names(columns: Sequence[Column]) -> dict[str, str]:
 
 
 def renamed(columns: Sequence[Column], names: Mapping[str, str]) -> tuple[Column, ...]:
-    """Return `columns` under their names; `names` by extension."""
+    """Return `columns` renamed by `names`, a mapping {extension: name}."""
     return tuple(replace(column, name=names.get(column.name, column.name)) for column in columns)
 
 
 def tell_name(extension: str, name: str) -> None:
-    """Warn that a column was asked for by its member's extension."""
-    warn_user(f"the column in members .{extension} is called {name!r}, in tars as in MDS: ask for {name!r}")
+    """Warn that a column was accessed by its member's extension instead of its name."""
+    warn_user(f"the column in members .{extension} is called {name!r}, in tars as in MDS: use {name!r}")
 
 
 def _rows(
@@ -245,7 +245,10 @@ def _rows(
     stride: int,
     count: int,
 ) -> npt.NDArray[np.generic]:
-    """Read-only (count, *shape) over `data`; NumPy refuses bounds that leave the buffer."""
+    """Return a read-only view of shape (count, *shape) over `data`.
+
+    NumPy raises an error if the view would leave the buffer.
+    """
     inner = [dtype.itemsize * prod(shape[i + 1 :]) for i in range(len(shape))]
     rows: npt.NDArray[np.generic] = np.ndarray(
         (count, *shape), dtype=dtype, buffer=data, offset=offset, strides=(stride, *inner)
@@ -262,11 +265,10 @@ def open_shard(
     allow_pickle: bool = False,
     decode: bool | str = True,
 ) -> TarShard:
-    """The shard that `info` describes; ShardError if the file is missing or not what `info` says.
+    """Open the shard that `info` describes. Raises ShardError if the file is missing or contradicts `info`.
 
-    `verify` also checks every stated hash. `decode` says what becomes of members (see
-    `shardkit.formats.tar.values`). The size, the sample count and the columns that `info` states are always
-    checked.
+    The size, sample count and columns that `info` records are always checked; `verify` also checks every
+    recorded hash. `decode` selects how members are decoded (see `shardkit.formats.tar.values`).
     """
     raw = load_raw("tar", folder, info, verify=verify)
     file = folder / info.stored.basename
@@ -282,14 +284,14 @@ def shard_from_raw(
     decode: bool | str = True,
     index: TarIndex | None = None,
 ) -> TarShard:
-    """The tar whose uncompressed bytes are `raw`, wherever they came from; `where` is named in errors.
+    """Open the tar whose uncompressed bytes are `raw`; errors name it `where`.
 
-    `index` is what an earlier scan of the same tar found.
+    `index` is the result of an earlier scan of the same tar; without one, the tar is scanned.
     """
     if index is None or not index.fits(len(raw)):
         index = index_constant_stride(raw, where) or group_members(walk_members(raw.data, where), where)
     if info.samples not in (UNKNOWN, len(index)):
-        problem = f"has {len(index):,} samples, the index states {info.samples:,}; fetch it again"
+        problem = f"has {len(index):,} samples, but the index states {info.samples:,}; fetch it again"
         raise ShardError(where, problem)
     info = replace(info, raw=replace(info.raw, bytes=len(raw)), samples=len(index))
     shard = TarShard(info, raw, index, file=where, allow_pickle=allow_pickle, decode=decode)
@@ -300,10 +302,10 @@ def shard_from_raw(
 
 
 def scan_folder(folder: Path, basenames: list[str] | None = None) -> list[ShardInfo]:
-    """Open and index tars that have no index, in the order of their names.
+    """Open and scan tars that have no index, and return their entries for shards.json.
 
-    `basenames` are relative to `folder`; default: all tars directly in it. To scan only once, publish the
-    result with `write_shard_list`.
+    `basenames` are relative to `folder`; the default is all tars directly in it, sorted. To scan only once,
+    publish the result with `write_shard_list`.
     """
     infos = []
     for basename in tar_files(folder) if basenames is None else basenames:

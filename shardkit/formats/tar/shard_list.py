@@ -1,24 +1,24 @@
-"""Which tars make a dataset: the list beside them (shards.json), or names as a user writes them.
+"""Read and write the list of a dataset's tars (shards.json), and parse the names that a user gives instead.
 
-shards.json has the form that `wids` reads, with our hashes beside:
+shards.json has the form that `wids` reads, plus our hashes:
 
     {"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": …,
      "shardlist": [{"url": "shard-00000.tar", "nsamples": 512, "filesize": 2631680,
                     "hashes": {"xxh64": …}, "columns": {"tokens.npy": "ndarray:uint16:2048"}}, …]}
 
-`url`, `nsamples`, `filesize` and `md5sum` are wids' words; `hashes`, `columns` and `raw_bytes` (of a
-compressed tar) are ours and optional, so lists made by `wids-index` are readable too. So is "blocks" of the
-whole list: size and xxh3_128 of the dataset's block checksums (formats/block_checksums.py). URLs are relative
-to the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
-The list is published last: its presence means that the dataset is complete.
+wids defines `url`, `nsamples`, `filesize` and `md5sum`. `hashes`, `columns` and `raw_bytes` (of a compressed
+tar) are ours and optional, so lists made by `wids-index` are readable too. Ours is also the optional "blocks"
+of the whole list: size and xxh3_128 of the dataset's block checksums (formats/block_checksums.py). URLs are
+relative to the list's folder; in lists by others they may be absolute, relative to a "base", and grouped into
+"datasets". The list is published last: its presence means that the dataset is complete.
 
-Names are only text here; `shardkit.formats.tar.find` looks at disks and stores:
+Names are only parsed here; `shardkit.formats.tar.find` looks for them on disks and in stores:
 
     part-{000..099}.tar    {train,extra}/*.tar    a.tar::b.tar
 
-Braces mean what they mean to bash and to webdataset: comma lists, ranges of numbers (a leading zero pads) or
-of letters with an optional step, nested; what they name keeps the order in which it is written. "*", "?" and
-"[...]" stay within one folder, "**" stands for any folders; what a pattern matches is sorted.
+Braces mean the same as in bash and webdataset: comma lists, ranges of numbers (a leading zero pads) or of
+letters with an optional step, nested; expanded names keep the written order. "*", "?" and "[...]" match
+within one folder, "**" matches any number of folders; the matches of a pattern are sorted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shardkit.manifest import (
 )
 from shardkit.storage.url import is_remote
 
-MAX_NAMES = 1 << 20  # of one brace list: a million tars; a typing mistake should not fill the memory
+MAX_NAMES = 1 << 20  # limit per brace list, so that a typing mistake does not fill the memory
 
 _SUFFIXES = {
     ".tar": ("", ".tar"),
@@ -66,7 +66,10 @@ _RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(
 
 
 def tar_compression(basename: str) -> tuple[str, str] | None:
-    """(algorithm, name of the tar inside) from a file's name: ("", name) for a plain tar, None for no tar."""
+    """Return (algorithm, name of the uncompressed tar), None if the name is not a tar's.
+
+    The algorithm of a plain tar is "".
+    """
     lower = basename.lower()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if lower.endswith(suffix) and len(PurePosixPath(basename).name) > len(suffix):
@@ -76,21 +79,21 @@ def tar_compression(basename: str) -> tuple[str, str] | None:
 
 
 def is_tar_name(basename: str) -> bool:
-    """Whether a file of this name is read as a tar."""
+    """Return whether a file of this name is read as a tar."""
     return tar_compression(basename) is not None
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name has to be looked up, because it may stand for several."""
+    """Return whether a name is a pattern, which may match several files."""
     return not _MAGIC.isdisjoint(name)
 
 
 def expand_braces(text: str) -> list[str]:
-    """All that a brace list names, in its order; ValueError if braces do not pair, or name too many."""
+    """Return a brace list's names in order. Raises ValueError for unbalanced braces or too many names."""
     try:
         return _expand(text)
     except RecursionError as error:
-        raise ValueError(f"{text[:60]!r}… has too many braces") from error
+        raise ValueError(f"{text[:60]!r}… nests or chains too many braces") from error
 
 
 def _expand(text: str) -> list[str]:
@@ -128,7 +131,7 @@ def _alternatives(inner: str) -> list[str]:
             parts.append(inner[start:at])
             start = at + 1
     parts.append(inner[start:])
-    if len(parts) == 1:  # no list: bash leaves the braces where they are
+    if len(parts) == 1:  # not a list: bash keeps the braces
         return [f"{{{name}}}" for name in _expand(inner)]
     return [name for part in parts for name in _expand(part)]
 
@@ -149,14 +152,14 @@ def _range(found: re.Match[str]) -> list[str]:
 
 
 def fixed_folder(name: str) -> str:
-    """The folder of a name, or the one above everything that its pattern may match ("" if there is none)."""
+    """Return the folder of a name, or the deepest one above all possible matches of a pattern; "" if none."""
     parts = name.split("/")
     count = next((i for i, part in enumerate(parts) if is_pattern(part)), len(parts) - 1)
     return "/".join(parts[: min(count, len(parts) - 1)])
 
 
 def common_folder(folders: Sequence[str]) -> str:
-    """The deepest folder that all `folders` are, or lie in."""
+    """Return the deepest folder that equals or contains each of `folders`."""
     split = [folder.split("/") for folder in folders]
     shared = []
     for parts in zip(*split, strict=False):
@@ -167,7 +170,7 @@ def common_folder(folders: Sequence[str]) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern stands for `name`, folder by folder; as in a shell, not for hidden ones."""
+    """Return whether a pattern matches `name`, folder by folder; as in a shell, hidden names do not match."""
     return _matches(name.split("/"), pattern.split("/"))
 
 
@@ -184,10 +187,10 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 LIST_NAME = "shards.json"
 
-MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes are about 150 MB
+MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes take about 150 MB
 
 _BLOCKS_KEY = "blocks"
-_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
+_MAX_COUNT = 1 << 53  # every JSON reader represents integers below this exactly
 
 
 def describe_tar(
@@ -199,7 +202,7 @@ def describe_tar(
     hashes: Mapping[str, str] | None = None,
     columns: tuple[Column, ...] = (),
 ) -> ShardInfo:
-    """A ShardInfo for a tar, compressed or not, from its name; ValueError if the name is not a tar's."""
+    """Return the ShardInfo of a tar, compressed or not. Raises ValueError if the name is not a tar's."""
     found = tar_compression(basename)
     if found is None:
         raise ValueError(f"{basename!r} is not named like a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
@@ -211,7 +214,7 @@ def describe_tar(
 
 
 def fixed_size(encoding: str) -> int | None:
-    """Bytes of one row of `ndarray:dtype:shape`, None for encodings of variable size."""
+    """Return the bytes of one value of encoding `ndarray:dtype:shape`; None for other encodings."""
     parts = encoding.split(":")
     if len(parts) != 3 or parts[0] != "ndarray":
         return None
@@ -223,7 +226,7 @@ def fixed_size(encoding: str) -> int | None:
 
 
 def tar_files(folder: Path) -> list[str]:
-    """Return the names of the tars directly in `folder`, sorted, without hidden ones (macOS's ._a.tar)."""
+    """Return the sorted names of the tars directly in `folder`, except hidden ones (macOS's ._a.tar)."""
     try:
         names = [p.name for p in folder.iterdir() if is_tar_name(p.name) and p.is_file()]
         return sorted(name for name in names if not name.startswith("."))
@@ -232,27 +235,27 @@ def tar_files(folder: Path) -> list[str]:
 
 
 def read_list(file: Path) -> bytes:
-    """The bytes of a list; ShardError if it cannot be read, or is too large to be one."""
+    """Return the bytes of a list. Raises ShardError if it cannot be read or exceeds `MAX_LIST_BYTES`."""
     try:
         if file.stat().st_size > MAX_LIST_BYTES:
-            raise ShardError(file, f"larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
+            raise ShardError(file, f"is larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
         return file.read_bytes()
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
 
 
 def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
-    """The manifest in the bytes of a list of one folder's tars; ShardError, naming `file`, if it is none."""
+    """Parse a list whose tars are in its own folder. Raises ShardError, naming `file`, for any other."""
     base, manifest = parse_listing(file, text)
     if base is not None:
-        raise ShardError(file, f"lists tars elsewhere, at {base}; list those of its own folder")
+        raise ShardError(file, f"lists tars elsewhere, at {base}; list only tars of its own folder")
     return manifest
 
 
 def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, Manifest]:
-    """(URL that names are relative to, manifest) in the bytes of any list; None: the list's own folder.
+    """Parse the bytes of any list into (URL that its names are relative to, manifest).
 
-    ShardError, naming `file`, if it is not sound.
+    The URL is None for the list's own folder. Raises ShardError naming `file` if the list is malformed.
     """
     try:
         listing = load_json(text)
@@ -261,12 +264,12 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
     if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
         raise ShardError(file, 'is not a list of tar shards: expected an object with a "shardlist"')
     if listing.get("wids_version", 1) != 1:
-        raise ShardError(file, "has a version other than 1")
+        raise ShardError(file, "has a wids_version other than 1")
     entries = _rebased(listing, listing.get("base"), file)
     parts = listing.get("datasets") or []
     for part in parts if isinstance(parts, list) else [parts]:
         if not isinstance(part, dict) or not isinstance(part.get("shardlist"), list):
-            raise ShardError(file, 'has a dataset without a "shardlist"; open the lists that it names')
+            raise ShardError(file, 'has a dataset without a "shardlist"; open the lists it names instead')
         entries += _rebased(part, part.get("base", listing.get("base")), file)
     base = _common_base([url for entry in entries if isinstance(url := entry.get("url"), str)], file)
     if base is not None:
@@ -277,13 +280,13 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
 
 
 def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The entries of a part of a list, with whole URLs if they have a base."""
+    """Return the entries of a list, or of one of its datasets; `base` is prepended to relative URLs."""
     if base is not None and not isinstance(base, str):
-        raise ShardError(file, f"a base that is not a URL: {str(base)[:80]!r}")
+        raise ShardError(file, f"has a base that is not a URL: {str(base)[:80]!r}")
     entries = []
     for entry in part["shardlist"]:
         if not isinstance(entry, dict):
-            raise ShardError(file, f"an entry that is not an object: {str(entry)[:80]!r}")
+            raise ShardError(file, f"has an entry that is not an object: {str(entry)[:80]!r}")
         url = entry.get("url")
         if base and isinstance(url, str) and not is_remote(url):
             entry = entry | {"url": f"{base.rstrip('/')}/{url}"}
@@ -292,7 +295,7 @@ def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> l
 
 
 def _common_base(urls: list[str], file: str | PathLike[str]) -> str | None:
-    """The folder that whole URLs share; None if all are relative."""
+    """Return the folder that all absolute URLs share; None if all URLs are relative."""
     remote = [url for url in urls if is_remote(url)]
     if not remote:
         return None
@@ -332,18 +335,18 @@ def _count(
     if default is not None and key not in entry:
         return default
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise ShardError(file, f"{name}: {key} must be a count, not {str(value)[:40]!r}")
+        raise ShardError(file, f"{name}: {key} must be an integer of 0 or more, not {str(value)[:40]!r}")
     return value
 
 
 def write_shard_list(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
-    """Publish shards.json for `shards`, whole or not at all; `blocks`: their file of block checksums."""
+    """Publish shards.json for `shards` atomically; `blocks` describes their file of block checksums."""
     publish_bytes(folder / LIST_NAME, shard_list_bytes(shards, blocks))
 
 
 def shard_list_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
-    """Return shards.json for `shards`."""
-    # wids caches shards under this name: it must differ between datasets.
+    """Return the bytes of shards.json for `shards`; `blocks` describes their file of block checksums."""
+    # wids caches shards under this name, so it must differ between datasets.
     name = f"shardkit-{Manifest('tar', shards).fingerprint}"
     listing: dict[str, object] = {
         "__kind__": "wids-shard-index-v1",

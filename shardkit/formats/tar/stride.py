@@ -1,10 +1,10 @@
-"""Index a tar of equal samples without a walk: all headers are checked at once.
+"""Index a tar of equally laid out samples with whole-array checks, without walking its members.
 
-Packed shards (ours, and what `webdataset`'s writer makes of fixed-size samples) repeat one pattern of blocks
-with a constant stride. The first sample is walked; all others must have the same header bytes except key,
-time and checksum, and those three are verified for all samples with whole-array operations. So the result
-is exactly the walk's, without a Python step per sample: a few milliseconds for 8,192 samples.
-Whatever differs in any way gives None and is left to the walk, which also words the errors.
+Packed shards (ours, and those that `webdataset`'s writer makes of fixed-size samples) repeat one pattern of
+blocks with a constant stride. The first sample is walked; all others must have the same header bytes except
+key, time and checksum, and those three are verified for all samples with whole-array operations. So the
+result equals the walk's, without a Python step per sample: a few milliseconds for 8,192 samples. For any
+other tar the result is None, and the caller walks the tar, which also raises the errors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardkit.formats.tar.members import (
     walk_members,
 )
 
-MIN_SAMPLES = 8  # below, a walk costs less
+MIN_SAMPLES = 8  # for fewer samples, walking the members is faster
 MAX_SAMPLE_MEMBERS = 64
 
-_CHUNK = 4096  # samples checked at a time: 2 MiB of header blocks
-_RECORD_BYTES = 64  # one PAX record of a time
+_CHUNK = 4096  # number of samples checked at a time: 2 MiB of header blocks
+_RECORD_BYTES = 64  # maximum size of a PAX `mtime` record
 
 _SIZE, _TIME, _CHECKSUM = slice(124, 136), slice(136, 148), slice(148, 156)
 
@@ -38,11 +38,11 @@ Blocks = npt.NDArray[np.uint8]  # (samples, 512)
 
 
 def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]) -> TarIndex | None:
-    """The index of a tar of equal samples, or None if it must be walked."""
+    """Index a tar whose samples repeat with a constant stride; return None if it must be walked."""
     try:
         first = _first_sample(data.data, file)
     except ShardError:
-        return None  # the walk meets the same error again
+        return None  # the caller's walk raises the same error again
     if first is None:
         return None
     members, stride = first
@@ -78,7 +78,10 @@ def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]
 
 
 def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Member], int] | None:
-    """Members of the first sample and the stride to the second, if they are as plain as the checks need."""
+    """Return the first sample's members and the stride to the second sample.
+
+    Returns None if a header is of a form that the whole-array checks do not handle.
+    """
     members: list[Member] = []
     key = None
     for member in walk_members(data, file):
@@ -93,14 +96,14 @@ def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Mem
             return (members, member.start) if plain else None
         key = parts[0]
         members.append(member)
-        is_odd = parts[1] == "__key__" or looks_like_a_base_name(parts[1])  # for the walk to speak of
+        is_odd = parts[1] == "__key__" or looks_like_a_base_name(parts[1])  # the walk reports these
         if len(members) > MAX_SAMPLE_MEMBERS or is_odd:
             return None
     return None
 
 
 def _gapless(members: list[Member], stride: int) -> bool:
-    """The members fill the stride: nothing was passed over (a folder, a link)."""
+    """Return whether the members fill the stride, so that the walk skipped no folder or link."""
     ends = [0, *(m.offset + padded(m.size) for m in members)]
     return ends == [*(m.start for m in members), stride]
 
@@ -110,14 +113,14 @@ def _strided(data: npt.NDArray[np.uint8], offset: int, samples: int, stride: int
 
 
 def _count_samples(data: npt.NDArray[np.uint8], stride: int) -> int:
-    """How many samples start, one stride apart, with a block that looks like the first."""
+    """Count the samples that start one stride apart with a block that has the first block's magic."""
     blocks = _strided(data, 0, len(data) // stride, stride)
     different = np.flatnonzero((blocks[:, 257:265] != blocks[0, 257:265]).any(axis=1))
     return int(different[0]) if len(different) else len(blocks)
 
 
 def _keys_are_plain(keys: Blocks) -> bool:
-    """Printable ASCII, folders cut at the same places, no dot in the last part, none occurs twice."""
+    """Return whether the keys are distinct printable ASCII, have slashes at equal places and end dotless."""
     slash = keys == ord("/")
     last = int(np.flatnonzero(slash[0])[-1]) + 1 if slash[0].any() else 0
     return (
@@ -131,7 +134,7 @@ def _keys_are_plain(keys: Blocks) -> bool:
 
 
 def _differ(keys: npt.NDArray[np.bytes_]) -> bool:
-    """Whether no key occurs twice; as a rule they are sorted, which is quicker to see."""
+    """Return whether no key occurs twice. Keys are usually sorted, and checking that is faster."""
     return bool((keys[1:] > keys[:-1]).all()) or len(np.unique(keys)) == len(keys)
 
 
@@ -140,9 +143,9 @@ def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
 
 
 def _alike(blocks: Blocks, free: list[slice]) -> bool:
-    """All header blocks equal the first outside `free` and the checksum, and every checksum is right.
+    """Return whether all header blocks equal the first outside `free`, and every checksum is right.
 
-    The first block is known to be valid, so a sum over the free bytes decides the others.
+    The first block is known to be valid, so only the free bytes of the others have to be summed.
     """
     first = blocks[0]
     fixed = np.ones(BLOCK, dtype=bool)
@@ -159,11 +162,11 @@ def _alike(blocks: Blocks, free: list[slice]) -> bool:
         sums = base + sum(chunk[:, part].sum(axis=1, dtype=np.int64) for part in free)
         if stated is None or not _equal(stated, sums) or not _equal(chunk[:, 154:156], first[154:156]):
             return False
-    return bytes(first[154:156]) == b"\0 "  # of "%06o\0 ", as every common writer spells it
+    return bytes(first[154:156]) == b"\0 "  # end of "%06o\0 ", the form that all common writers use
 
 
 def _numbers(digits: npt.NDArray[np.uint8], *, base: int) -> npt.NDArray[np.int64] | None:
-    """The number that each row of digits spells, or None if there is another character."""
+    """Return the number that each row of ASCII digits spells; None if any character is not a digit."""
     values = digits.astype(np.int64) - ord("0")
     if (values < 0).any() or (values >= base).any():
         return None
@@ -172,9 +175,9 @@ def _numbers(digits: npt.NDArray[np.uint8], *, base: int) -> npt.NDArray[np.int6
 
 
 def _times_only(data: npt.NDArray[np.uint8], start: int, samples: int, stride: int) -> bool:
-    """Every sample's PAX header at `start` holds one `mtime` record and nothing else.
+    """Return whether every sample's PAX header at `start` holds one `mtime` record and nothing else.
 
-    This is what Python's tarfile writes for a fractional time: "28 mtime=1700000000.123456\\n".
+    Python's tarfile writes such a record for a fractional time: "28 mtime=1700000000.123456\\n".
     """
     headers = _strided(data, start, samples, stride)
     records = _strided(data, start + BLOCK, samples, stride)

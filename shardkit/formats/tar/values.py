@@ -1,31 +1,31 @@
-"""What a member of a WebDataset sample means, by its extension.
+"""Decode a member of a WebDataset sample by its extension.
 
 | last part of the extension            | value |
 |---------------------------------------|-------|
 | npy                                   | NumPy array; arrays of objects are refused |
 | npz                                   | {name: NumPy array} |
-| json, jsn                             | what the JSON says |
+| json, jsn                             | the decoded JSON value |
 | txt, text, transcript                 | str (UTF-8) |
 | cls, cls2, index, inx, id             | int |
 | gz                                    | decompressed, then by the part before it |
 | ten, tb, mp, msg                      | through the `webdataset` library (extra `webdataset`) |
-| cbor                                  | through `cbor2` (extra `webdataset`), `MAX_CBOR_DEPTH` at most |
+| cbor                                  | through `cbor2` (extra `webdataset`), up to `MAX_CBOR_DEPTH` |
 | pyd, pickle, pkl, pth                 | refused unless `allow_pickle`: they can run any code |
-| jpg, png, webp, gif, bmp, ppm, tiff … | an image, as `decode` says |
+| jpg, png, webp, gif, bmp, ppm, tiff … | an image or bytes, depending on `decode` |
 | anything else (audio, video, html …)  | bytes |
 | any that begins with `__`             | metadata: str, or bytes if it is not UTF-8 |
 
-`decode` is True: images are PIL images in the mode of their file, as in MDS columns. "basic": their bytes.
-One of webdataset's words ("pil", "rgb8", "torchrgb", …): what `webdataset.WebDataset(…).decode(word)` makes
-of them. False: every member is its bytes. All else has the meaning of `webdataset.WebDataset(…).decode()`;
-webdataset's own decoder of CBOR, the unmaintained `cbor`, is not used: nested data overflow its stack.
-Errors are ValueErrors; the reader adds file and offset.
+With `decode=True`, images are PIL images in the mode of their file, as in MDS columns; with "basic", they are
+bytes. With one of webdataset's words ("pil", "rgb8", "torchrgb", ...), images are decoded as by
+`webdataset.WebDataset(...).decode(word)`. With False, every member is bytes. Other members are decoded as by
+`webdataset.WebDataset(...).decode()`, but not with its decoder for CBOR, the unmaintained `cbor` package: its
+stack overflows on nested data. Errors are ValueErrors; the reader adds file and offset.
 
-.npy members are read without trust. A header is at most 64 KiB of a Python literal; it is parsed only when it
-is shallow and holds no operators, because deep literals can exhaust the parser's stack. An array's bytes must
-be exactly those that its shape and type ask for, so nothing is allocated on a header's word alone.
+.npy members are not trusted. A header is a Python literal of at most 64 KiB. It is parsed only if it is
+shallow and holds no operators, because deep literals can exhaust the parser's stack. The size of an array
+must match its shape and dtype exactly, so that a header alone cannot cause a large allocation.
 
-Whatever takes more memory than a member's bytes is taken from the sample's budget first (formats.budget).
+Memory beyond a member's own bytes is taken from the sample's budget before it is allocated (formats.budget).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
 
-MAX_INTEGER_BYTES = 4096  # Python refuses to read 4,300 digits
-MAX_HEADER_BYTES = 1 << 16  # NumPy itself stops at 10,000 characters
+MAX_INTEGER_BYTES = 4096  # below the 4,300 digits up to which Python parses integers
+MAX_HEADER_BYTES = 1 << 16  # above the 10,000 characters that NumPy itself accepts
 MAX_DIMENSIONS = 32
-MAX_NESTING = 16  # brackets; structured types nest a few levels
-WRITTEN_HEADER_BYTES = 128  # a multiple of 64 that holds any 1-D header: payloads stay 64-aligned
+MAX_NESTING = 16  # maximum depth of brackets in a header; structured types nest a few levels
+WRITTEN_HEADER_BYTES = 128  # a multiple of 64 that fits any 1-D header: payloads stay 64-byte aligned
 
 _MAGIC = b"\x93NUMPY"
 
@@ -63,7 +63,7 @@ _STRINGS = re.compile(rb"'[^'\\\n]*'|\"[^\"\\\n]*\"")
 
 @dataclass(frozen=True, slots=True)
 class NpyHeader:
-    """What a .npy says of its array; the values start `bytes` after the start of the file."""
+    """The header of a .npy file; the values start `bytes` after the start of the file."""
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
@@ -72,12 +72,12 @@ class NpyHeader:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def parse_npy_header(head: memoryview) -> NpyHeader:
-    """The header at the start of a .npy file; ValueError says what is wrong with it."""
+    """Parse the header at the start of a .npy file. Raises ValueError if it is malformed."""
     start = bytes(head[:12])
     if len(start) < 10 or start[:6] != _MAGIC:
         raise ValueError("not a .npy file: the magic is missing")
@@ -86,7 +86,9 @@ def parse_npy_header(head: memoryview) -> NpyHeader:
     prefix = 10 if start[6] == 1 else 12
     length = int.from_bytes(start[8:prefix], "little")
     if length > MAX_HEADER_BYTES or prefix + length > len(head):
-        raise ValueError(f"a .npy header of {length:,} bytes in a member of {len(head):,}")
+        raise ValueError(
+            f"a .npy header of {length:,} bytes is too long for its member of {len(head):,} bytes"
+        )
     return _parse(bytes(head[prefix : prefix + length]), prefix + length, start[6])
 
 
@@ -97,22 +99,22 @@ def _parse(text: bytes, header_bytes: int, version: int) -> NpyHeader:
         raise ValueError("a .npy header must have descr, fortran_order and shape")
     shape, fortran = fields["shape"], fields["fortran_order"]
     if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS or not isinstance(fortran, bool):
-        raise ValueError("a .npy header whose shape or order is malformed")
+        raise ValueError("a .npy header has a malformed shape or fortran_order")
     if any(type(d) is not int or not 0 <= d < 1 << 62 for d in shape):
-        raise ValueError("a .npy header with an impossible shape")
+        raise ValueError("a .npy header has an impossible shape")
     try:
         dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(fields["descr"])
-    except Exception as error:  # np.dtype raises many types on hostile descriptions, SyntaxError among them
-        raise ValueError(f"a .npy header with an unknown type: {str(fields['descr'])[:60]!r}") from error
+    except Exception as error:  # hostile descriptions make np.dtype raise many types, even SyntaxError
+        raise ValueError(f"a .npy header has an unknown dtype: {str(fields['descr'])[:60]!r}") from error
     if dtype.hasobject:
-        raise ValueError("an array of Python objects, which would have to be unpickled; store plain arrays")
+        raise ValueError("the array holds Python objects, which only unpickling can read; store plain arrays")
     if dtype.itemsize == 0:
-        raise ValueError("an array type of zero bytes")
+        raise ValueError("the array's dtype has a size of zero bytes")
     return NpyHeader(dtype, shape, fortran, header_bytes)
 
 
 def _literal(text: bytes, encoding: str) -> object:
-    """ast.literal_eval of text that cannot exhaust the parser."""
+    """Evaluate `text` as a Python literal, after checking that it cannot exhaust the parser's stack."""
     bare = _STRINGS.sub(b"''", text)
     depth = deepest = 0
     for char in bare:
@@ -122,27 +124,27 @@ def _literal(text: bytes, encoding: str) -> object:
         elif char in b")]}":
             depth -= 1
     if deepest > MAX_NESTING or any(char in bare for char in b"+-~*/%\\#"):
-        raise ValueError("a .npy header that is no plain literal")
+        raise ValueError("a .npy header is not a plain literal: it has operators or deep nesting")
     try:
         return ast.literal_eval(text.decode(encoding).strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise ValueError("a .npy header that is no literal") from error
+        raise ValueError("a .npy header is not a Python literal") from error
 
 
 def decode_npy(payload: memoryview) -> npt.NDArray[np.generic]:
-    """A .npy file's array, as a copy that the caller owns; ValueError says what is wrong."""
+    """Decode a .npy file into an array that the caller owns. Raises ValueError if the file is malformed."""
     header = parse_npy_header(payload)
     if header.payload_bytes != len(payload) - header.bytes:
         raise ValueError(
-            f"a .npy of shape {header.shape} and type {header.dtype} needs {header.payload_bytes:,} bytes "
-            f"of values, the member has {len(payload) - header.bytes:,}"
+            f"a .npy of shape {header.shape} and dtype {header.dtype} needs {header.payload_bytes:,} bytes "
+            f"of values, but the member has {len(payload) - header.bytes:,}"
         )
     values = np.frombuffer(payload[header.bytes :], dtype=header.dtype)
     return values.reshape(header.shape, order="F" if header.fortran_order else "C").copy(order="K")
 
 
 def make_npy_header(dtype: np.dtype[np.generic], length: int) -> bytes:
-    """The header of a 1-D array, always 128 bytes, the same from every NumPy version."""
+    """Return the 128-byte .npy header of a 1-D array; NumPy's version does not affect it."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
     text = text.ljust(WRITTEN_HEADER_BYTES - 11) + "\n"
     assert len(text) == WRITTEN_HEADER_BYTES - 10
@@ -156,12 +158,12 @@ IMAGE_WORDS = frozenset(
     for size in ("", "8")
 ) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
 
-MAX_COMPRESSIONS = 4  # of one member, .txt.gz.gz.gz.gz; once is what people do
+MAX_COMPRESSIONS = 4  # maximum times that one member may be compressed, as in .txt.gz.gz.gz.gz
 MAX_CBOR_DEPTH = 400
-_WORD_BYTES = 32  # of a pixel: four channels of float32, and the image that they are made from
-_OBJECT_BYTES = 64  # of CPython, that one byte of CBOR or MessagePack can stand for
+_WORD_BYTES = 32  # memory per pixel: four channels of float32, plus the image that they are made from
+_OBJECT_BYTES = 64  # memory of the CPython object that one byte of CBOR or MessagePack can encode
 
-_METADATA = "__"  # of an extension
+_METADATA = "__"  # prefix of an extension that marks metadata
 _PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
 _IMAGES = frozenset(
     {"jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "gif", "bmp", "dib"}
@@ -170,11 +172,11 @@ _IMAGES = frozenset(
 
 
 def checked_decode(decode: bool | str) -> bool | str:
-    """`decode` if it means something; ValueError otherwise."""
+    """Return `decode` if it is a known option. Raises ValueError otherwise."""
     if isinstance(decode, bool) or decode == "basic" or decode in IMAGE_WORDS:
         return decode
     words = ", ".join(sorted(IMAGE_WORDS))
-    raise ValueError(f'decode={decode!r} is none of True, False, "basic" and webdataset\'s {words}')
+    raise ValueError(f'decode={decode!r} must be True, False, "basic" or one of webdataset\'s {words}')
 
 
 def decode_member(
@@ -185,9 +187,9 @@ def decode_member(
     allow_pickle: bool = False,
     budget: SampleBudget | None = None,
 ) -> object:
-    """The value of a member; ValueError if its bytes are not what the extension says.
+    """Decode a member. Raises ValueError if its bytes are not what its extension claims.
 
-    `budget` is what its sample may still take; default: that of a sample of its own.
+    `budget` is the memory that its sample may still take; by default, the member has a whole budget.
     """
     budget = SampleBudget() if budget is None else budget
     if decode is False:
@@ -205,11 +207,11 @@ def decode_member(
     try:
         return _DECODERS.get(kind, _ANY)[1](payload, budget)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the value is nested too deeply") from error
 
 
 def _expanded(extension: str, payload: memoryview, budget: SampleBudget) -> tuple[str, memoryview]:
-    """Undo all compressions at the end of an extension and return what is left of it, with the payload."""
+    """Decompress once per trailing `.gz`; return the extension without these suffixes, and the payload."""
     for _ in range(MAX_COMPRESSIONS + 1):
         front, _, kind = extension.rpartition(".")
         if kind != "gz":
@@ -217,11 +219,11 @@ def _expanded(extension: str, payload: memoryview, budget: SampleBudget) -> tupl
         payload = memoryview(gunzip(payload, budget.left))
         budget.take(len(payload))
         extension = front
-    raise ValueError(f"it is compressed more than {MAX_COMPRESSIONS} times")
+    raise ValueError(f"the member is compressed more than {MAX_COMPRESSIONS} times")
 
 
 def encoding_of(extension: str) -> str:
-    """The name, in the words of MDS where there is one, of what a member decodes to."""
+    """Return the name of the encoding of a member's value; it is the MDS name if MDS has one."""
     if extension.startswith(_METADATA):
         return "str"
     kind = extension.removesuffix(".gz").rpartition(".")[2]
@@ -252,7 +254,7 @@ def _decode_json(payload: memoryview, budget: SampleBudget) -> object:
 
 def _decode_int(payload: memoryview, budget: SampleBudget) -> int:
     if len(payload) > MAX_INTEGER_BYTES:
-        raise ValueError(f"a number of {len(payload):,} characters")
+        raise ValueError(f"a number is {len(payload):,} characters long; the limit is {MAX_INTEGER_BYTES:,}")
     return int(bytes(payload))
 
 
@@ -267,11 +269,11 @@ def _decode_npz(
     try:
         with zipfile.ZipFile(io.BytesIO(payload)) as archive:
             entries = archive.infolist()
-            # All arrays, and of each in turn the bytes that it is made from.
+            # The memory of all arrays, plus the undecoded bytes of the largest: one is decoded at a time.
             budget.take(sum(e.file_size for e in entries) + max((e.file_size for e in entries), default=0))
             return {e.filename.removesuffix(".npy"): decode_npy(memoryview(archive.read(e))) for e in entries}
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-        raise ValueError(f"not a usable .npz: {error}") from error
+        raise ValueError(f"the .npz cannot be read: {error}") from error
 
 
 def _decode_cbor(payload: memoryview, budget: SampleBudget) -> object:
@@ -280,8 +282,8 @@ def _decode_cbor(payload: memoryview, budget: SampleBudget) -> object:
         import cbor2
     try:
         return cbor2.loads(payload, max_depth=MAX_CBOR_DEPTH)
-    except Exception as error:  # what tagged values become may raise many types
-        raise ValueError(f"not usable CBOR: {error}") from error
+    except Exception as error:  # constructors of tagged values may raise many types
+        raise ValueError(f"the CBOR cannot be decoded: {error}") from error
 
 
 def _decode_message(payload: memoryview, budget: SampleBudget) -> object:
@@ -294,7 +296,7 @@ def _decode_tensors(payload: memoryview, budget: SampleBudget) -> object:
     return _through_webdataset("ten", payload)
 
 
-# Kind -> (name of the values' encoding, decoder).
+# Maps the last part of an extension to (name of the value's encoding, decoder).
 _DECODERS: dict[str, tuple[str, Callable[[memoryview, SampleBudget], object]]] = {
     "npy": ("ndarray", _decode_array),
     "npz": ("npz", _decode_npz),
@@ -312,11 +314,11 @@ def _decode_image(kind: str, payload: memoryview, decode: bool | str, budget: Sa
     try:
         if decode is True:
             return decode_file(payload, budget, more_formats=True)
-        # Pillow knows formats that start other programs; webdataset opens whatever Pillow opens.
+        # webdataset opens any format that Pillow knows, and Pillow starts other programs for some of them.
         image = open_file(payload, more_formats=True)
         budget.take(_WORD_BYTES * image.width * image.height)
     except ValueError as error:
-        raise ValueError(f'{error}; decode="basic" leaves images as bytes') from error
+        raise ValueError(f'{error}; decode="basic" returns images as bytes') from error
     return _through_webdataset(kind, payload, str(decode))
 
 
@@ -324,14 +326,14 @@ def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
     if not allow_pickle:
         raise ValueError(
             f"a .{kind} member is a pickle, which can run any code; "
-            "pass allow_pickle=True if you trust who wrote it"
+            "pass allow_pickle=True if you trust its writer"
         )
     try:
         return _through_webdataset(kind, payload) if kind == "pth" else pickle.loads(payload)
     except (MissingExtraError, ValueError):
         raise
     except Exception as error:  # a pickle may raise anything
-        raise ValueError(f"cannot be unpickled: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the member cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
 def _through_webdataset(kind: str, payload: memoryview, image_word: str | None = None) -> object:

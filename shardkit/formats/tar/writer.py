@@ -1,9 +1,9 @@
-"""Tar shards of packed rows: plain ustar, constant stride, the same bytes for the same rows everywhere.
+"""Write tar shards of packed rows: plain ustar, a constant stride, and the same bytes for the same rows.
 
-A sample has one member for each column, `{key}.tokens.npy`: a 512-byte header, a constant 128-byte .npy
+A sample has one member per column, such as `{key}.tokens.npy`: a 512-byte header, a constant 128-byte .npy
 header, the row, zeros to the next block. Columns are sorted by name, as `webdataset`'s writer sorts them.
 Time, owner and mode are fixed. Headers, keys and checksums of thousands of samples are made at once as one
-array; memory is a few chunks of `CHUNK_BYTES`, whatever the shard's size.
+array; memory is a few chunks of `CHUNK_BYTES` for a shard of any size.
 Stock `webdataset`, `wids`, Python's tarfile and GNU tar read the result.
 """
 
@@ -24,11 +24,11 @@ from shardkit.manifest import Column, FileInfo, ShardInfo
 
 CHUNK_BYTES = 1 << 23
 
-KEY_DIGITS = 12  # unless more are needed
+KEY_DIGITS = 12  # default width of a key
 
 MOST_KEY_DIGITS = 18
 
-RECORD_BYTES = 10_240  # tars end at a multiple of 20 blocks
+RECORD_BYTES = 10_240  # a tar's size is a multiple of 20 blocks
 
 _CHECKSUM_DIGITS = 6
 
@@ -50,9 +50,9 @@ def write_rows_shard(
     key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """Write `rows` (n, L) as one tar; keys are `key_start`, `key_start + 1`, … with so many digits.
+    """Write `rows` (n, L) as one tar; keys are `key_start`, `key_start + 1`, ... with `key_digits` digits.
 
-    ValueError for rows, columns or keys that the format has no room for. An existing file is replaced; a
+    Raises ValueError for rows, columns or keys that the format cannot hold. An existing file is replaced; a
     crash leaves a file whose name ends in `.tmp`.
     """
     if rows.ndim != 2 or rows.shape[1] == 0 or rows.dtype.newbyteorder("<") not in _TOKENS:
@@ -72,7 +72,10 @@ def write_columns_shard(
     key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """`write_rows_shard` of several matrices (n, length), also of uint8: one member of a sample for each."""
+    """Write several matrices (n, length) like `write_rows_shard`: a sample has one row of each.
+
+    The dtype may also be uint8.
+    """
     count = len(next(iter(columns.values())))
     for name, rows in columns.items():
         if rows.ndim != 2 or rows.shape[1] == 0 or rows.dtype.newbyteorder("<") not in _DTYPES:
@@ -82,9 +85,9 @@ def write_columns_shard(
         if COLUMN_NAME.fullmatch(name) is None:
             raise ValueError(f"column {name!r}: use up to 64 lower-case letters, digits, _ and -")
         if len(rows) != count:
-            raise ValueError(f"column {name!r} has {len(rows):,} rows, others {count:,}")
+            raise ValueError(f"column {name!r} has {len(rows):,} rows, but others have {count:,}")
     if not 1 <= key_digits <= MOST_KEY_DIGITS or key_start < 0 or key_start + count > 10**key_digits:
-        raise ValueError(f"keys from {key_start} on for {count} rows do not fit {key_digits} digits")
+        raise ValueError(f"{count} keys from {key_start} on do not fit in {key_digits} digits")
     members, described, start = [], [], 0
     for name in sorted(columns):
         rows = columns[name]
@@ -110,15 +113,15 @@ def write_columns_shard(
 
 
 def member_bytes(length: int, dtype: np.dtype[np.generic]) -> int:
-    """Return the bytes that a row of one column takes in a tar."""
+    """Return the size of one member in a tar, in bytes: headers, a row of `length` values and padding."""
     return BLOCK + padded(len(make_npy_header(dtype, length)) + length * dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One column in the samples: `pattern` is its member with a key of zeros and without a row.
+    """The member of one column: `pattern` holds its bytes with a key of zeros and an empty row.
 
-    It begins at byte `start` of a sample; the row goes to `payload` in it.
+    The member begins at byte `start` of a sample; `payload` is the place of the row within the sample.
     """
 
     rows: npt.NDArray[np.generic]
@@ -132,13 +135,12 @@ class _Member:
 
     @classmethod
     def of(cls, extension: str, rows: npt.NDArray[np.generic], key_digits: int, start: int) -> _Member:
-        """The member with that extension."""
         dtype, length = rows.dtype.newbyteorder("<"), rows.shape[1]
         npy = make_npy_header(dtype, length)
         payload = BLOCK + len(npy)
         size = len(npy) + length * dtype.itemsize
         if size >= 1 << 33:
-            raise ValueError(f"rows of {size:,} bytes; ustar holds members up to 8 GiB")
+            raise ValueError(f"a row takes {size:,} bytes; a ustar member holds less than 8 GiB")
         pattern = np.zeros(member_bytes(length, dtype), dtype=np.uint8)
 
         def put(at: slice, text: bytes) -> None:
@@ -156,7 +158,7 @@ class _Member:
 
 
 def _chunks(members: Sequence[_Member], rows: int, key_start: int, key_digits: int) -> Iterator[memoryview]:
-    """The tar in pieces of about CHUNK_BYTES; each piece is valid until the next one is asked for."""
+    """Yield the tar in pieces of about CHUNK_BYTES; each piece is valid until the next is requested."""
     pattern = np.concatenate([member.pattern for member in members])
     count = max(1, min(rows, CHUNK_BYTES // len(pattern)))
     buffer = np.tile(pattern, (count, 1))
@@ -178,9 +180,9 @@ def _chunks(members: Sequence[_Member], rows: int, key_start: int, key_digits: i
 def _number(
     headers: npt.NDArray[np.uint8], digits: npt.NDArray[np.int64], pattern: npt.NDArray[np.uint8]
 ) -> None:
-    """Write the keys' digits and the checksums that follow from them into a member's headers."""
+    """Write the keys' digits and the resulting checksums into a member's headers."""
     headers[:, : digits.shape[1]] = digits + ord("0")
-    base = int(bytes(pattern[_CHECKSUM])[:_CHECKSUM_DIGITS], 8)  # of the key of zeros
+    base = int(bytes(pattern[_CHECKSUM])[:_CHECKSUM_DIGITS], 8)  # the checksum for a key of zeros
     sums = base + digits.sum(axis=1)
     octal = sums[:, None] // 8 ** np.arange(_CHECKSUM_DIGITS - 1, -1, -1, dtype=np.int64) % 8
     headers[:, _CHECKSUM.start : _CHECKSUM.start + _CHECKSUM_DIGITS] = octal + ord("0")

@@ -1,4 +1,4 @@
-"""Flat files of token ids: Megatron's, llm.c's, nanoGPT's, OLMo's and NumPy's."""
+"""Flat files of token ids in the formats of Megatron, llm.c, nanoGPT, OLMo and NumPy."""
 
 from shardkit.formats.tokens.headers import HEAD_BYTES, MegatronIndex, read_header, refuse_two_kinds
 from shardkit.formats.tokens.shard import Piece, TokenShard, name_of, open_shard, pieces_of

@@ -1,17 +1,17 @@
-"""What the headers of flat files of token ids say.
+"""Read and check the headers of flat files of token ids.
 
-    Megatron   .bin: ids, one document after the other; .idx beside it says where documents lie:
+    Megatron   .bin: ids, one document after the other; .idx in the same folder locates the documents:
                "MMIDIDX" 00 00 | u64 version 1 | u8 dtype | u64 sequences n | u64 documents m
                i32 sizes[n] | i64 pointers[n] (bytes into .bin)
                | i64 documents[m] (first sequence of each, then n)
     llm.c      .bin: 256 int32 (magic, version, number of ids, zeros), then ids; also modded-nanogpt.
-               Magic 20240520 stands for uint16 (GPT-2), 20240801 for uint32 (Llama 3)
+               Magic 20240520 means uint16 (GPT-2), 20240801 uint32 (Llama 3)
     NumPy      .npy: a header, then a 1-D array
-    bare       .bin of nanoGPT, .npy of OLMo and Dolma: ids only; nothing in the file states their type
+    bare       .bin of nanoGPT, .npy of OLMo and Dolma: ids only; their dtype is not in the file
 
-All writers of Megatron's format put sequences one behind the other in order, so a .bin is one stream and is
-read as one; an index that says otherwise is refused. Every size, pointer and document is checked before it is
-used, in pieces: the memory does not grow with the number of sequences. Datasets with a mode for each sequence
+All writers of Megatron's format store sequences contiguously in order, so a .bin is read as one stream; an
+index with any other layout is refused. Every size, pointer and document is checked before it is used, in
+pieces, so that memory does not grow with the number of sequences. Datasets with a mode for each sequence
 (multimodal) hold more than tokens and are refused.
 """
 
@@ -31,31 +31,31 @@ from shardkit.formats.tar.values import parse_npy_header
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 MEGATRON_HEADER_BYTES = 34
-# 9 and 10 are those of Megatron-DeepSpeed and GPT-NeoX.
+# Codes 9 and 10 are from Megatron-DeepSpeed and GPT-NeoX.
 DTYPES = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
     9: "uint32", 10: "uint64",
 }  # fmt: skip
-_PIECE = 1 << 18  # entries of the index looked at a time
+_PIECE = 1 << 18  # number of index entries checked at a time
 
 LLMC_HEADER_BYTES = 1024
-# Magic -> (version, type of tokens).
+# Maps a magic number to (version, dtype of tokens).
 LLMC_HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _NPY_MAGIC = b"\x93NUMPY"
-HEAD_BYTES = 4096  # of a file, in which all headers end
+HEAD_BYTES = 4096  # number of bytes at a file's start that include any header
 
 
 class TokenHeader(NamedTuple):
-    """What stands before the ids of a file; `dtype` is None if nothing states it."""
+    """The byte offset and dtype of a file's ids; `dtype` is None if the file does not record it."""
 
     start: int
     dtype: np.dtype[Any] | None
 
 
 def read_header(where: str | PathLike[str], head: bytes, size: int) -> TokenHeader:
-    """The header of a .bin or .npy of `size` bytes that begins with `head`, its first `HEAD_BYTES`.
+    """Parse the header of a .bin or .npy of `size` bytes from `head`, its first `HEAD_BYTES`.
 
-    ShardError if there is one that does not fit the file.
+    A file without a header is bare ids. Raises ShardError if a header does not fit the file.
     """
     if head.startswith(_NPY_MAGIC):
         return _npy_header(where, head, size)
@@ -64,13 +64,13 @@ def read_header(where: str | PathLike[str], head: bytes, size: int) -> TokenHead
         return TokenHeader(0, None)
     version, name = LLMC_HEADERS[int(words[0])]
     if len(words) < LLMC_HEADER_BYTES // 4:
-        raise ShardError(where, f"ends after {size:,} bytes, inside of its header")
+        raise ShardError(where, f"ends after {size:,} bytes, inside its header")
     if words[1] != version:
-        raise ShardError(where, f"has version {words[1]} of its kind; only {version} is known", offset=4)
+        raise ShardError(where, f"has version {words[1]} of its format; only {version} is known", offset=4)
     itemsize, count = np.dtype(name).itemsize, int(words[2])
     if size != LLMC_HEADER_BYTES + count * itemsize:
         held = (size - LLMC_HEADER_BYTES) / itemsize
-        raise ShardError(where, f"states {count:,} tokens of {name}, and has room for {held:,.10g}", offset=8)
+        raise ShardError(where, f"states {count:,} tokens of {name}, but holds {held:,.10g}", offset=8)
     return TokenHeader(LLMC_HEADER_BYTES, np.dtype(name).newbyteorder("<"))
 
 
@@ -84,26 +84,26 @@ def _npy_header(where: str | PathLike[str], head: bytes, size: int) -> TokenHead
         problem = f"is an array of {dtype.str} of shape {list(shape)}"
         raise ShardError(where, f"{problem}: expected one axis of little-endian integers")
     if size != header.bytes + shape[0] * dtype.itemsize:
-        problem = f"states {shape[0]:,} tokens of {dtype.name}, and has {size - header.bytes:,} bytes"
+        problem = f"states {shape[0]:,} tokens of {dtype.name}, but has {size - header.bytes:,} bytes"
         raise ShardError(where, f"{problem} for them: it is damaged, or {NOT_WHOLE}")
     return TokenHeader(header.bytes, dtype)
 
 
 def refuse_two_kinds(where: str | PathLike[str], names: Sequence[str]) -> None:
-    """ShardError if training and validation data would be read as one stream."""
+    """Raise ShardError if `names` mix training and validation files, which would become one stream."""
     if all(any(word in name for name in names) for word in ("train", "val")):
         raise ShardError(where, "has both training and validation files: name one kind, such as 'train*.bin'")
 
 
 class MegatronIndex:
-    """The header of an .idx, and where documents end, from an open file."""
+    """Reads the header of an open .idx file, and the ends of documents."""
 
     def __init__(
         self, file: BinaryIO, where: str | PathLike[str], size: int, tokens: str | PathLike[str], bytes: int
     ) -> None:
-        """`where`: the index, of `size` bytes; `tokens`: its .bin, of `bytes`. Reads all of the index.
+        """Read and check the whole index `where`, of `size` bytes; `tokens` is its .bin, of `bytes` bytes.
 
-        ShardError if it is not sound or does not fit the .bin.
+        Raises ShardError if the index is malformed or does not fit the .bin.
         """
         self._where, self._size = where, size
         self._tokens, self._bytes = tokens, bytes
@@ -113,11 +113,11 @@ class MegatronIndex:
 
     @property
     def documents(self) -> int:
-        """Each sequence is one if none are marked."""
+        """Number of documents; without document marks, each sequence counts as one."""
         return max(0, self.marks - 1) or self.sequences
 
     def document_ends(self, file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield where documents end, in tokens, piece by piece. Each sequence is one if none are marked."""
+        """Yield arrays with the ends of documents, in tokens; without marks, each sequence is a document."""
         marks_start, total = MEGATRON_HEADER_BYTES + 12 * self.sequences, self._bytes // self.dtype.itemsize
         count = max(0, self.marks - 1) if self.marks else self.sequences
         for first in range(0, count, _PIECE):
@@ -133,21 +133,21 @@ class MegatronIndex:
     def _header(self, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
         head = file.read(MEGATRON_HEADER_BYTES)
         if head.startswith(OLD_MAGIC):
-            raise self._refused("is an index of the old cached or lazy kind; write it anew as mmap")
+            raise self._refused("is an index of the old cached or lazy kind; write it again as mmap")
         if not head.startswith(MAGIC):
-            raise self._refused("is no Megatron index: the magic is missing", 0)
+            raise self._refused("is not a Megatron index: the magic is missing", 0)
         if len(head) < MEGATRON_HEADER_BYTES:
-            raise self._refused(f"ends after {len(head):,} bytes, inside of its header")
+            raise self._refused(f"ends after {len(head):,} bytes, inside its header")
         version, sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (9, 18, 26))
         if version != 1:
             raise self._refused(f"has version {version}; only version 1 is known", 9)
         name = DTYPES.get(head[17])
         if name is None or np.dtype(name).kind == "f":
-            raise self._refused(f"states {name or f'the unknown type {head[17]}'}, which is no token's", 17)
+            raise self._refused(f"states {name or f'the unknown type {head[17]}'}, not a dtype of tokens", 17)
         expected = MEGATRON_HEADER_BYTES + 12 * sequences + 8 * documents
         if self._size == expected + sequences and sequences:
             raise self._refused(
-                "has a mode for each sequence: a multimodal dataset holds more than tokens, and is not "
+                "has a mode for each sequence: a multimodal dataset holds more than tokens, and cannot be "
                 "converted"
             )
         if self._size != expected:
@@ -161,7 +161,7 @@ class MegatronIndex:
         return ShardError(self._where, problem, offset=offset)
 
     def _check_sequences(self, file: BinaryIO) -> None:
-        """Sizes and pointers must cover the .bin from its start to its end without holes."""
+        """Raise ShardError unless sizes and pointers cover the whole .bin in order without gaps."""
         expected = 0
         for first in range(0, self.sequences, _PIECE):
             count = min(_PIECE, self.sequences - first)
@@ -179,7 +179,7 @@ class MegatronIndex:
                 due = end - int(sizes[number - first]) * self.dtype.itemsize
                 outside = " (outside of the .bin)" if not 0 <= pointer <= self._bytes else ""
                 raise self._refused(
-                    f"sequence {number:,} is said to begin at byte {pointer:,} of the .bin{outside}; the "
+                    f"the pointer of sequence {number:,} is byte {pointer:,} of the .bin{outside}, but the "
                     f"sizes before it add up to {due:,}",
                     MEGATRON_HEADER_BYTES + 4 * self.sequences + 8 * number,
                 )
@@ -189,11 +189,11 @@ class MegatronIndex:
             raise ShardError(
                 self._tokens,
                 f"has {self._bytes:,} bytes; the sizes in {name} add up to {expected:,}: one of "
-                "the two files is cut short or of another dataset",
+                "the two files is cut short or belongs to another dataset",
             )
 
     def _check_documents(self, file: BinaryIO) -> None:
-        """Documents begin at the first sequence, end at the last, and never go back."""
+        """Raise ShardError unless document marks rise from 0 to the number of sequences."""
         start = MEGATRON_HEADER_BYTES + 12 * self.sequences
         before = 0
         for first in range(0, self.marks, _PIECE):
@@ -204,7 +204,7 @@ class MegatronIndex:
             if bad.any():
                 number = int(bad.argmax())
                 problem = f"document {first + number:,} begins at sequence {marks[number]:,}, out of order"
-                raise self._refused(f"{problem} or of {self.sequences:,}", start + 8 * (first + number))
+                raise self._refused(f"{problem} or above {self.sequences:,}", start + 8 * (first + number))
             before = int(marks[-1])
         if self.marks and before != self.sequences:
             problem = f"the last document ends at sequence {before:,} of {self.sequences:,}"
@@ -218,5 +218,5 @@ class MegatronIndex:
         data = file.read(count * np.dtype(dtype).itemsize)
         values: npt.NDArray[Any] = np.frombuffer(data, dtype)
         if len(values) != count:
-            raise self._refused("was cut short while it was read", offset)
+            raise self._refused("was cut short while it was being read", offset)
         return values

@@ -1,8 +1,8 @@
-"""Rows of constant length in flat files of token ids, read in place.
+"""Read rows of constant length from flat files of token ids, in place.
 
-A *piece* is a range of bytes of a file. `TokenShard` shows the rows in one piece, or the single row that lies
-in several, the end of a file and the beginnings of those that follow. What it is called in a manifest says
-where it is: `tokens.npy@128-67108992`, or several such joined by "&".
+A *piece* is a range of bytes of a file. `TokenShard` has the rows of one piece, or a single row that spans
+several: the end of a file and the beginnings of the next ones. Its name in a manifest gives its location:
+`tokens.npy@128-67108992`, or several such pieces joined by "&".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardkit.manifest import Column, ShardInfo
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The bytes `start` to `stop` of a file."""
+    """The bytes of a file from `start` to `stop` (exclusive)."""
 
     file: str
     start: int
@@ -38,27 +38,27 @@ class Piece:
 
 
 def name_of(pieces: Sequence[Piece]) -> str:
-    """Return a manifest's name of the shard in these pieces. `pieces_of` is the inverse."""
+    """Return the name in a manifest of the shard that consists of `pieces`; `pieces_of` is the inverse."""
     return "&".join(f"{quote(piece.file)}@{piece.start}-{piece.stop}" for piece in pieces)
 
 
 def pieces_of(name: str) -> list[Piece]:
-    """The pieces that a shard's name states; ValueError if it is none."""
+    """Parse a shard's name into its pieces. Raises ValueError if it is malformed."""
     found = []
     for part in name.split("&"):
         file, at, edges = part.rpartition("@")
         start, dash, stop = edges.partition("-")
         if not (at and dash and start.isdecimal() and stop.isdecimal()):
-            raise ValueError(f"{name!r:.200} is no range of bytes")
+            raise ValueError(f"{name!r:.200} is not a range of bytes, FILE@START-STOP")
         found.append(Piece(unquote(file), int(start), int(stop)))
     return found
 
 
 class TokenShard:
-    """The rows of a shard of tokens: nothing but their ids, one row behind the other."""
+    """An open shard of token rows: contiguous ids without headers."""
 
     def __init__(self, where: str | PathLike[str], info: ShardInfo, data: Bytes) -> None:
-        """`data` holds the shard's bytes; `where` is named in errors."""
+        """Check the size of the shard's bytes `data`; errors name `where`."""
         self.info = info
         self._where, self._data = where, data
         [column] = info.columns
@@ -75,16 +75,16 @@ class TokenShard:
         return self.info.columns
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """{"tokens": the row's ids}; IndexError outside of 0 to len - 1."""
+        """Return {"tokens": ids} of one row. Raises IndexError unless 0 <= row < len."""
         if not 0 <= row < len(self):
-            raise IndexError(f"{os.fspath(self._where)}: row {row} of {len(self)}")
+            raise IndexError(f"{os.fspath(self._where)}: no row {row}; the shard has {len(self)} rows")
         [column] = self.info.columns
         if columns is not None and column.name not in columns:
             return {}
         return {column.name: self._rows()[row].astype(self._dtype.newbyteorder("="))}
 
     def fixed_rows(self, column: str) -> npt.NDArray[Any]:
-        """Read-only view (samples, length); no byte is copied, and it need not be aligned."""
+        """Return a read-only view (samples, length) of all rows; it is no copy, and need not be aligned."""
         if column != self.info.columns[0].name:
             raise KeyError(
                 f"{os.fspath(self._where)}: no column {column!r}, only {self.info.columns[0].name}"
@@ -92,7 +92,7 @@ class TokenShard:
         return self._rows()
 
     def close(self) -> None:
-        """Let go of the file; views already handed out stay readable."""
+        """Drop the map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
 
     def _rows(self) -> npt.NDArray[Any]:
@@ -102,7 +102,8 @@ class TokenShard:
 def open_shard(folder: Path, info: ShardInfo, dates: Mapping[str, tuple[int, int]]) -> TokenShard:
     """Map the rows that `info` names, in files below `folder`.
 
-    `dates`: (time of modification in ns, bytes) that each file must have: ShardError if it was replaced.
+    `dates` maps each file to its expected (modification time in ns, size in bytes). Raises ShardError if a
+    file was replaced.
     """
     parts = [_map(folder / piece.file, piece, dates[piece.file]) for piece in pieces_of(info.raw.basename)]
     data = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -120,7 +121,7 @@ def _map(file: Path, piece: Piece, date: tuple[int, int]) -> Bytes:
         status = os.fstat(descriptor)
         if (status.st_mtime_ns, status.st_size) != date:
             raise ShardError(
-                file, "was replaced after its dataset was opened; open it again, with a new loader"
+                file, "was replaced after its dataset was opened; open the dataset again, with a new loader"
             )
         return map_file(descriptor, piece.bytes, start=piece.start)
     except OSError as error:
