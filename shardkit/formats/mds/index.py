@@ -95,13 +95,8 @@ def read_index(path: Path) -> Manifest:
 
 
 def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
-<<<<<<< HEAD
-    """The manifest in the bytes of an index; ShardError, naming `file`, if anything is off."""
-    with collector_paused():
-=======
     """Parse the bytes of an index.json. Raises ShardError, naming `file`, if any check fails."""
-    with _collector_paused():
->>>>>>> en3
+    with collector_paused():
         return _parse_index(file, text)
 
 
@@ -134,13 +129,8 @@ def table_bytes(shards: Sequence[ShardInfo], index: bytes, blocks: FileInfo | No
 
 
 def index_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
-<<<<<<< HEAD
-    """Return index.json for `shards`: without `blocks`, the bytes that MDSWriter would write."""
-    with collector_paused():
-=======
     """Return the bytes of index.json for `shards`; without `blocks`, they equal MDSWriter's."""
-    with _collector_paused():
->>>>>>> en3
+    with collector_paused():
         data: dict[str, Any] = {"shards": [_entry(shard) for shard in shards], "version": VERSION}
         return json.dumps(data | _blocks_entry(blocks), sort_keys=True).encode()
 
@@ -192,21 +182,6 @@ def parse_columns(file: str | PathLike[str], entry: Mapping[str, Any]) -> tuple[
     return tuple(columns)
 
 
-<<<<<<< HEAD
-=======
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would repeatedly traverse millions of new objects."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
->>>>>>> en3
 def _config(
     columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
 ) -> dict[str, Any]:
