@@ -120,7 +120,7 @@ def test_a_document_without_a_set_is_not_taken_for_another(tmp_path: Path) -> No
         [Artifact(write(tmp_path / "a", {3: [1], 9: [2]})), Artifact(write(tmp_path / "b", {12: [3]}))]
     )
     for number in (2, 4, 10, 13):
-        with pytest.raises(BuildError, match="a document without a set"):
+        with pytest.raises(BuildError, match="a document has no set"):
             reader.read(array([number]))
 
 
