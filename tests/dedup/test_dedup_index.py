@@ -557,10 +557,10 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
         (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected \(32,\) uint32"),
         (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected \(32,\) uint32"),
         (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "has 104 rows, expected 105"),
-        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table: shape"),
+        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table of rows in C order: shape"),
         (SETS_FILE, np.zeros(104, SET), "sets.npy: has 104 rows, expected 105"),
         (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: has 106 rows, expected 105"),
-        (DOCUMENTS_FILE, np.zeros(105), "documents.npy: rows of float64"),
+        (DOCUMENTS_FILE, np.zeros(105), "documents.npy: has rows of float64"),
     ],
 )
 def test_tables_of_other_shapes_are_refused(

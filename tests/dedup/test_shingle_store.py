@@ -141,10 +141,10 @@ def test_rows_are_read_in_slices_and_a_cut_or_foreign_file_is_refused(tmp_path: 
     with pytest.raises(BuildError, match="expected"):
         Rows(Artifact(path), np.dtype("<u8"))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BuildError, match="shorter than it says"):
+    with pytest.raises(BuildError, match="is shorter than its header says"):
         table.read()
     path.write_bytes(b"no table")
-    with pytest.raises(BuildError, match="not a table"):
+    with pytest.raises(BuildError, match="is not a valid .npy table"):
         Rows(Artifact(path), SET)
 
 

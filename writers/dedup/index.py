@@ -193,7 +193,7 @@ class DedupIndex:
         return digest_of([record["format"], record["settings"], record["sketch"], record["parts"]])
 
     def check(self, config: NearDedupConfig, key: str = "dedup.near.against") -> None:
-        """Raise RecipeError, with `key` and all differing settings, if the recipe does not match the index."""
+        """Raise RecipeError, with `key` and all differing settings, if a recipe does not match the index."""
         there, here = _flat(self.settings), _flat(index_settings(config))
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         if not names:

@@ -89,7 +89,7 @@ def decided_edges(
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
-    """Run the rounds and stage `near`; return the commits with BEATEN rows of all edges from kept documents."""
+    """Run the rounds and stage `near`; return commits whose BEATEN rows are all edges from kept documents."""
     edges, found, last = list(verified), list[Commit](), list[Commit]()
     move = partial(exchange, run, end=documents, limits=limits)
     number = 0
