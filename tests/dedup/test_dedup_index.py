@@ -232,11 +232,17 @@ def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"minhash": {"permutations": 40}}, "settings: minhash.permutations is 32 there and 40 here; use"),
-        ({"minhash": {"permutations": 32, "ngram": 6}}, "settings: minhash.ngram is 5 there and 6 here; use"),
-        ({"bands": 4}, "settings: bands is 8 there and 4 here; use"),
-        ({"bands": 6, "rows": 5}, "bands is 8 there and 6 here; rows is 4 there and 5 here; use"),
-        ({"scope": "source"}, "by_source is False there and True here; use"),
+        (
+            {"minhash": {"permutations": 40}},
+            "settings: minhash.permutations is 32 in the index, 40 here; use",
+        ),
+        (
+            {"minhash": {"permutations": 32, "ngram": 6}},
+            "settings: minhash.ngram is 5 in the index, 6 here; use",
+        ),
+        ({"bands": 4}, "settings: bands is 8 in the index, 4 here; use"),
+        ({"bands": 6, "rows": 5}, "bands is 8 in the index, 6 here; rows is 4 in the index, 5 here; use"),
+        ({"scope": "source"}, "by_source is False in the index, True here; use"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
@@ -261,14 +267,16 @@ def test_an_index_of_another_unicode_version_or_of_other_hashes_does_not_fit(
     index: DedupIndex, name: str
 ) -> None:
     edit(index, lambda data: data["settings"].update({name: "another"}))
-    with pytest.raises(RecipeError, match=f"settings: {name} is another there and [^;]* here; use"):
+    with pytest.raises(RecipeError, match=f"settings: {name} is another in the index, [^;]* here; use"):
         open_index(folder_of(index)).check(CONFIG)
 
 
 def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -> None:
     assert open_index(folder_of(index)).settings["minhash"]["scheme"] == "shardkit", "as older ones name it"
     edit(index, lambda data: data["settings"]["minhash"].update(scheme="datasketch"))
-    with pytest.raises(RecipeError, match=r"settings: minhash\.scheme is datasketch there and shardkit here"):
+    with pytest.raises(
+        RecipeError, match=r"settings: minhash\.scheme is datasketch in the index, shardkit here"
+    ):
         open_index(folder_of(index)).check(CONFIG)
 
 
@@ -302,7 +310,7 @@ def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"part-00001/signatures.npy: cannot be read: No such file"):
         open_index(folder_of(index))
     table.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: xxh3-128 [0-9a-f]{32}, expected"):
+    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: has xxh3-128 [0-9a-f]{32}, expected"):
         open_index(folder_of(index)).verify()
     (folder_of(index) / INDEX_FILE).write_text("{")
     with pytest.raises(BuildError, match="is not valid JSON"):

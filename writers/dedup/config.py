@@ -161,9 +161,7 @@ class NearDedupConfig(StrictModel):
                 f"is {self.minhash.permutations}"
             )
         if self.against and self.scope != "global":
-            raise ValueError(
-                "against compares with corpora that have other sources, so it needs scope: global"
-            )
+            raise ValueError("against compares with corpora that have other sources; use scope: global")
         return self
 
     def content(self) -> dict[str, Any]:
@@ -177,7 +175,7 @@ class NearDedupConfig(StrictModel):
 
 
 class DedupConfig(StrictModel):
-    """Removal of repeated documents."""
+    """Settings of duplicate removal; every scheme is off by default."""
 
     omitted_at_default = frozenset({"url"})
 

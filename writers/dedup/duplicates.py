@@ -242,5 +242,6 @@ def _beside(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     columns["reason"] = pa.array(_REASONS).take(pa.array(reasons[goes]))
     columns["similarity"] = pa.array(removed.column("similarity").to_numpy(), from_pandas=True)
     last = ~goes & (keys == keys[-1:])
-    last[1:] &= goes[:-1] | (keys[1:] != keys[:-1]) | (ranks[1:] != ranks[:-1])  # one of each text
+    # Of several kept rows with the same key and rank, carry over only the first.
+    last[1:] &= goes[:-1] | (keys[1:] != keys[:-1]) | (ranks[1:] != ranks[:-1])
     return pa.table(columns), table.filter(pa.array(last))

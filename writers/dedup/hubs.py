@@ -350,7 +350,7 @@ class HubSearch:
             if found is None:
                 found = np.empty((len(numbers), prints.shape[1]), np.uint64)
             found[order[places]] = prints
-        assert found is not None, "no documents"
+        assert found is not None, "prints of no documents were requested"
         return found
 
     def permutations(self, number: np.uint64) -> int:

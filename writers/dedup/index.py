@@ -201,12 +201,12 @@ class DedupIndex:
         if names != ["probe"]:  # the other differing settings explain a different probe
             names = [name for name in names if name != "probe"]
         differences = "; ".join(
-            f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here"
+            f"{name} is {there.get(name, 'not set')} in the index, {here.get(name, 'not set')} here"
             for name in names
         )
         raise RecipeError(
-            f"{key}: {self.location} was made with other settings: {differences}; use the same, or make the "
-            "index again"
+            f"{key}: {self.location} was made with different settings: {differences}; use the same settings, "
+            "or make the index again"
         )
 
     def verify(self) -> None:
@@ -221,7 +221,7 @@ class DedupIndex:
             for (path, file), found in zip(files, hashes, strict=True):
                 if found != file.xxh3_128:
                     raise BuildError(
-                        f"{path}: xxh3-128 {found}, expected {file.xxh3_128}; make the index again"
+                        f"{path}: has xxh3-128 {found}, expected {file.xxh3_128}; make the index again"
                     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -375,9 +375,7 @@ def _parse(file: str, text: bytes) -> IndexRecord:
         where = ".".join(map(str, first["loc"]))
         raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
     if record.documents != sum(part.documents for part in record.parts):
-        raise BuildError(
-            f"{file}: `documents` is not the sum over the parts' documents; make the index again"
-        )
+        raise BuildError(f"{file}: `documents` is not the sum over the parts; make the index again")
     names = {*INDEX_PART_FILES, BLOCKS_FILE} if record.format > 1 else _FILES_OF_FORMAT_1
     for part in record.parts:
         if set(part.files) != names:
@@ -472,7 +470,7 @@ class _StoredPart:
         return Path(target.name)
 
     def fetch(self, path: Path) -> None:
-        raise NotImplementedError(f"{path}: a part in a store is read by ranges")
+        raise NotImplementedError(f"{path}: an index in a store is only read by ranges")
 
     def content_of(self, path: Path) -> str:
         return _stored_hashes(self)[path.name].xxh3_128

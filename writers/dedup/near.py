@@ -166,10 +166,7 @@ def _pair(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Find the candidate pairs of documents that were not removed for equal words.
-
-    `names` are the task names of the parts.
-    """
+    """Find candidate pairs of documents not removed for equal words; `names` are the parts' task names."""
     (bands, rows), parts = bands_and_rows(config), population.parts
     lost = exchange(run, MAKE_BANDS, LOST, equal, readers=len(parts), end=len(parts) << 32, limits=limits)
     tasks = []

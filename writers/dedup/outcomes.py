@@ -233,7 +233,7 @@ class Removed:
 
     def __post_init__(self) -> None:
         for rows in (*self.rows.values(), self.copied, self.part_rows):
-            assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
+            assert (rows[1:] >= rows[:-1]).all(), "row numbers do not ascend"
 
     def elsewhere(self, count: int) -> dict[str, npt.NDArray[np.bool_]]:
         """Return, by reason, bool[count]: which of `count` rows belong to another part, such as train."""

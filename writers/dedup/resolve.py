@@ -172,7 +172,7 @@ def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBy
         removed[np.isin(numbers, told["key"])] = True
     starts = np.searchsorted(winners, np.arange(len(numbers) + 1))
     decided = _decide(starts, losers, np.bincount(losers, minlength=len(numbers)), removed)
-    assert decided == len(numbers), "edges that lead in a circle"
+    assert decided == len(numbers), "the edges contain a cycle"
     stays = rows[~removed[winners]]
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for start in range(0, len(stays), CHUNK_ROWS):

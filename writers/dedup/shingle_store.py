@@ -136,8 +136,8 @@ class ShingleWriter:
         """Append documents; hashes[offsets[i]:offsets[i + 1]] are all n-grams of the i-th, in any order."""
         if not len(numbers):
             return
-        assert int(numbers[0]) >= self._next_number, "order"
-        assert bool((numbers[1:] > numbers[:-1]).all()), "order"
+        assert int(numbers[0]) >= self._next_number, "document numbers must ascend"
+        assert bool((numbers[1:] > numbers[:-1]).all()), "document numbers must ascend"
         self._next_number = int(numbers[-1]) + 1
         sets = distinct_sets(numbers, hashes, offsets, self._smallest)
         sets.rows["start"] += self._stored
@@ -176,7 +176,7 @@ class ShingleReader:
         folders_with_sets = [_Folder(folder) for folder in folders]
         self._folders = [folder for folder in folders_with_sets if len(folder.rows)]
         self._firsts = np.array([folder.first for folder in self._folders], np.uint64)
-        assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "folders overlap"
+        assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "numbers in folders overlap"
 
     def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
         """Return the SET rows of these document numbers, which must ascend."""
@@ -426,7 +426,7 @@ def write_sets(
             rows["priority"] = priority(described[here], part.kind)
             runs.write(rows, payload)
             at += len(rows)
-        assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents are missing"
+        assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents of the part are missing"
 
 
 SHINGLES = Stage("shingles", "near-duplicates", write_sets, cost=9)

@@ -238,10 +238,7 @@ def _batch_groups(
     scope: Scope,
     known: npt.NDArray[np.uint64] | None,
 ) -> npt.NDArray[np.uint64] | None:
-    """Return the groups of `rows` of a batch, whose first row is `start`; None if the scope has no groups.
-
-    `known`, if given, are the groups of all rows of the file.
-    """
+    """Return the groups of `rows` of a batch that begins at row `start`, from `known` if that is given."""
     if known is not None:
         own: npt.NDArray[np.uint64] = known[start + rows]
         return own

@@ -95,7 +95,7 @@ def canonical_url(url: str, tracking: Tracking | None = None) -> str | None:
     rest, _, query = rest.partition("?")
     authority, slash, path = rest.replace("\\", "/").partition("/")
     parts = _AUTHORITY.fullmatch(authority.rpartition("@")[2])
-    assert parts is not None, "it matches anything"
+    assert parts is not None, "_AUTHORITY matches any text"
     host, port = _host(parts[1]), (parts[2] or "").lstrip("0")
     if (not host and scheme != "file") or (not scheme and "." not in host):
         return None

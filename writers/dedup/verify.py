@@ -191,6 +191,6 @@ def _direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_p
     for column in range(3):
         wins |= open_ & (a_priority[:, column] < b_priority[:, column])
         open_ &= a_priority[:, column] == b_priority[:, column]
-    assert not open_.any(), "two documents of one content rank"
+    assert not open_.any(), "two documents have the same priority"
     edges["key"], edges["lo"] = np.where(wins, a, b), np.where(wins, b, a)
     edges["priority"] = np.where(wins[:, None], a_priority, b_priority)

@@ -93,7 +93,7 @@ class RemoteOutput:
 
 @dataclass(frozen=True, slots=True)
 class PublishedDataset:
-    """The dataset at an output, if its index can be read, and its problem, if any."""
+    """A dataset found at an output: its contents if its index is readable, and its problem, if any."""
 
     contents: Contents | None
     problem: str | None

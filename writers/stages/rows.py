@@ -74,7 +74,7 @@ def _tokenize(
     try:
         [compared], tokenized = build.run([parity_task], tasks(facts.engine))
     except BuildError:
-        [[compared]] = build.run([parity_task])  # the error may be the difference that this check looks for
+        [[compared]] = build.run([parity_task])  # the fast engine may be wrong, which this check detects
         if PARITY.result(compared).engine == facts.engine:
             raise
     parity = PARITY.result(compared)

@@ -91,7 +91,7 @@ class SplitText:
 
 
 def write_texts(documents: Documents, build: Build) -> Documents:
-    """Write the documents of each dataset of text."""
+    """Run stage `text` for each dataset of text."""
     outputs = []
     for one in documents.outputs:
         if one.recipe.output.is_text:
@@ -263,7 +263,7 @@ class _TextFile:
         return max(fit, 0 if self._documents else 1)
 
     def write(self, rows: pa.Table, sizes: npt.NDArray[np.int64]) -> None:
-        """Append documents."""
+        """Append documents whose texts have these sizes in bytes."""
         self._left -= int(sizes.sum())
         self._documents += rows.num_rows
         if self._output.format == "jsonl":

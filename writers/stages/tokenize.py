@@ -360,8 +360,7 @@ def tokenize_split(
         for rows in lost.rows.values():
             if len(rows) and not 0 <= rows.min() <= rows.max() < start:
                 raise BuildError(
-                    f"{documents}: row {rows.max()} is to be removed as a duplicate, but the file has only "
-                    f"{start} rows; remove the work folder and build again"
+                    f"{documents}: duplicate row {rows.max()} does not exist; the file has only {start} rows"
                 )
     ledger.check(str(folder))
     return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
