@@ -251,7 +251,9 @@ def test_settings_that_do_not_fit_are_named(
     plain = {"minhash": {"permutations": 32}, "bands": 8, "rows": 4} | changed
     with pytest.raises(RecipeError) as caught:
         original.check(NearDedupConfig.model_validate(plain), "dedup.near.against[1]")
-    assert str(caught.value).startswith(f"dedup.near.against[1]: {folder_of(original)} was made with other")
+    assert str(caught.value).startswith(
+        f"dedup.near.against[1]: {folder_of(original)} was made with different"
+    )
     assert message in str(caught.value)
 
 
