@@ -332,9 +332,9 @@ def test_a_passage_that_documents_share_is_cut_out_of_the_middle_of_their_lines(
     [
         (
             "{unit: span, min_characters: 9}",
-            "unit: span has its least length in words, not in min_characters",
+            "min_characters has no effect with unit: span; set words instead",
         ),
-        ("{words: 60}", "unit: line has its least length in min_characters, not in words"),
+        ("{words: 60}", "words has no effect with unit: line; set min_characters instead"),
         ("{unit: span, words: 7}", "words"),
     ],
 )

@@ -211,7 +211,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"work": "~nobody-of-this-name/x"}, "work: '~nobody-of-this-name/x': there is no such user"),
         ({"scratch": "s3://bucket/work"}, "scratch: 's3://bucket/work' is a URL"),
         ({"dedup": {"near": {"similarity": 0}}}, "dedup.near.similarity: should be more than 0"),
-        ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
+        ({"dedup": {"near": {"bands": 7}}}, "dedup.near: only one of bands and rows is set"),
         ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
         ({"dedup": {"near": {"scope": "source", "against": ["x"]}}}, "use scope: global"),
         ({"dedup": {"near": {"scope": {"field": "dump"}, "against": ["x"]}}}, "use scope: global"),

@@ -209,7 +209,7 @@ def test_a_part_does_not_depend_on_parts_after_it(inputs: list[dict[str, str]], 
         ({"validation": 2.0}, "write a share such as 0.1% or 0.001, or a number of documents, not 2.0"),
         ({"validation": "all"}, "write a share such as 0.1%"),
         ({"validation": {"wiki": 0.1}}, "there is no source 'wiki'; there are web, books"),
-        ({"validation": 5000}, "5,000 documents are asked for, there are"),
+        ({"validation": 5000}, "5,000 documents are wanted for a part, but only"),
         ({"Validation": 0.1}, "split"),
     ],
 )
@@ -246,7 +246,7 @@ def test_all_parts_are_full_where_nine_in_ten_documents_are_alike(
         inputs.append({"path": str(file), "source": source, "base": str(tmp_path)})
     made = build(recipe_of(inputs, tmp_path / "out", parts), workers=1, progress=False)
     assert made.samples
-    assert not [warning for warning in recwarn if "were asked for" in str(warning.message)]
+    assert not [warning for warning in recwarn if "are wanted" in str(warning.message)]
     seen: set[str] = set()
     for part, asked in parts.items():
         rows = documents(tmp_path / "out" / part)

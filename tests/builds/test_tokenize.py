@@ -164,7 +164,7 @@ def test_removed_rows_out_of_order_are_refused_rather_than_lost() -> None:
 
 @pytest.mark.parametrize("loser", [-1, 60])
 def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path: Path, loser: int) -> None:
-    with pytest.raises(BuildError, match="does not exist; the file has 60 rows"):
+    with pytest.raises(BuildError, match="does not exist; the file has only 60 rows"):
         spilled(tmp_path, TEXTS, encoder, Removed({"x": np.array([loser])}))
 
 

@@ -232,11 +232,17 @@ def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"minhash": {"permutations": 40}}, "settings: minhash.permutations is 32 there and 40 here; use"),
-        ({"minhash": {"permutations": 32, "ngram": 6}}, "settings: minhash.ngram is 5 there and 6 here; use"),
-        ({"bands": 4}, "settings: bands is 8 there and 4 here; use"),
-        ({"bands": 6, "rows": 5}, "bands is 8 there and 6 here; rows is 4 there and 5 here; use"),
-        ({"scope": "source"}, "by_source is False there and True here; use"),
+        (
+            {"minhash": {"permutations": 40}},
+            "settings: minhash.permutations is 32 in the index, 40 here; use",
+        ),
+        (
+            {"minhash": {"permutations": 32, "ngram": 6}},
+            "settings: minhash.ngram is 5 in the index, 6 here; use",
+        ),
+        ({"bands": 4}, "settings: bands is 8 in the index, 4 here; use"),
+        ({"bands": 6, "rows": 5}, "bands is 8 in the index, 6 here; rows is 4 in the index, 5 here; use"),
+        ({"scope": "source"}, "by_source is False in the index, True here; use"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
@@ -245,7 +251,9 @@ def test_settings_that_do_not_fit_are_named(
     plain = {"minhash": {"permutations": 32}, "bands": 8, "rows": 4} | changed
     with pytest.raises(RecipeError) as caught:
         original.check(NearDedupConfig.model_validate(plain), "dedup.near.against[1]")
-    assert str(caught.value).startswith(f"dedup.near.against[1]: {folder_of(original)} was made with other")
+    assert str(caught.value).startswith(
+        f"dedup.near.against[1]: {folder_of(original)} was made with different"
+    )
     assert message in str(caught.value)
 
 
@@ -261,27 +269,29 @@ def test_an_index_of_another_unicode_version_or_of_other_hashes_does_not_fit(
     index: DedupIndex, name: str
 ) -> None:
     edit(index, lambda data: data["settings"].update({name: "another"}))
-    with pytest.raises(RecipeError, match=f"settings: {name} is another there and [^;]* here; use"):
+    with pytest.raises(RecipeError, match=f"settings: {name} is another in the index, [^;]* here; use"):
         open_index(folder_of(index)).check(CONFIG)
 
 
 def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -> None:
     assert open_index(folder_of(index)).settings["minhash"]["scheme"] == "shardkit", "as older ones name it"
     edit(index, lambda data: data["settings"]["minhash"].update(scheme="datasketch"))
-    with pytest.raises(RecipeError, match=r"settings: minhash\.scheme is datasketch there and shardkit here"):
+    with pytest.raises(
+        RecipeError, match=r"settings: minhash\.scheme is datasketch in the index, shardkit here"
+    ):
         open_index(folder_of(index)).check(CONFIG)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format=3), "format 3, and this shardkit knows 2"),
-        (lambda data: data.clear(), "format None, and"),
+        (lambda data: data.update(format=3), "is format 3, this shardkit reads formats 1 and 2"),
+        (lambda data: data.clear(), "is format None, this"),
         (lambda data: data["parts"][1].update(folder="../part-00001"), r"parts\.1\.folder: .*pattern"),
-        (lambda data: data["parts"][0]["files"].pop("keys.run"), "part-00000 lists other files than"),
+        (lambda data: data["parts"][0]["files"].pop("keys.run"), "part-00000 does not list exactly"),
         (lambda data: data["parts"][0]["files"].update({"../x": {}}), r"parts\.0\.files"),
         (lambda data: data.update(documents=-1), "documents: .*greater than or equal to 0"),
-        (lambda data: data.update(documents=1), "documents of its parts do not add up"),
+        (lambda data: data.update(documents=1), "`documents` is not the sum over the parts"),
     ],
 )
 def test_a_record_that_is_not_ours_is_refused(
@@ -296,16 +306,16 @@ def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
     table = folder_of(index) / "part-00001" / "signatures.npy"
     data = table.read_bytes()
     table.write_bytes(data[:-1])
-    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: 1,407 bytes, expected 1,408"):
+    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: is 1,407 bytes, expected 1,408"):
         open_index(folder_of(index))
     table.unlink()
     with pytest.raises(BuildError, match=r"part-00001/signatures.npy: cannot be read: No such file"):
         open_index(folder_of(index))
     table.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: xxh3-128 [0-9a-f]{32}, expected"):
+    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: has xxh3-128 [0-9a-f]{32}, expected"):
         open_index(folder_of(index)).verify()
     (folder_of(index) / INDEX_FILE).write_text("{")
-    with pytest.raises(BuildError, match="is no JSON"):
+    with pytest.raises(BuildError, match="is not valid JSON"):
         open_index(folder_of(index))
     with pytest.raises(BuildError, match=r"cannot be read: No such file .*shardkit dedup-index"):
         open_index(tmp_path / "nowhere")
@@ -457,7 +467,7 @@ def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
         check_indexable(None, 64)
     with pytest.raises(RecipeError, match=r"^dedup\.near\.scope: is source"):
         check_indexable(CONFIG.model_copy(update={"scope": "source"}), 64)
-    with pytest.raises(ValueError, match="a sketch of 63 hashes"):
+    with pytest.raises(ValueError, match="sketch is 63 hashes"):
         check_indexable(CONFIG, 63)
 
 
@@ -554,13 +564,13 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
 @pytest.mark.parametrize(
     ("name", "table", "message"),
     [
-        (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected 32 uint32"),
-        (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected 32 uint32"),
-        (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "104 rows, expected 105"),
-        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table: shape"),
-        (SETS_FILE, np.zeros(104, SET), "sets.npy: 104 rows, expected 105"),
-        (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: 106 rows, expected 105"),
-        (DOCUMENTS_FILE, np.zeros(105), "documents.npy: rows of float64"),
+        (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected \(32,\) uint32"),
+        (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected \(32,\) uint32"),
+        (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "has 104 rows, expected 105"),
+        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table of rows in C order: shape"),
+        (SETS_FILE, np.zeros(104, SET), "sets.npy: has 104 rows, expected 105"),
+        (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: has 106 rows, expected 105"),
+        (DOCUMENTS_FILE, np.zeros(105), "documents.npy: has rows of float64"),
     ],
 )
 def test_tables_of_other_shapes_are_refused(

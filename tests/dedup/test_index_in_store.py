@@ -107,7 +107,7 @@ def test_a_part_goes_to_workers_as_plain_data_and_its_ranges_are_compared_with_t
     damaged = store.get(key)
     store.put(key, damaged[:-1] + bytes([damaged[-1] ^ 1]))
     with pytest.raises(
-        BuildError, match=f"{DOCUMENTS_FILE}: is gone or differs from its hashes; make the index"
+        BuildError, match=f"{DOCUMENTS_FILE}: is missing or differs from its hashes; make the index"
     ):
         (index.parts[0].folder / DOCUMENTS_FILE).read_bytes()
 
@@ -137,11 +137,11 @@ def test_missing_parts_foreign_objects_and_other_sizes_are_named(tmp_path: Path,
     data = store.get(key)
     store.put(key, data[:-1])
     with pytest.raises(
-        BuildError, match=rf"{DOCUMENTS_FILE}: {len(data) - 1} bytes, expected {len(data)} bytes"
+        BuildError, match=rf"{DOCUMENTS_FILE}: is {len(data) - 1} bytes long, expected {len(data)} bytes"
     ):
         open_index(store.url)
     store.delete(key)
-    with pytest.raises(BuildError, match=f"{DOCUMENTS_FILE}: is gone"):
+    with pytest.raises(BuildError, match=f"{DOCUMENTS_FILE}: is missing"):
         open_index(store.url)
     other = MemoryStore("memory://index-beside-others")
     other.put("notes.txt", b"mine")
@@ -192,5 +192,5 @@ def test_an_index_of_format_1_opens_from_a_folder_only(store: Store) -> None:
     assert (index.documents, index.digest) == (6, FROZEN_DIGEST)
     assert [part.documents for part in index.parts] == [3, 3]
     store.put(INDEX_FILE, FROZEN / INDEX_FILE)
-    with pytest.raises(BuildError, match="format 1 can only be used from a folder"):
+    with pytest.raises(BuildError, match="format 1 can only be read from a local folder"):
         open_index(store.url)

@@ -172,10 +172,10 @@ def test_score_files_and_work_in_a_bucket_give_the_same_dataset(folder: Path) ->
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ({"doc": [1, 1], "edu": [1.0, 2.0]}, "an id has two rows with other scores"),
+        ({"doc": [1, 1], "edu": [1.0, 2.0]}, "an id has two rows with different scores"),
         ({"doc": [1, None], "edu": [1.0, 2.0]}, "'doc' is null in 1 rows"),
-        ({"doc": [1.5], "edu": [1.0]}, "'doc' is double; ids are text or integers"),
-        ({"doc": [1], "edu": ["high"]}, "'edu' is string; scores are numbers"),
+        ({"doc": [1.5], "edu": [1.0]}, "'doc' is double; ids must be text or integers"),
+        ({"doc": [1], "edu": ["high"]}, "'edu' is string; scores must be numbers"),
         ({"doc": [1], "score": [1.0]}, "has no column 'edu'; it has doc, score"),
     ],
 )

@@ -322,7 +322,7 @@ def test_60_tb_are_refused_at_2_gb_with_the_memory_that_is_enough() -> None:
         worked_example(memory=2_000_000_000)
     plan = worked_example(memory=2_400_000_000)
     assert plan.tasks < 60 * 10**6
-    with pytest.raises(RecipeError, match=r"to pack .* at most 1,000,000 are possible"):
+    with pytest.raises(RecipeError, match=r"packing .* at most 1,000,000 are possible"):
         worked_example(tokens=TOKENS * 20, memory=2_000_000_000, document_bytes=Fraction(10**6))
 
 

@@ -1,1 +1,1 @@
-"""Removal of repeated documents: equal ones, and near-duplicates that are verified."""
+"""Removal of duplicates: equal URLs, texts and lines, and near-duplicates that are verified."""

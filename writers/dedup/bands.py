@@ -8,7 +8,7 @@ Two documents of Jaccard similarity s agree in one MinHash value with probabilit
 a band with s^rows, and in at least one of `bands` bands with 1 - (1 - s^rows)^bands: the S-curve (Leskovec,
 Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). `optimal_parameters` chooses as datasketch's
 MinHashLSH does: the least weighted area of false positives (below the threshold) and false negatives (above
-it). The areas are of polynomials, so Gauss-Legendre quadrature has them to rounding error without SciPy.
+it). Both are integrals of polynomials, so Gauss-Legendre quadrature is exact to rounding error.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from shardkit.errors import RecipeError
 from shardkit.units import format_bytes
 from shardkit.writers.exchange.exchange import Table
 
-BANDS = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u8")]))  # of a document
+BANDS = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u8")]))  # band key, document number
 
 MAX_PARTITIONS = 1 << 16
 
-PEAK_BYTES_PER_ENTRY = 48  # of a partition in `shardkit.writers.dedup.candidates`, measured
+PEAK_BYTES_PER_ENTRY = 48  # measured peak memory of stage `candidates`, per entry of a partition
 
 
 def partitions_for(entries: int, memory_bytes: int) -> int:
-    """Partitions of this many entries of all parts that keep one within half of a memory budget.
+    """Return the least number of partitions of the entries that each need up to half of `memory_bytes`.
 
-    RecipeError if there would be too many; the budget is a fifth of the recipe's memory.
+    Raises RecipeError if that is too many. `memory_bytes` is a fifth of the recipe's `memory`.
     """
     needed = entries * PEAK_BYTES_PER_ENTRY * 2
     partitions = max(1, -(-needed // memory_bytes))
     if partitions > MAX_PARTITIONS:
         enough = -(-5 * needed // MAX_PARTITIONS // 10**8) * 10**8
         raise RecipeError(
-            f"memory: near-duplicates of {entries:,} band keys, with {format_bytes(5 * memory_bytes)} for a "
+            f"memory: near-duplicates of {entries:,} band keys, with {format_bytes(5 * memory_bytes)} per "
             f"task, take {partitions:,} tasks of stage candidates; at most {MAX_PARTITIONS:,} are possible: "
-            f"set `memory` to {format_bytes(enough)} or more (finished tasks stay), or build in parts and "
-            f"remove the duplicates of earlier ones with `dedup.near.against`"
+            f"set `memory` to {format_bytes(enough)} or more (finished tasks are kept), or build in parts "
+            f"and remove the duplicates of earlier parts with `dedup.near.against`"
         )
     return partitions
 
@@ -55,7 +55,7 @@ CURVE_STEP = 0.025  # 21 lines: with the heading, one screen of 24
 
 BAR_WIDTH = 40
 
-SAME = 1 + 1e-12  # a ratio of areas that is due to rounding: there are ties, such as 1 x 1 and 1 x 2 at 0.5
+SAME = 1 + 1e-12  # areas with a smaller ratio are equal but for rounding, as of 1 x 1 and 1 x 2 at 0.5
 
 
 def probability(similarity: float, bands: int, rows: int) -> float:
@@ -64,14 +64,14 @@ def probability(similarity: float, bands: int, rows: int) -> float:
 
 
 def curve(bands: int, rows: int) -> list[tuple[float, float]]:
-    """(similarity, probability) from 0.5 to 1.0."""
+    """Return the points (similarity, probability) of the S-curve from 0.5 to 1.0."""
     steps = round((1.0 - CURVE_START) / CURVE_STEP)
     similarities = [round(CURVE_START + CURVE_STEP * step, 6) for step in range(steps + 1)]
     return [(similarity, probability(similarity, bands, rows)) for similarity in similarities]
 
 
 def render_curve(bands: int, rows: int, *, threshold: float | None = None) -> str:
-    """The S-curve as a table with bars, for a terminal; the line of the threshold is marked."""
+    """Format the S-curve as a table with bars for a terminal, with a mark at the threshold."""
     points = curve(bands, rows)
     if threshold is not None and threshold not in dict(points):
         points = sorted([*points, (threshold, probability(threshold, bands, rows))])
@@ -92,17 +92,17 @@ def optimal_parameters(
     false_positive_weight: float = 0.5,
     false_negative_weight: float = 0.5,
 ) -> tuple[int, int]:
-    """(bands, rows) with bands x rows <= permutations, as datasketch's MinHashLSH would choose.
+    """Return (bands, rows) with bands x rows <= permutations, as datasketch's MinHashLSH chooses them.
 
-    The first of equals counts, in ascending order of bands, then rows. ValueError: a threshold outside
-    0..1, no permutation, or a negative weight.
+    Of equally good choices the one with the fewest bands, then rows, is taken. Raises ValueError for a
+    threshold outside 0..1, no permutation, or a negative weight.
     """
     if not 0.0 <= threshold <= 1.0:
-        raise ValueError(f"threshold {threshold} is not between 0 and 1")
+        raise ValueError(f"threshold is {threshold}; it must be between 0 and 1")
     if permutations < 1:
-        raise ValueError(f"{permutations} permutations: at least one is needed")
+        raise ValueError(f"permutations is {permutations}; it must be at least 1")
     if min(false_positive_weight, false_negative_weight) < 0:
-        raise ValueError(f"weights {false_positive_weight} and {false_negative_weight}: one is below 0")
+        raise ValueError(f"weights are {false_positive_weight} and {false_negative_weight}; use 0 or more")
     best, least = (0, 0), float("inf")
     for bands in range(1, permutations + 1):
         positive, negative = _areas(threshold, bands, permutations)
@@ -114,7 +114,7 @@ def optimal_parameters(
 
 
 def _areas(threshold: float, bands: int, permutations: int) -> tuple[Floats, Floats]:
-    """The areas of false positives and of false negatives for each number of rows, 1 first."""
+    """Return the areas of false positives and of false negatives for 1, 2, … rows."""
     nodes, weights = _quadrature(permutations)
     rows = np.arange(1, permutations // bands + 1)[:, None]
 
@@ -128,6 +128,9 @@ def _areas(threshold: float, bands: int, permutations: int) -> tuple[Floats, Flo
 
 @cache
 def _quadrature(permutations: int) -> tuple[Floats, Floats]:
-    """Gauss-Legendre on 0..1: n points are exact up to degree 2n - 1, and bands x rows is the degree."""
+    """Return Gauss-Legendre nodes and weights on 0..1, exact up to degree `permutations`.
+
+    n points are exact up to degree 2n - 1; the degree is bands x rows, at most `permutations`.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(permutations // 2 + 1)
     return (nodes + 1.0) / 2.0, weights / 2.0

@@ -1,17 +1,17 @@
 """Candidate pairs of near-duplicates: documents that share a band's key, one partition of keys at a time.
 
-The entries of a range of keys (BANDS) come from the exchange by (key, number); documents of the same key are
-a bucket. A bucket of up to `limits.documents` documents gives all pairs, a larger one (a
-hub) those that `shardkit.writers.dedup.hubs` finds. One side of a pair is an input, the other anything: since
-inputs have the lowest numbers, the pairs of a bucket are each input with all that follow it.
+The entries of a range of keys (BANDS) come from the exchange by (key, number); the documents of one key are a
+bucket. A bucket of up to `limits.documents` documents gives all pairs, a larger one (a hub) gives the pairs
+that `shardkit.writers.dedup.hubs` finds. At least one document of a pair is an input. Since inputs have the
+lowest numbers, the pairs of a bucket are each input with all documents that follow it.
 
-The set of all partitions' pairs does not depend on partitions, parts, or memory; how often a
-pair occurs does.
+The set of all partitions' pairs does not depend on partitions, parts, or memory; the number of times that a
+pair repeats does.
 
     pairs_first.run, pairs_second.run   the pairs (a, b), keyed by `a` and by `b`
 
-Memory: half of the budget for entries, in as many batches as that needs, or one bucket if that is larger; a
-quarter for a run of pairs and for the exchange's runs, a quarter for a hub.
+Memory: half of the budget for a batch of entries, or one bucket if that is larger; a quarter for a run of
+pairs and for the exchange's runs, and a quarter for a hub.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ PAIRS_BY_SECOND = Table("pairs_second.run", _SIDE)  # key b, other a
 
 RUN_PAIRS = 1 << 22
 WORD_DOCUMENTS = 1 << 32
-_PEAK_BYTES_PER_PAIR = 64  # while a run is sorted and written, measured where numbers exceed 32 bits
-_CHUNK = 1 << 14  # pairs that are made, and written, at a time
+_PEAK_BYTES_PER_PAIR = 64  # measured peak while a run is sorted and written, for numbers over 32 bits
+_CHUNK = 1 << 14  # pairs made or written at a time
 
 Numbers = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
-    """`entries` of documents not removed; `buckets` that made pairs; how many of them were `hubs`, and the
-    `largest_bucket`; `pairs` without repetition within a run; `bounded` as in
-    `HubSearch`."""
+    """Counts of one partition: band `entries`, `buckets` that made pairs, `hubs` among these buckets,
+    documents of the `largest_bucket`, `pairs` without repetitions within a run, and documents that met
+    a limit in hubs (`bounded`, see `HubSearch`)."""
 
     entries: int
     buckets: int
@@ -98,7 +98,7 @@ def find_candidates(
 
 
 def _whole_keys(entries: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
-    """The rows in order, in batches with all rows of each of their keys."""
+    """Yield the rows in order, in batches that contain all rows of each of their keys."""
     held: list[npt.NDArray[np.void]] = []
     for rows, _ in entries.stream(memory_bytes):
         if held and held[-1]["key"][-1] != rows["key"][0]:
@@ -110,7 +110,7 @@ def _whole_keys(entries: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.vo
 
 
 def _buckets(rows: npt.NDArray[np.void]) -> tuple[Numbers, npt.NDArray[np.int64]]:
-    """(numbers, edges): bucket i of two or more documents is numbers[edges[i] : edges[i + 1]], ascending."""
+    """Return (numbers, edges); numbers[edges[i] : edges[i + 1]] are the ascending documents of bucket i."""
     keys = np.ascontiguousarray(rows["key"])
     repeated = np.zeros(len(keys) + 1, np.bool_)
     repeated[1:-1] = keys[1:] == keys[:-1]
@@ -134,7 +134,7 @@ def _add_buckets(
     writer: PairWriter,
     counts: Counter[str],
 ) -> None:
-    """All pairs of the buckets."""
+    """Find the pairs of all buckets, add them to `writer`, and update `counts`."""
     inputs = np.diff(np.concatenate([[0], np.cumsum(numbers < population.indexed.start)])[edges])
     sizes = np.diff(edges)
     useful = (inputs > 0) & (sizes > 1)
@@ -155,7 +155,7 @@ def _all_pairs(
     wanted: npt.NDArray[np.bool_],
     add: Callable[[Numbers, Numbers], None],
 ) -> None:
-    """Each input of a wanted bucket with all that follow it there."""
+    """Add the pairs of each input of a wanted bucket with all documents that follow it there."""
     state = np.zeros(3, np.int64)
     a, b = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.uint64)
     while state[0] < len(inputs):
@@ -167,7 +167,10 @@ def _all_pairs(
 def _next_pairs(
     numbers: UInt64s, edges: Int64s, inputs: Int64s, wanted: Bools, state: Int64s, a: UInt64s, b: UInt64s
 ) -> int:
-    """Fill `a` and `b` from state = (bucket, place of the input in it, pairs of it already made)."""
+    """Fill `a` and `b` with pairs and return their number.
+
+    `state`, which is updated, is (bucket, index of the input in it, number of its pairs already made).
+    """
     count: int = 0
     bucket, one, done = state
     while bucket < len(inputs):
@@ -189,14 +192,14 @@ def _next_pairs(
 
 
 class PairWriter:
-    """Collects pairs, drops repetitions, and writes sorted runs; the rest and the other files at the end.
+    """Collects pairs, drops repetitions, and writes sorted runs; a context manager that completes the files.
 
-    A block that ends with an error leaves files that do not match: the folder is to be thrown away.
+    If the `with` block ends with an error, the files are inconsistent, and the folder must be discarded.
     """
 
     def __init__(self, folder: Path, documents: int, *, run_pairs: int = RUN_PAIRS) -> None:
         self.pairs = 0
-        # Pairs of numbers below 2^32 are one word each, which numpy sorts several times as fast as two.
+        # A pair of numbers below 2^32 fits one word, which sorts several times as fast as two words.
         self._columns = 1 if documents <= WORD_DOCUMENTS else 2
         self._pending = np.empty((self._columns, run_pairs), np.uint64)
         self._count = 0
@@ -222,7 +225,7 @@ class PairWriter:
             side.__exit__(kind, error, trace)
 
     def add(self, a: Numbers, b: Numbers) -> None:
-        """Take pairs of numbers, a < b."""
+        """Add the pairs (a[i], b[i]), a[i] < b[i]."""
         at = 0
         while at < len(a):
             taken = min(len(a) - at, self._pending.shape[1] - self._count)
@@ -235,11 +238,11 @@ class PairWriter:
             at += taken
             if self._count == self._pending.shape[1]:
                 self._sort()
-                if self._count > self._pending.shape[1] // 2:  # else there is room: the same pairs come again
+                if self._count > self._pending.shape[1] // 2:  # fewer: repetitions left room for more pairs
                     self._write_run()
 
     def _sort(self) -> None:
-        """Sort what is pending and drop repetitions."""
+        """Sort the pending pairs and drop repetitions."""
         pending = self._pending[:, : self._count]
         if self._columns == 1:
             sort_keys(pending[0])

@@ -1,17 +1,19 @@
-"""How alike two documents are: the exact Jaccard similarity and containment of their sets of n-grams.
+"""Comparison of two documents: the exact Jaccard similarity and containment of their sets of n-grams.
 
-Sets are sorted, so a merge without branches finds what they share, about three nanoseconds a step. How many
-n-grams a pair must share to count follows from the sizes; a pair whose sizes forbid it is not looked at, and
-a merge ends as soon as what is left cannot suffice. Where one set is many times the other, it is searched.
+Sets are sorted, so a merge without branches finds the common n-grams, in about three nanoseconds per step.
+The sizes determine how many n-grams a pair must share to verify; a pair whose sizes make that impossible is
+not compared, and a merge ends as soon as the remaining n-grams cannot suffice. If one set is many times
+larger than the other, it is searched instead.
 
-At the threshold: a similarity is a quotient of two integers, and the one of the recipe the double nearest to
-a decimal fraction with few digits. Division rounds correctly, so equal rationals give equal doubles; two that
-differ do so by at least 1 / (union x the fraction's denominator), far more than 2^-53 for sets below 2^31 and
-fractions of six digits. So comparing the doubles is comparing the rationals: 4 of 5 shared counts at 0.8.
+At the threshold: a similarity is a quotient of two integers, and the recipe's threshold is the double nearest
+to a decimal fraction with few digits. Division rounds correctly, so equal rationals give equal doubles; two
+rationals that differ do so by at least 1 / (union x the fraction's denominator), far more than 2^-53 for sets
+below 2^31 and fractions of six digits. So comparing the doubles is comparing the rationals: 4 of 5 shared
+n-grams verify at 0.8.
 
-Of an index's document only a sketch may be there, the smallest k hashes of its set; let t be the largest of
+An index may store only a sketch of a document, the smallest k hashes of its set; let t be the largest of
 them. Hashes are random, so the union's hashes below t are a random sample of it, and the share of the sample
-that lies in both sets is an unbiased estimate of the similarity (Broder 1997; without t itself: Haldane 1945,
+that is in both sets is an unbiased estimate of the similarity (Broder 1997; without t itself: Haldane 1945,
 Cohen and Kaplan 2007). The same sample of the smaller set gives the containment. Its standard deviation is
 sqrt(s (1 - s) / k): 0.025 at 0.8 for k = 256.
 """
@@ -29,14 +31,14 @@ from shardkit.writers.dedup.shingle_store import Sets
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
-_NEVER = 2.0  # a share that no pair reaches
-_SEARCH_RATIO = 16  # sets of such different sizes are searched, not merged
-_STEPS = 64  # of a merge between two looks whether it can still suffice
+_NEVER = 2.0  # a containment threshold that no pair reaches
+_SEARCH_RATIO = 16  # a set that is more than this many times larger is searched, not merged
+_STEPS = 64  # merge steps between two checks whether enough n-grams are left
 
 
 @dataclass(frozen=True, slots=True)
 class PairRule:
-    """When a pair of documents verifies: what `dedup.near` says of n-grams and similarities."""
+    """When a pair of documents verifies: the n-gram and similarity settings of `dedup.near`."""
 
     unit: Annotated[str, RecipeKey("minhash.unit")]
     ngram: Annotated[int, RecipeKey("minhash.ngram")]
@@ -48,7 +50,7 @@ class PairRule:
 
     @classmethod
     def of(cls, config: NearDedupConfig) -> Self:
-        """Take the rule from a recipe."""
+        """Return the rule of a recipe's `dedup.near`."""
         return cls(
             config.minhash.unit,
             config.minhash.ngram,
@@ -62,11 +64,11 @@ class PairRule:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One entry a pair. Similarities of pairs that do not verify are 0: they are not worked out."""
+    """The results of a comparison, one entry per pair. Similarities of pairs that do not verify are 0."""
 
     verified: npt.NDArray[np.bool_]
     jaccard: npt.NDArray[np.float32]
-    containment: npt.NDArray[np.float32]  # share of the smaller set that lies in the other one
+    containment: npt.NDArray[np.float32]  # share of the smaller set that is in the other one
 
 
 def compare_pairs(
@@ -82,14 +84,14 @@ def compare_pairs(
         rule.small_shingles,
         rule.small_repetition,
     )
-    # Whole columns: rows of SET as such would be copied field by field in the kernel.
+    # Pass whole columns: the kernel would copy structured rows field by field.
     sizes = [(sets.rows["distinct"].astype(np.int64), sets.rows["total"].astype(np.int64)) for sets in (a, b)]
     first, second = (a.hashes, a.offsets, *sizes[0]), (b.hashes, b.offsets, *sizes[1])
     _compare(first, second, a_rows, b_rows, numbers, result.verified, result.jaccard, result.containment)
     return result
 
 
-# Hashes, offsets, distinct and total n-grams of documents.
+# Hashes, offsets, and the numbers of distinct and of all n-grams per document.
 _Sets = tuple[UInt64s, Int64s, Int64s, Int64s]
 
 
@@ -117,7 +119,7 @@ def _compare(
                 a_hashes, i, i_end, a_distinct[a], b_hashes, j, j_end, b_distinct[b]
             )
         m, n = i_end - i, j_end - j
-        # Of equally large sets the sketch, on either side: its sample's size is not random.
+        # Of equally large sets, the sketch counts as the smaller one: its sample's size is not random.
         smaller = (
             m if a_distinct[a] < b_distinct[b] + (a_offsets[a + 1] - a_offsets[a] < a_distinct[a]) else n
         )
@@ -154,7 +156,7 @@ def _common_sample(
     j_end: int,
     b_distinct: int,
 ) -> tuple[int, int]:
-    """Return the ends in both sets of the hashes that lie below the largest one of the sketch."""
+    """Return the end in each set of the hashes that are below the largest hash of the sketch."""
     limit = np.uint64(0xFFFFFFFFFFFFFFFF)
     if i_end - i < a_distinct:
         limit = a_hashes[i_end - 1]
@@ -167,7 +169,7 @@ def _common_sample(
 
 @kernel
 def _least_shared(m: int, n: int, share: float) -> int:
-    """The fewest common elements, at least 1, that make sets of m and n similar to the degree `share`."""
+    """Return the fewest common elements, at least 1, that give sets of m and n the similarity `share`."""
     shared = max(int(share / (1.0 + share) * (m + n)) - 1, 1)
     while shared <= min(m, n) and shared / (m + n - shared) < share:
         shared += 1
@@ -184,7 +186,7 @@ def _least_contained(size: int, share: float) -> int:
 
 @kernel
 def _shared(a: UInt64s, i: int, i_end: int, b: UInt64s, j: int, j_end: int, needed: int) -> int:
-    """Common elements of a[i:i_end] and the longer b[j:j_end]; if fewer than `needed`, any such number."""
+    """Count the common elements of a[i:i_end] and the longer b[j:j_end]; stop if `needed` is impossible."""
     shared = 0
     if j_end - j > _SEARCH_RATIO * (i_end - i):
         while i < i_end and shared + (i_end - i) >= needed:
@@ -198,7 +200,7 @@ def _shared(a: UInt64s, i: int, i_end: int, b: UInt64s, j: int, j_end: int, need
             i += 1
         return shared
     while shared + min(i_end - i, j_end - j) >= needed:
-        steps = min(_STEPS, min(i_end - i, j_end - j))  # so many cannot run over an end
+        steps = min(_STEPS, min(i_end - i, j_end - j))  # cannot run past the end of either set
         if steps == 0:
             break
         for _ in range(steps):

@@ -1,10 +1,10 @@
-"""Removed duplicates are remembered, with the document that stays for each: the files of `duplicates/`.
+"""Writes the files of `duplicates/`: each removed duplicate with the document that was kept for it.
 
-`shardkit.formats.dropped_table` has the format. A duplicate and the document that stays may lie in splits far
-apart. So whoever drops documents of a split after filtering (cutting lines, tokenizing) writes one run of the
-exchange (TWINS): a row for each document that goes, and one for each that stays for others, both keyed by the
-content rank of the one that stays. `join_duplicates` reads them by ranges of keys, in which the two meet;
-what stays comes first. Memory does not grow with a split, nor with a group of duplicates.
+`shardkit.formats.dropped_table` defines the format. A duplicate and its kept document may be in different
+splits. So each stage that drops documents of a split after filtering (cutting lines, tokenizing) writes one
+run of the exchange (TWINS): a row for each removed document, and a row for each document that was kept for
+others, both keyed by the content rank of the kept document. `join_duplicates` reads ranges of keys, which
+bring the two together, the kept one first. Memory does not grow with a split, nor with a group of duplicates.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ DUPLICATES_FILE = "duplicates.parquet"
 
 DUPLICATES_OF_FILE = 1_000_000
 
-_TEXTS_OF_SPLIT = 64  # of removed duplicates, and of documents that stay for others
+_TEXTS_OF_SPLIT = 64  # maximum number of texts stored per split, for removed and for kept documents each
 
-_TEXTS_OF_GROUP = 4  # of removed duplicates of one document, in a batch
+_TEXTS_OF_GROUP = 4  # maximum number of texts stored per batch, for duplicates of one document
 
-_BATCHES = 8  # in the memory of a task: joining one holds it six times
+_BATCHES = 8  # a batch is this part of the memory, since joining holds it six times
 
 _LAST = np.iinfo(np.uint64).max
 
 _U64 = npt.NDArray[np.uint64]
 
 _REASONS = ("url_duplicate", "exact_duplicate", "near_duplicate", "duplicate_lines", "empty")
-_LEFT_NOTHING = 3  # from here on, they have no document that stays for them
+_LEFT_NOTHING = 3  # index in _REASONS; for this reason and later ones no document was kept
 
 _STRINGS = ("file", "id", "url", "text")
 
@@ -58,16 +58,16 @@ TWINS = Table(
     "duplicates.run",
     np.dtype(
         [
-            ("key", "<u8"),  # second half of the content rank of what stays; its last bit is 1 for what goes
+            ("key", "<u8"),  # second half of the kept document's content rank; last bit 1: a removed one
             ("size", "<i8"),
-            ("rank", "<u8"),  # the first half
+            ("rank", "<u8"),  # first half of the kept document's content rank
             ("document_id", "u1", (16,)),
             ("record", "<i8"),
             ("bytes", "<i8"),
             ("similarity", "<f4"),
             ("source", "<i4"),
-            ("reason", "<i4"),  # its place in _REASONS; -1: this one stays
-            *((name, "<i4") for name in _STRINGS),  # bytes of each in the payload; -1: null
+            ("reason", "<i4"),  # index in _REASONS; -1: a kept document
+            *((name, "<i4") for name in _STRINGS),  # length of each in the payload, in bytes; -1: null
         ]
     ),
     payload=True,
@@ -77,7 +77,7 @@ _SAME = ("key", "rank", "record", "bytes", "similarity", "source", "reason")
 
 
 class TwinsFile:
-    """Writes the run of one split."""
+    """Writes the run of TWINS of one split."""
 
     def __init__(self, folder: Path, *, memory_bytes: int, limits: Limits = DEFAULT_LIMITS) -> None:
         self._run = RunWriter(folder / TWINS.file, TWINS, memory_bytes=memory_bytes, limits=limits)
@@ -90,9 +90,9 @@ class TwinsFile:
         rows: npt.NDArray[np.int64],
         outcomes: npt.NDArray[np.void] | None = None,
     ) -> None:
-        """Add documents of a batch (DOCUMENT_SCHEMA) that go.
+        """Add removed documents of a batch (DOCUMENT_SCHEMA).
 
-        `outcomes` (outcomes.OUTCOME) say which documents stay for them; None: nothing is left of them.
+        `outcomes` (outcomes.OUTCOME) name the kept documents; None: no document was kept for them.
         """
         if not len(rows):
             return
@@ -105,7 +105,7 @@ class TwinsFile:
         self._write(documents, ids | np.uint64(1), ranks, similarity, _REASONS.index(reason))
 
     def keep(self, batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> None:
-        """Add documents of a batch that stay for others."""
+        """Add documents of a batch that were kept for removed duplicates."""
         if len(rows):
             documents = batch.take(pa.array(rows))
             ranks, ids = _ranks(documents)
@@ -155,14 +155,17 @@ class TwinsFile:
 
 
 def _ranks(documents: pa.RecordBatch) -> tuple[_U64, _U64]:
-    """The halves of the content ranks, as numbers that sort as they do."""
+    """Return the halves of the documents' content ranks, as numbers in the same order."""
     ranks = content_ranks(text_digests(documents.column("text")), documents.column("document_id"))
     halves = ranks.view(">u8").astype(np.uint64)
     return halves[:, 0], halves[:, 1]
 
 
 def _scores(keys: _U64) -> _U64:
-    """Keys without their last bit; the last of all for those of one key that are too many."""
+    """Return the scores that choose the stored texts (lowest first): the keys without their last bit.
+
+    Documents beyond _TEXTS_OF_GROUP of one key get the highest score.
+    """
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     number = np.arange(len(keys)) - np.searchsorted(ordered, ordered)
@@ -179,7 +182,10 @@ def join_duplicates(
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
-    """The files of `duplicates/`, in order; `written` are all tasks with TWINS, of so many documents."""
+    """Return the commits with the files of `duplicates/`, in order.
+
+    `written` are all commits with a run of TWINS, `documents` is the number of removed documents in them.
+    """
     files = max(1, -(-documents // DUPLICATES_OF_FILE))
     exchanged = exchange(run, DUPLICATES, TWINS, written, readers=files, limits=limits)
     tasks = []
@@ -192,7 +198,7 @@ def join_duplicates(
 
 
 def write_duplicates(folder: Path, twins: Slice, memory_bytes: MemoryBytes) -> int:
-    """Write the removed documents of one range of keys beside those that stay; return how many."""
+    """Write the removed documents of one range of keys with the kept ones; return their number."""
     documents = 0
     kept = _unpacked(np.empty(0, TWINS.dtype), np.empty(0, np.uint8))
     with RemovedFile(folder / DUPLICATES_FILE, DUPLICATES_SCHEMA) as file:
@@ -207,7 +213,7 @@ DUPLICATES = Stage("duplicates", "write", write_duplicates, cost=1)
 
 
 def _unpacked(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> pa.Table:
-    """Rows of TWINS with their strings."""
+    """Return rows of TWINS as a table, with their strings."""
     starts = payload_ends(rows, TWINS)[:-1]
     columns = {name: pa.array(np.ascontiguousarray(rows[name])) for name in _SAME}
     ids = np.ascontiguousarray(rows["document_id"]).tobytes()
@@ -218,7 +224,10 @@ def _unpacked(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> pa.
 
 
 def _beside(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """(rows of DUPLICATES_SCHEMA, the documents that stay of the last key, which may have more to come)."""
+    """Join removed documents with kept ones.
+
+    Returns rows of DUPLICATES_SCHEMA, and the kept documents of the last key, whose rows may continue.
+    """
     keys, ranks, reasons = (table.column(name).to_numpy() for name in ("key", "rank", "reason"))
     order = np.lexsort((reasons >= 0, ranks, keys >> np.uint64(1)))
     table = table.take(pa.array(order))
@@ -233,5 +242,6 @@ def _beside(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     columns["reason"] = pa.array(_REASONS).take(pa.array(reasons[goes]))
     columns["similarity"] = pa.array(removed.column("similarity").to_numpy(), from_pandas=True)
     last = ~goes & (keys == keys[-1:])
-    last[1:] &= goes[:-1] | (keys[1:] != keys[:-1]) | (ranks[1:] != ranks[:-1])  # one of each text
+    # Of several kept rows with the same key and rank, carry over only the first.
+    last[1:] &= goes[:-1] | (keys[1:] != keys[:-1]) | (ranks[1:] != ranks[:-1])
     return pa.table(columns), table.filter(pa.array(last))

@@ -2,15 +2,15 @@
 
 A key is 128 bits; two different texts share one with probability 10^-19 among 10^10 documents. Among equal
 keys the winner is the document of the lowest source, then of the lowest content rank (rows/documents.py).
-In the order "longest_of_source" the longest text comes between these two, in the order "longest" before them.
-Neither the number of partitions nor names and order of files change which text stays.
+The order "longest_of_source" puts the longest text between these two, the order "longest" before them.
+Neither the number of partitions nor names and order of files change which text is kept.
 
 Tasks write KEYS runs, which the exchange sorts by the first half of the key; a partition is a range of these
-halves, so all copies of a text meet in one. `find_copies` streams a partition, so its memory does not grow
-with it: a key of more documents than fit is read twice, for its winner, and for those who lose to it.
+halves, so it has all copies of a text. `find_copies` streams a partition, so its memory does not grow with
+it: if the documents of one key do not fit, they are read twice, first for the winner, then for the losers.
 
-Documents of equal URLs have keys in the same way (urls.py). Rows of WEIGHTED_KEYS stand for the documents
-that lost to them before, too.
+Documents with equal URLs have keys of the same form (urls.py). A row of WEIGHTED_KEYS also represents the
+documents that lost to it in earlier stages.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KEYS = Table(
     "keys.run",
     np.dtype(
         [
-            ("key", "<u8"),  # the first half of the hash, read as a big-endian number; `low` is the second
-            ("low", "<u8"),
-            ("id", "<u8", (2,)),  # the halves of the content rank, as numbers that sort as it does
+            ("key", "<u8"),  # the first half of the hash, read as a big-endian number
+            ("low", "<u8"),  # the second half of the hash
+            ("id", "<u8", (2,)),  # the halves of the content rank, as numbers in the same order
             ("bytes", "<i8"),
-            ("row", "<u4"),  # in what the task describes: documents.arrow, or a part of the population
+            ("row", "<u4"),  # row in documents.arrow, or in a part of the population
             ("source", "<i4"),
             ("split", "<i4"),
         ]
@@ -39,11 +39,11 @@ KEYS = Table(
     origin="split",
 )
 
-_PEAK_BYTES_PER_ROW_RANKED = 250  # measured where all rows are copies: rows, their order, what is lost
+_PEAK_BYTES_PER_ROW_RANKED = 250  # measured peak memory of ranking, where all rows are copies
 
 WEIGHTED_KEYS = Table(
     "weighted_keys.run",
-    np.dtype([*KEYS.dtype.descr, ("copies", "<i4")]),  # documents that this one stands for, itself included
+    np.dtype([*KEYS.dtype.descr, ("copies", "<i4")]),  # documents that this one represents, itself included
     origin="split",
 )
 
@@ -55,9 +55,9 @@ _Rows = npt.NDArray[np.void]
 
 
 class Copies(NamedTuple):
-    """Some documents that have the key of a better one: rows of KEYS.
+    """Rows of KEYS: `lost[i]` is a document that loses to `kept[i]`, which has the same key.
 
-    `lost[i]` loses to `kept[i]`. Each of `winners` represents so many documents, itself included.
+    `winners[i]` represents `represented[i]` documents, itself included.
     """
 
     lost: _Rows
@@ -67,13 +67,13 @@ class Copies(NamedTuple):
 
 
 def partition_bounds(partition: int, partitions: int) -> tuple[int, int]:
-    """[start, stop) of the keys that belong to a partition."""
+    """Return the range [start, stop) of a partition's keys."""
     start, stop = (-(-(number << 64) // partitions) for number in (partition, partition + 1))
     return start, stop
 
 
 def repeated(high: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Indices of the values that occur more than once: usually few, and all that must be sorted fully."""
+    """Return the indices of values that occur more than once; usually few, so a full sort is avoided."""
     order: npt.NDArray[np.int64] = np.argsort(high)
     high = high[order]
     same = high[1:] == high[:-1]
@@ -86,9 +86,9 @@ def repeated(high: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 def rank_copies(
     rows: _Rows, *, order: Order = "first"
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows of KEYS whose key occurs several times, from the winner of each key down, and their winners.
+    """Rank the rows of KEYS whose key occurs several times, each key's winner first.
 
-    (indices into `rows`; for each of these the position, among these, of the winner of its key)
+    Returns indices into `rows`, and for each of these the position, within them, of its key's winner.
     """
     chosen = repeated(rows["key"])
     ranked, is_copy = _ranked(rows[chosen], order)
@@ -96,7 +96,7 @@ def rank_copies(
 
 
 def _ranked(rows: _Rows, by: Order) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """The order of rows by key, those of one key from the winner down; which of them are not winners."""
+    """Return the order of rows by key, each key's winner first, and which rows in it are not winners."""
     priority = [rows["source"]]
     if by != "first":
         priority.insert(1 if by == "longest_of_source" else 0, -rows["bytes"])
@@ -109,16 +109,16 @@ def _ranked(rows: _Rows, by: Order) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 
 
 def _weights(rows: _Rows) -> npt.NDArray[np.int64]:
-    """How many documents each row stands for."""
+    """Return the number of documents that each row represents, itself included."""
     if "copies" not in (rows.dtype.names or ()):
         return np.ones(len(rows), np.int64)
     return rows["copies"].astype(np.int64)
 
 
 def row_batches(keys: Slice, memory_bytes: int) -> Iterator[_Rows]:
-    """The rows of a partition in order, in batches that take an eighth of the memory while they are ranked.
+    """Yield the rows of a partition in order, in batches whose ranking takes an eighth of the memory.
 
-    A third is for what is read ahead: large requests. A batch may end anywhere, also within a key.
+    A third of the memory is for reading ahead with large requests. A batch may end within a key.
     """
     most = _most_rows(memory_bytes)
     for rows, _ in keys.stream(memory_bytes // 3):
@@ -133,10 +133,10 @@ def _most_rows(memory_bytes: int) -> int:
 def find_copies(
     keys: Slice, memory_bytes: int, *, order: Order = "first", above: int = _NO_SPLIT
 ) -> Iterator[Copies]:
-    """The copies of a partition, some keys at a time; losers of a key in the order (split, row).
+    """Yield the copies in a partition, some keys at a time; a key's losers are in the order (split, row).
 
-    Takes three quarters of the memory. Documents of splits from `above` on win over all others, those of the
-    lowest such split first.
+    Takes three quarters of the memory. Documents of splits >= `above` win over all others; of these, a lower
+    split wins over a higher one.
     """
     carried, decided = np.empty(0, keys.table.dtype), None
     for batch in row_batches(keys, memory_bytes):
@@ -153,7 +153,7 @@ def find_copies(
 
 
 def _copies(rows: _Rows, order: Order, above: int) -> Copies:
-    """The copies among rows that have all rows of their keys."""
+    """Return the copies among rows, which must contain all rows of their keys."""
     chosen, winners = rank_copies(_with_sources(rows, above), order=order)
     lost = np.flatnonzero(winners != np.arange(len(chosen)))
     lost = lost[np.argsort(chosen[lost])]
@@ -164,9 +164,12 @@ def _copies(rows: _Rows, order: Order, above: int) -> Copies:
 
 
 def _copies_of_one(keys: Slice, memory_bytes: int, order: Order, above: int) -> Iterator[Copies]:
-    """The copies of one key, however many, while its range is being read: half as much is read ahead."""
+    """Yield the copies with one first half of the key, in limited memory, by reading its rows twice.
+
+    The partition is still being read ahead meanwhile, so this reads ahead half as much.
+    """
     winners, represented = np.empty(0, keys.table.dtype), np.empty(0, np.int64)
-    for batch in row_batches(keys, memory_bytes // 2):  # there are several if first halves are equal only
+    for batch in row_batches(keys, memory_bytes // 2):  # several winners if second halves differ
         rows = np.concatenate([winners, batch])
         counts = np.concatenate([represented, _weights(batch)])
         ranked, is_copy = _ranked(_with_sources(rows, above), order)

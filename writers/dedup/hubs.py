@@ -1,41 +1,42 @@
 """Candidate pairs of hubs: buckets with too many documents to make all pairs.
 
-Pages of one template, or copies of one text, share a band by the thousand. No document of such a bucket is
-skipped; its signature is read, and two levels find the pairs that can matter:
+Thousands of pages of one template, or copies of one text, share a band. No document of such a bucket is
+skipped: all signatures are read, and two levels find the pairs that can matter:
 
-1. *Sub-bands*. The whole signature is cut into bands of `sub_rows` values, and only documents that share one
-   of these, too, are compared: 18 bands of 6 for similarity 0.8 and 112 permutations. That keeps a pair of
-   Jaccard similarity s with probability 1 - (1 - s^6)^18: 0.996 at 0.8, 0.9998 at 0.85, 1 - 10^-6 at 0.9; of
-   documents that share half a template (s = 0.33) 2 % are compared. `sub_rows` is the longest that keeps
-   0.995 of the pairs at the threshold, for any threshold. A sub-band inside the band that makes the hub is
-   the same for all its documents and left out: 17 are left, which keep 0.994 at 0.8.
-   In a sub-bucket of up to 64, every pair is made whose signatures agree in as many values as an
-   estimate of `similarity` - 3 sigma needs, sigma = sqrt(s (1 - s) / permutations): 0.9987 of those at the
-   threshold, and about 200 times as cheap as a pair that is made and verified.
+1. *Sub-bands*. The whole signature is cut into bands of `sub_rows` values, and only documents that also share
+   one of these are compared: 18 bands of 6 values for similarity 0.8 and 112 permutations. This keeps a pair
+   of Jaccard similarity s with probability 1 - (1 - s^6)^18: 0.996 at 0.8, 0.9998 at 0.85, 1 - 10^-6 at 0.9;
+   of pairs that share half a template (s = 0.33), 2 % are compared. `sub_rows` is the largest number that
+   keeps 0.995 of the pairs at the threshold, for any threshold. A sub-band inside the band that makes the hub
+   is equal for all its documents and left out; the other 17 keep 0.994 at 0.8.
+   In a sub-bucket of up to 64 documents, a pair is made if its signatures agree in as many values as an
+   estimate of `similarity` - 3 sigma requires, sigma = sqrt(s (1 - s) / permutations). This keeps 0.9987 of
+   the pairs at the threshold, and costs about 1/200 of making and verifying a pair.
 
-2. *Leaders*, in larger sub-buckets. In the order of priority, each document is compared with all leaders
-   before it and paired with those of estimate >= `similarity` - 3 sigma. It becomes a leader itself unless
-   firm leaders cover it: one of estimate >= `similarity` + 2 sigma, or three of >= `similarity`, firm being
-   those that no firm leader before them has an estimate >= `similarity` with. Never made are pairs in which
-   the document of higher priority does not lead. Such a pair (k, v) matters only if k stays; but one of those
-   that cover k verifies against it (estimates of a pair below the threshold are as high as the first once in
-   40 times, all of three once in eight), and firm leaders are those that stay, as far as estimates tell. Work
-   is documents x leaders, and n copies of one text make n - 1 pairs instead of n^2 / 2.
+2. *Leaders*, in larger sub-buckets. In order of priority, each document is compared with all leaders before
+   it and paired with those whose estimate is >= `similarity` - 3 sigma. It becomes a leader itself unless
+   firm leaders cover it: one with an estimate >= `similarity` + 2 sigma, or three with >= `similarity`. A
+   leader is firm if no firm leader before it has an estimate >= `similarity` with it. Pairs whose document of
+   higher priority is not a leader are never made. Such a pair (k, v) matters only if k stays; but then k
+   verifies against none of its covering leaders (the estimate of a pair below the threshold is that high for
+   one leader once in 40 times, for all three once in eight), and firm leaders are those that stay, according
+   to the estimates. Work is documents x leaders; n copies of one text make n - 1 pairs instead of n^2 / 2.
 
-Bounds: `HubLimits`. Where documents need more leaders than there may be, those left over go through sub-bands
-of twice the values (at 0.8 half of the pairs stay, at 0.9 0.95 of them) and leaders anew. A document with
-more pairs in a sub-bucket than allowed keeps half of them with the leaders of highest priority, which most
-likely stay, and half with the most alike. `bounded` counts both, documents that are covered aside.
+Limits: `HubLimits`. If a sub-bucket needs more leaders than the limit, its remaining documents are divided
+again into sub-bands of twice as many values (which keep half of the pairs at 0.8, 0.95 of them at 0.9) with
+new leaders. A document with more pairs in a sub-bucket than the limit keeps half of them with the leaders of
+highest priority, which most likely stay, and half with the most similar leaders. `bounded` counts the
+documents that meet either limit, except covered ones that only have too many pairs.
 
 The result depends on the documents' contents and priorities, never on numbers, parts or memory. Documents of
-indexes are compared with one another only to tell which of them lead. What only the containment rule would
-find (estimates below `similarity` - 3 sigma) is not looked for in hubs.
+indexes are compared with one another only to determine the leaders. Pairs that only the containment rule
+would find (estimates below `similarity` - 3 sigma) are not searched for in hubs.
 
 Signatures are compared by one byte of each value. The byte depends on all bits of the value (b-bit minwise
 hashing: Li and König, 2010): different values share it once in 256 times, which the thresholds allow for. The
 bytes of a document, padded with zeros to whole words, are its *print*: uint64[words], 112 bytes for 112
-permutations instead of 448. The prints that others are compared with are stored by columns, so that vector
-registers compare many of them at once: about 3 ns a comparison of 112 values.
+permutations instead of 448. Leaders' prints are stored by columns, so that vector registers compare many of
+them at once: about 3 ns per comparison of 112 values.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.sorting import argsort_keys
 
-INDEX, INPUT = 0, 1  # kinds of documents, in the order of their priorities
+INDEX, INPUT = 0, 1  # kinds of documents; those of an index have the higher priority
 
-_BLOCK = 256  # documents whose counts stay in the nearest cache
+_BLOCK = 256  # number of documents whose match counts fit into the L1 cache
 
 _LOW7 = np.uint64(0x7F7F7F7F7F7F7F7F)
 
@@ -69,28 +70,28 @@ _ONES = np.uint64(0x0001000100010001)
 
 
 def make_prints(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """uint64[n, words] of uint32[n, permutations]."""
+    """Return the prints, uint64[n, words], of signatures, uint32[n, permutations]."""
     count, permutations = signatures.shape
     prints = np.zeros((count, -(-permutations // 8) * 8), np.uint8)
-    # All bits of the value decide the product's upper byte, and small values spread too (Fibonacci hashing).
+    # The product's upper byte depends on all bits of the value, also of small values (Fibonacci hashing).
     prints[:, :permutations] = signatures * np.uint32(0x9E3779B1) >> np.uint32(24)
     return prints.view("<u8")
 
 
 def matches_for(similarity: float, permutations: int) -> int:
-    """The least number of equal bytes, zeros at the end included, that makes an estimate of `similarity`."""
+    """Return the least number of equal bytes, padding included, that gives an estimate of `similarity`."""
     equal = similarity + (1 - similarity) / 256
     filling = -permutations % 8
     return int(np.ceil(permutations * equal - 1e-9)) + filling
 
 
-Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]  # of `scan`
+Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]  # the argument `settings` of `scan`
 _Space = tuple[UInt64s, Int64s, UInt8s, UInt64s]
 
 
 @kernel
 def count_matches(document: UInt64s, columns: UInt64s, count: int, out: UInt64s) -> None:
-    """out[i] = equal bytes of the print `document` and of column i of `columns`, for i < count."""
+    """Set out[i] to the number of equal bytes in `document` and column i of `columns`, for i < count."""
     for start in range(0, count, _BLOCK):
         stop = min(count, start + _BLOCK)
         sums = out[start:stop]
@@ -99,7 +100,8 @@ def count_matches(document: UInt64s, columns: UInt64s, count: int, out: UInt64s)
             value = document[word]
             row = columns[word, start:stop]
             for i in range(len(sums)):
-                # A byte of `differs` has its upper bit set if any bit of it is; sums stay below 256 a byte.
+                # A byte of `differs` has its upper bit set if any bit of x is set there. A byte of `sums`
+                # cannot overflow: it counts up to one match per word of the print.
                 x = row[i] ^ value
                 differs = ((x & _LOW7) + _LOW7) | x
                 sums[i] += (~differs & _BIT7) >> np.uint64(7)
@@ -121,14 +123,14 @@ def scan(
     out: Int64s,
     at: int,
 ) -> tuple[int, int, int]:
-    """Pair documents with the leaders before them, making leaders of those that none covers.
+    """Pair documents with the leaders before them; documents that no leader covers become leaders.
 
-    Goes through the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. space holds
-    `leaders` leaders: (their prints by columns, ranks, whether they are firm, and place for counts).
-    settings = (floor, similar, cover, most leaders, most pairs of a document, similar firm leaders that
-    cover it), the first three as `matches_for`. Sets bounded[i] to 1 where one more leader was needed than
-    there may be, to 2 where pairs of a document that is not covered were left out (3: both). Returns (next
-    row, leaders, next place in out).
+    Processes the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. `space` holds
+    `leaders` leaders: (prints by columns, ranks, firm or not, room for match counts). `settings` is (floor,
+    similar, cover, maximum of leaders, maximum of pairs per document, number of similar firm leaders that
+    cover a document); the first three count equal bytes, as `matches_for` does. Sets bounded[i] to 1 where
+    one more leader was needed than the limit, to 2 where pairs of a document that is not covered were left
+    out (3: both). Returns (next row, leaders, next index in `out`).
     """
     floor, similar, cover, most_leaders, most_pairs, enough = settings
     columns, heads, firm, sums = space
@@ -138,8 +140,8 @@ def scan(
         count_matches(prints[i], columns, leaders, sums)
         kind = kinds[i]
         hits = alike = 0
-        best = np.uint64(0)  # of firm leaders
-        for j in range(leaders):  # free of branches, so that it runs in vector registers
+        best = np.uint64(0)  # most matches with any firm leader
+        for j in range(leaders):  # without branches, so that the compiler vectorizes it
             of_firm = sums[j] * np.uint64(firm[j])
             best = max(best, of_firm)
             alike += of_firm >= similar
@@ -154,7 +156,7 @@ def scan(
         if leaders == most_leaders:
             bounded[i] |= 1
         else:
-            for word in range(len(columns)):  # a slice assigned to a slice takes Numba seconds to compile
+            for word in range(len(columns)):  # slice assignment would take Numba seconds to compile
                 columns[word, leaders] = prints[i, word]
             heads[leaders] = ranks[i]
             firm[leaders] = kind == INDEX or best < similar
@@ -173,7 +175,7 @@ def _pair(
     out: Int64s,
     at: int,
 ) -> int:
-    """Write the pairs of one document; of more than `most`, half the first and half the most alike others."""
+    """Write the pairs of one document; of more than `most`, the first half and then the most similar."""
     _, heads, _, sums = space
     first = hits if hits <= most else most // 2
     least, ties = floor, 0
@@ -198,7 +200,7 @@ def _pair(
 
 @kernel
 def _cut(leaders: int, floor: np.uint64, first: int, most: int, sums: UInt64s) -> tuple[np.uint64, int]:
-    """(least, ties): past `first` hits, the `most` alike are those over least, and ties equal to it."""
+    """Return (least, ties): after `first` hits, the `most` best are those > least and `ties` equal to it."""
     histogram = np.zeros(int64(sums[:leaders].max()) + 1, np.int64)
     for j in range(leaders):
         if sums[j] >= floor:
@@ -225,12 +227,11 @@ def scan_groups(
     space: _Space,
     out: Int64s,
 ) -> int:
-    """`scan` of many small groups of rows, group g from edges[g] to edges[g + 1], where all become leaders:
+    """Run `scan` on many small groups of rows whose documents all become leaders; return the pairs in `out`.
 
-    no group may have as many documents as settings allow leaders, nor any be covered.
-
-    state = (group, row, leaders): where to go on; returns how many pairs are in `out`. Done when the state's
-    group is len(edges) - 1.
+    Group g is the rows edges[g] to edges[g + 1]. No group may have as many documents as the maximum of
+    leaders, and the settings must let no document be covered. `state` is (group, row, leaders), where to
+    continue; all is done when its group is len(edges) - 1.
     """
     at = 0
     bounded = np.zeros(0, np.uint8)
@@ -256,9 +257,9 @@ def scan_groups(
     return at
 
 
-_CHUNK_DOCUMENTS = 1 << 14  # at most, whose signatures are read together
+_CHUNK_DOCUMENTS = 1 << 14  # maximum number of documents whose signatures are read together
 
-_BYTES_PER_VALUE = 10  # while a signature is read and becomes a print, measured
+_BYTES_PER_VALUE = 10  # measured memory per signature value while signatures become prints
 
 _OUT_PAIRS = 1 << 16
 
@@ -271,17 +272,17 @@ Pairs = tuple[Numbers, Numbers]
 
 @dataclass(frozen=True, slots=True)
 class HubLimits:
-    """Bounds of the work on one bucket."""
+    """Limits of the work on one bucket."""
 
-    documents: int = 512  # buckets of more do not get all pairs,
-    sub_documents: int = 64  # nor do sub-buckets of more
-    leaders: int = 4096  # in a sub-bucket: each document is compared with all, in 12 microseconds
-    pairs: int = 16  # of one document with leaders of a sub-bucket
-    covering: int = 3  # firm leaders of estimate >= similarity that cover a document
+    documents: int = 512  # a bucket with more documents does not get all pairs
+    sub_documents: int = 64  # a sub-bucket with more documents does not get all pairs
+    leaders: int = 4096  # maximum per sub-bucket; comparing a document with all takes 12 microseconds
+    pairs: int = 16  # maximum per document with the leaders of a sub-bucket
+    covering: int = 3  # number of firm leaders of estimate >= similarity that cover a document
 
 
 def sub_rows(similarity: float, permutations: int) -> int:
-    """Values in a sub-band: the most that keep 0.995 of the pairs at the threshold."""
+    """Return the largest number of values per sub-band that keeps 0.995 of the pairs at the threshold."""
     rows = 1
     while rows < permutations:
         bands = permutations // (rows + 1)
@@ -292,7 +293,10 @@ def sub_rows(similarity: float, permutations: int) -> int:
 
 
 def thresholds(similarity: float, permutations: int) -> tuple[int, int, int]:
-    """(floor, similar, cover) in equal values, as `matches_for`: estimates that pair, unsettle and cover."""
+    """Return (floor, similar, cover), each a number of equal bytes as in `matches_for`.
+
+    `floor` makes a pair, `similar` keeps a leader from being firm, and `cover` covers a document.
+    """
     sigma = sqrt(similarity * (1 - similarity) / permutations)
     estimates = max(similarity - 3 * sigma, 0.0), similarity, min(similarity + 2 * sigma, 1.0)
     floor, similar, cover = (matches_for(estimate, permutations) for estimate in estimates)
@@ -300,9 +304,9 @@ def thresholds(similarity: float, permutations: int) -> tuple[int, int, int]:
 
 
 class HubSearch:
-    """Finds the pairs of hubs of one population.
+    """Finds the candidate pairs in the hubs of one population.
 
-    `bounded` counts documents that met a limit, once for each sub-bucket where they did.
+    `bounded` counts the documents that met a limit, once for each sub-bucket where they did.
     """
 
     def __init__(
@@ -317,17 +321,17 @@ class HubSearch:
         self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, SIGNATURES_FILE)}
 
     def pairs(self, numbers: Numbers) -> Iterator[Pairs]:
-        """Arrays (a, b), a < b, of the pairs among these documents (ascending numbers); some occur again."""
+        """Yield arrays (a, b), a < b, of pairs among these ascending document numbers; pairs may repeat."""
         hub = _Hub(self, numbers, self._similarity, self._limits, self._memory_bytes)
         yield from hub.split(np.arange(len(numbers), dtype=np.int64), hub.rows)
         self.bounded += hub.bounded
 
     def kinds(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
-        """uint8[n]: INDEX or INPUT."""
+        """Return uint8[n], INDEX or INPUT for each document number."""
         return np.where(numbers < self._population.indexed.start, INPUT, INDEX).astype(np.uint8)
 
     def priorities(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
-        """uint64[n, 3], `priority` of each of these ascending numbers."""
+        """Return the priorities, uint64[n, 3], of these ascending document numbers."""
         found = np.empty((len(numbers), 3), np.uint64)
         for start in range(0, len(numbers), _CHUNK_DOCUMENTS):
             chunk = slice(start, start + _CHUNK_DOCUMENTS)
@@ -338,7 +342,7 @@ class HubSearch:
         return found
 
     def prints(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
-        """uint64[n, words], `make_prints` of the signatures of these numbers, in any order."""
+        """Return the prints, uint64[n, words], of these document numbers, which may be in any order."""
         order = np.argsort(numbers)
         found: npt.NDArray[np.uint64] | None = None
         for part, rows, places in self._by_part(numbers[order]):
@@ -346,16 +350,16 @@ class HubSearch:
             if found is None:
                 found = np.empty((len(numbers), prints.shape[1]), np.uint64)
             found[order[places]] = prints
-        assert found is not None, "no documents"
+        assert found is not None, "prints of no documents were requested"
         return found
 
     def permutations(self, number: np.uint64) -> int:
-        """Values in this document's signature, as in all."""
+        """Return the number of values in this document's signature, which is the same for all documents."""
         part = int(self._population.locate(np.array([number]))[0][0])
         return self._file(part, SIGNATURES_FILE).row_shape[0]
 
     def _by_part(self, numbers: Numbers) -> Iterator[tuple[int, Ranks, slice]]:
-        """(part, rows in it, their places in `numbers`) for ascending numbers."""
+        """Yield (part, rows in the part, their slice of `numbers`) for ascending document numbers."""
         parts, rows = self._population.locate(numbers)
         edges = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
         for start, stop in pairwise(edges):
@@ -369,10 +373,10 @@ class HubSearch:
 
 
 class _Headers:
-    """The headers of one file of all parts that were read: a byte a part, as they differ in rows only."""
+    """Caches the headers of one table in all parts: one byte per part, as they differ only in rows."""
 
     def __init__(self, parts: int) -> None:
-        self._kind_of = np.zeros(parts, np.uint8)  # 1 is the first of `_kinds`
+        self._kind_of = np.zeros(parts, np.uint8)  # index into `_kinds` plus 1; 0: header not read yet
         self._kinds: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = []
 
     def open(self, table: Artifact, part: int, rows: int) -> RowFile:
@@ -389,10 +393,10 @@ class _Headers:
 
 
 class _Hub:
-    """One bucket. Documents are known by their rank, 0 the highest priority.
+    """One large bucket, whose documents are numbered by rank; rank 0 has the highest priority.
 
-    Memory: about 80 bytes a document, and its print as well if that fits into half of `memory_bytes`;
-    otherwise prints are read again for each sub-band.
+    Memory: about 80 bytes per document. The prints are held as well if they fit into half of `memory_bytes`;
+    otherwise they are read again for each sub-band.
     """
 
     def __init__(
@@ -412,7 +416,7 @@ class _Hub:
         self._chunk_documents = min(_CHUNK_DOCUMENTS, max(256, most))
         floor, similar, cover = (np.uint64(least) for least in thresholds(similarity, self._permutations))
         never = np.uint64((1 << 64) - 1)
-        every = limits.documents + 1  # no limit reached
+        every = limits.documents + 1  # a limit that is never reached
         self._leaders: Settings = (floor, similar, cover, limits.leaders, limits.pairs, limits.covering)
         self._all_pairs: Settings = (floor, never, never, every, every, every)
         words = -(-self._permutations // 8)
@@ -435,10 +439,10 @@ class _Hub:
             self._prints = prints
 
     def split(self, members: Ranks, rows: int, *, again: bool = True) -> Iterator[Pairs]:
-        """Pairs of members (ascending) that share `rows` values of the signature, in any sub-band."""
+        """Yield pairs of members (ascending ranks) that agree in all `rows` values of a sub-band."""
         bands = list(range(self._permutations // rows))
         if again and len(shared := self._shared_by_all(members, rows)) == 1 < len(bands):
-            bands.remove(shared[0])  # the hub's own band lies around it
+            bands.remove(shared[0])  # it is inside the band that made the hub
         for band in bands:
             keys, order = argsort_keys(self._keys(members, band * rows, rows))
             edges = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]]))
@@ -459,7 +463,7 @@ class _Hub:
                     yield from self.split(rest, 2 * rows, again=False)
 
     def _shared_by_all(self, members: Ranks, rows: int) -> list[int]:
-        """The sub-bands that tell no document from another."""
+        """Return the sub-bands whose values are equal in all members."""
         first = self._rows(members[:1]).view(np.uint8)
         same = np.ones(first.shape[1], np.bool_)
         for start in range(0, len(members), self._chunk_documents):
@@ -475,7 +479,7 @@ class _Hub:
         return self._search.prints(self._numbers[ranks]) if self._prints is None else self._prints[ranks]
 
     def _keys(self, members: Ranks, first: int, rows: int) -> npt.NDArray[np.uint64]:
-        """uint64[n]: FNV-1a of the bytes first to first + rows of each print."""
+        """Return the FNV-1a hashes, uint64[n], of the bytes [first, first + rows) of each print."""
         keys = np.full(len(members), 0xCBF29CE484222325, np.uint64)
         for start in range(0, len(members), self._chunk_documents):
             values = self._rows(members[start : start + self._chunk_documents]).view(np.uint8)
@@ -486,7 +490,7 @@ class _Hub:
         return keys
 
     def _groups(self, members: Ranks, sizes: Ranks) -> Iterator[Pairs]:
-        """All pairs within groups: members one group after the other, none over a chunk."""
+        """Yield all pairs within groups of up to a chunk; `members` holds one group after the other."""
         edges = np.concatenate([[0], np.cumsum(sizes)])
         begin = 0
         while begin < len(sizes):
@@ -502,7 +506,7 @@ class _Hub:
             begin = end
 
     def _scan(self, members: Ranks, settings: Settings, left: list[Ranks]) -> Iterator[Pairs]:
-        """Pairs of one bucket by `scan`; `left` gets the members that were to be leaders and could not."""
+        """Yield the pairs that `scan` finds in a bucket; append members over the leader limit to `left`."""
         leaders = 0
         for start in range(0, len(members), self._chunk_documents):
             ranks = members[start : start + self._chunk_documents]

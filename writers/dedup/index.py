@@ -1,24 +1,25 @@
 """The dedup index of a corpus, against which later builds remove near-duplicates without having its texts.
 
-    dedup-index.json   settings, counts, what it was made from, and each file's size and xxh3-128; last
+    dedup-index.json   settings, counts, sources, and each file's size and xxh3-128; written last
     part-00000/…       for each split a part (population.py, signatures.py) of the documents that stayed,
                        `row` being the row in this part, and their n-grams (shingle_store.py), numbered from 0
-    part-…/blocks.json the xxh3-64 of the blocks of these files: ranges of them are checked when they are read
+    part-…/blocks.json the xxh3-64 of the blocks of these files, which check ranges when they are read
 
-An index is a folder, or lies in a store, where nobody needs a copy of it: tasks read ranges of its parts. A
-copy of a folder in a store is an index, too. Indexes of format 1 have no blocks.json: only a folder is one.
-They have band keys, too, which nothing reads, and their word keys are no run: a task makes one (`key_runs`).
+An index is a folder, or the copy of one in a store, where tasks read ranges of its parts without a local
+copy. An index of format 1 has no blocks.json, so it must be a folder. It also has band keys, which nothing
+reads, and its word keys are not stored as a run: a task makes one (`key_runs`).
 
-Of each set the `sketch` smallest hashes are stored, so that the index's size does not grow with the texts. A
-document of no more distinct n-grams is compared exactly; for others the similarity s is an unbiased estimate
-(compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 at 0.8 and 1,024. By default
-a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to 8 KiB.
+Only the `sketch` smallest hashes of each set are stored, so that the index's size does not grow with the
+texts. A document with no more distinct n-grams than that is compared exactly; for others the similarity s is
+an unbiased estimate (compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 for
+s = 0.8 and sketch = 1,024. By default a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to
+8 KiB.
 
-An index may come from someone else. Opening it checks the size of each table, and in a folder the rows that
-its header states; in a store its size must be that of so many rows. Stages check the numbers they read from
-it before compiled code uses them as addresses.
+An index may come from an untrusted source. Opening it checks the size of each table, and the number of rows:
+in a folder by the table's header, in a store by the table's size. Stages check the numbers they read from it
+before compiled code uses them as addresses.
 
-It appears whole or not at all (index_build.py), and its bytes follow from the documents and settings alone.
+It appears whole or not at all (index_build.py), and its bytes depend on the documents and settings alone.
 Signatures are comparable only if settings, Unicode version and hash functions are the same;
 `DedupIndex.check` names the differences.
 """
@@ -89,7 +90,7 @@ _KEYS_OF_FORMAT_1 = "keys.npy"
 
 _FILES_OF_FORMAT_1 = {*INDEX_PART_FILES, _KEYS_OF_FORMAT_1, "bands.bin", "bands.npy"} - {KEYS.file}
 
-_ROWS_OF_FORMAT_1 = 1 << 18  # in each run of keys, whose `place` counts in it
+_ROWS_OF_FORMAT_1 = 1 << 18  # rows per run of keys; `place` is a row number within its run
 
 _KEY_OF_FORMAT_1 = np.dtype(
     [
@@ -98,9 +99,9 @@ _KEY_OF_FORMAT_1 = np.dtype(
     ]
 )
 
-SKETCH = 1024  # hashes
+SKETCH = 1024  # default number of hashes stored per document
 
-MIN_SKETCH, MAX_SKETCH = 64, 1 << 20  # fewer estimate within 0.05 only; more are 8 MiB a document
+MIN_SKETCH, MAX_SKETCH = 64, 1 << 20  # standard deviation up to 0.05; 8 MiB per document
 
 _THREADS = 8
 
@@ -124,12 +125,12 @@ class _Part(StrictModel):
 
     @property
     def digest(self) -> str:
-        """The digest of its tables."""
+        """The digest of the part's tables."""
         return digest_of({name: file.xxh3_128 for name, file in self.files.items()})
 
 
 class IndexRecord(StrictModel):
-    """What dedup-index.json holds."""
+    """The contents of dedup-index.json."""
 
     format: Literal[1, 2]
     shardkit_version: str
@@ -143,7 +144,7 @@ class IndexRecord(StrictModel):
 
 @dataclass(frozen=True)
 class DedupIndex:
-    """An index, opened by `open_index`: a folder, or the URL of one in a store."""
+    """An open index (see `open_index`), in a folder or at a URL of a store."""
 
     location: Path | str
     record: IndexRecord
@@ -164,52 +165,52 @@ class DedupIndex:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """`index_settings` of the recipe that made it."""
+        """The `index_settings` of the recipe that made the index."""
         return self.record.settings
 
     @property
     def documents(self) -> int:
-        """Documents that it holds."""
+        """The number of documents in the index."""
         return self.record.documents
 
     @property
     def bytes(self) -> int:
-        """UTF-8 of those documents' texts, which are not in it."""
+        """The total size of the documents' texts, which the index does not store, in bytes of UTF-8."""
         return self.record.bytes
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes that its tables take on disk."""
+        """The total size of the index's tables on disk, in bytes."""
         return sum(file.bytes for part in self.record.parts for file in part.files.values())
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the settings and of every table: what a task that reads the index depends on."""
+        """The digest of the settings and of every table, which identifies the index as an input of tasks."""
         record = self.record.model_dump(mode="json")
-        if record["format"] > 1:  # where its parts are makes no other index
+        if record["format"] > 1:  # the folders' names do not change the contents
             for part in record["parts"]:
                 del part["folder"]
         return digest_of([record["format"], record["settings"], record["sketch"], record["parts"]])
 
     def check(self, config: NearDedupConfig, key: str = "dedup.near.against") -> None:
-        """RecipeError, naming `key` and every setting, if documents of this recipe cannot be compared."""
+        """Raise RecipeError, with `key` and all differing settings, if a recipe does not match the index."""
         there, here = _flat(self.settings), _flat(index_settings(config))
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         if not names:
             return
-        if names != ["probe"]:  # what else differs explains it
+        if names != ["probe"]:  # the other differing settings explain a different probe
             names = [name for name in names if name != "probe"]
         differences = "; ".join(
-            f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here"
+            f"{name} is {there.get(name, 'not set')} in the index, {here.get(name, 'not set')} here"
             for name in names
         )
         raise RecipeError(
-            f"{key}: {self.location} was made with other settings: {differences}; use the same, or make the "
-            "index again"
+            f"{key}: {self.location} was made with different settings: {differences}; use the same settings, "
+            "or make the index again"
         )
 
     def verify(self) -> None:
-        """BuildError that names the first file whose bytes are not those that were published."""
+        """Check the bytes of all files. Raises BuildError with the first file that differs from its hash."""
         files = [
             (self._folder(part) / name, file)
             for part in self.record.parts
@@ -220,11 +221,11 @@ class DedupIndex:
             for (path, file), found in zip(files, hashes, strict=True):
                 if found != file.xxh3_128:
                     raise BuildError(
-                        f"{path}: xxh3-128 {found}, expected {file.xxh3_128}; make the index again"
+                        f"{path}: has xxh3-128 {found}, expected {file.xxh3_128}; make the index again"
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Describe the index as plain data, with only the number of its parts."""
+        """Return the index's record as plain data, with the number of parts instead of the parts."""
         record = self.record.model_dump(mode="json", exclude={"parts"})
         return {
             "location": str(self.location),
@@ -236,7 +237,7 @@ class DedupIndex:
 
 
 def key_runs(run: RunTasks, indexes: Sequence[DedupIndex], memory_bytes: int) -> list[Commit | Segment]:
-    """The run of KEYS of each part of all indexes: maps of an exchange."""
+    """Return the KEYS run of each part of all indexes, to be read through an exchange."""
     found: list[Commit | Segment] = []
     for index in indexes:
         parts = list(zip(index.parts, index.record.parts, strict=True))
@@ -255,7 +256,7 @@ def key_runs(run: RunTasks, indexes: Sequence[DedupIndex], memory_bytes: int) ->
 
 
 def _make_key_run(folder: Path, keys: Artifact, memory_bytes: MemoryBytes) -> None:
-    """Write the word keys of a part of format 1 as a run."""
+    """Write the word keys of a part of an index of format 1 as a run."""
     table = Rows(keys, _KEY_OF_FORMAT_1)
     with RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2) as writer:
         for start in range(0, len(table), CHUNK_ROWS):
@@ -273,28 +274,35 @@ INDEX_KEYS = Stage("index_keys", "near-duplicates", _make_key_run)
 
 
 def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupConfig:
-    """The settings, if an index can be made by them; RecipeError. ValueError: a sketch of so many hashes."""
+    """Return the settings; RecipeError if no index can be made with them, ValueError for a wrong sketch."""
     if config is None:
-        raise RecipeError("dedup.near: is not set, and an index is of its signatures; {} sets the defaults")
+        raise RecipeError(
+            "dedup.near: is not set, but an index stores its signatures; set it ({} sets the defaults)"
+        )
     if config.scope != "global":
         raise RecipeError(
-            f"dedup.near.scope: is {config.scope_name}, so nothing could be compared with other corpora; an "
-            "index needs global"
+            f"dedup.near.scope: is {config.scope_name}, so nothing could be compared with other corpora; set "
+            "it to global to make an index"
         )
     if sketch and not MIN_SKETCH <= sketch <= MAX_SKETCH:
-        raise ValueError(f"a sketch of {sketch:,} hashes: from {MIN_SKETCH} to {MAX_SKETCH:,}, or 0 for all")
+        raise ValueError(
+            f"sketch is {sketch:,} hashes; use {MIN_SKETCH} to {MAX_SKETCH:,}, or 0 to store all hashes"
+        )
     return config
 
 
 def index_settings(config: NearDedupConfig) -> dict[str, Any]:
-    """All that must be the same for documents to be compared; a probe stands for the code's hashes."""
+    """Return the settings that must be equal for documents to be comparable.
+
+    The `probe` is a digest of hashes of one fixed text, so it changes when the hashing code changes.
+    """
     probe, (bands, rows) = pa.array([_PROBE], pa.large_string()), bands_and_rows(config)
     signed = sign_batch(probe, config.minhash)
     shingles = shingle_batch(probe, config.minhash).hashes
     made: list[npt.NDArray[Any]] = [signed.values, signed.keys, shingles]
     made.append(band_keys(signed.values, bands, rows))
     return {
-        # Older indexes name their scheme, so that those of another one are refused.
+        # Older indexes record their hash scheme; an index of another scheme must be refused.
         "minhash": config.minhash.model_dump(mode="json") | {"scheme": "shardkit"},
         "bands": bands,
         "rows": rows,
@@ -305,7 +313,7 @@ def index_settings(config: NearDedupConfig) -> dict[str, Any]:
 
 
 def open_index(location: Path | str, storage: StorageOptions | None = None) -> DedupIndex:
-    """The index in a folder or at a URL. BuildError if there is none, or one of another format or size."""
+    """Open the index in a folder or at a URL. Raises BuildError for a missing or damaged one."""
     if is_remote(location):
         return _open_stored(str(location).rstrip("/"), storage)
     path = local_path(location)
@@ -317,7 +325,7 @@ def open_index(location: Path | str, storage: StorageOptions | None = None) -> D
     record = _parse(str(file), data)
     for part in record.parts:
         _check_sizes(path, part)
-    with ThreadPoolExecutor(_THREADS) as pool:  # to read headers from a network disk takes a while
+    with ThreadPoolExecutor(_THREADS) as pool:  # reading headers from a network disk is slow
         list(pool.map(lambda part: _check_rows(path, part, record.settings), record.parts))
     return DedupIndex(path, record)
 
@@ -329,7 +337,8 @@ def _open_stored(url: str, storage: StorageOptions | None) -> DedupIndex:
         record = _parse(where, store.get(INDEX_FILE))
         if record.format == 1:
             raise BuildError(
-                f"{where}: format 1 can only be used from a folder; copy it to a disk, or make it again"
+                f"{where}: an index of format 1 can only be read from a local folder; copy it to a disk, or "
+                "make the index again"
             )
         present = {info.key: info.bytes for info in store.list("part-")}
     except ObjectNotFoundError:
@@ -340,7 +349,7 @@ def _open_stored(url: str, storage: StorageOptions | None) -> DedupIndex:
         for name, file in part.files.items():
             key = f"{part.folder}/{name}"
             if present.get(key) != file.bytes:
-                found = "is gone" if key not in present else f"{present[key]:,} bytes"
+                found = "is missing" if key not in present else f"is {present[key]:,} bytes long"
                 raise BuildError(f"{url}/{key}: {found}, expected {file.bytes:,} bytes; make the index again")
         _check_row_bytes(url, part, record.settings)
     return DedupIndex(url, record, storage)
@@ -353,11 +362,11 @@ def _parse(file: str, text: bytes) -> IndexRecord:
     try:
         data = load_json(text)
     except ValueError as error:
-        raise BuildError(f"{file}: is no JSON: {error}; make the index again") from None
+        raise BuildError(f"{file}: is not valid JSON: {error}; make the index again") from None
     version = data.get("format") if isinstance(data, dict) else None
     if version not in (1, FORMAT):
         raise BuildError(
-            f"{file}: format {version!r}, and this shardkit knows {FORMAT}; make the index again"
+            f"{file}: is format {version!r}, this shardkit reads formats 1 and {FORMAT}; make the index again"
         )
     try:
         record = IndexRecord.model_validate(data)
@@ -366,11 +375,13 @@ def _parse(file: str, text: bytes) -> IndexRecord:
         where = ".".join(map(str, first["loc"]))
         raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
     if record.documents != sum(part.documents for part in record.parts):
-        raise BuildError(f"{file}: the documents of its parts do not add up; make the index again")
+        raise BuildError(f"{file}: `documents` is not the sum over the parts; make the index again")
     names = {*INDEX_PART_FILES, BLOCKS_FILE} if record.format > 1 else _FILES_OF_FORMAT_1
     for part in record.parts:
         if set(part.files) != names:
-            raise BuildError(f"{file}: {part.folder} lists other files than an index has")
+            raise BuildError(
+                f"{file}: {part.folder} does not list exactly the files of an index; make the index again"
+            )
     return record
 
 
@@ -382,28 +393,28 @@ def _check_sizes(path: Path, part: _Part) -> None:
         except OSError as error:
             raise BuildError(f"{table}: cannot be read: {error.strerror}; make the index again") from None
         if found != file.bytes:
-            raise BuildError(f"{table}: {found:,} bytes, expected {file.bytes:,}; make the index again")
+            raise BuildError(f"{table}: is {found:,} bytes, expected {file.bytes:,}; make the index again")
 
 
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
-    """Every table has as many rows as the part has documents: numbers are places in them, and in bitmaps."""
+    """Check that every table has one row per document, since numbers are used as indexes of its rows."""
     folder = Artifact(path / part.folder, remedy=_REMEDY)
     tables = {DOCUMENTS_FILE: DOCUMENT, SETS_FILE: SET}
     found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
     signatures = RowFile(folder / SIGNATURES_FILE)
     width = settings.get("minhash", {}).get("permutations")
     if signatures.dtype != np.dtype("<u4") or signatures.row_shape != (width,):
-        problem = f"rows of {signatures.row_shape} {signatures.dtype}, expected {width} uint32"
+        problem = f"has rows of {signatures.row_shape} {signatures.dtype}, expected ({width},) uint32"
         raise BuildError(f"{folder / SIGNATURES_FILE}: {problem}; make the index again")
     for name, rows in (found | {SIGNATURES_FILE: signatures.rows}).items():
         if rows != part.documents:
             raise BuildError(
-                f"{folder / name}: {rows:,} rows, expected {part.documents:,}; make the index again"
+                f"{folder / name}: has {rows:,} rows, expected {part.documents:,}; make the index again"
             )
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"minhash.ngram": 5, …}."""
+    """Flatten nested settings to dotted names, such as {"minhash.ngram": 5}."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -411,7 +422,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None:
-    """Tables in a store have the bytes of as many rows as the part has documents: `Rows` checks the rest."""
+    """Check that each table in a store has the size for one row per document; `Rows` checks the headers."""
     width = settings.get("minhash", {}).get("permutations")
     sizes = {DOCUMENTS_FILE: DOCUMENT.itemsize, SETS_FILE: SET.itemsize}
     sizes[SIGNATURES_FILE] = 4 * (width if isinstance(width, int) else 0)
@@ -419,7 +430,7 @@ def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None
         expected = HEADER_BYTES + part.documents * size
         if part.files[name].bytes != expected:
             raise BuildError(
-                f"{url}/{part.folder}/{name}: {part.files[name].bytes:,} bytes, expected {expected:,} for "
+                f"{url}/{part.folder}/{name}: is {part.files[name].bytes:,} bytes, expected {expected:,} for "
                 f"{part.documents:,} documents; make the index again"
             )
 
@@ -434,10 +445,10 @@ def _hash_of(file: Artifact) -> str:
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """The files of a part at a URL, as artifacts see them. Each range is compared with the part's hashes."""
+    """The remote files of an index part; every range is checked against the hashes in blocks.json."""
 
     url: str
-    sizes: tuple[tuple[str, int], ...]  # by file
+    sizes: tuple[tuple[str, int], ...]  # (file name, bytes)
     blocks: str  # the xxh3-128 of blocks.json
     storage: StorageOptions | None
 
@@ -453,13 +464,13 @@ class _StoredPart:
         return data
 
     def borrow(self, path: Path) -> Path:
-        """A copy in a temporary file, which the caller removes."""
+        """Copy a file into a temporary file, which the caller removes."""
         with self.open(path) as source, tempfile.NamedTemporaryFile(delete=False) as target:
             shutil.copyfileobj(source, target, _COPY_BYTES)
         return Path(target.name)
 
     def fetch(self, path: Path) -> None:
-        raise NotImplementedError(f"{path}: a part in a store is read by ranges")
+        raise NotImplementedError(f"{path}: an index in a store is only read by ranges")
 
     def content_of(self, path: Path) -> str:
         return _stored_hashes(self)[path.name].xxh3_128
@@ -475,12 +486,12 @@ class _StoredPart:
         )
 
     def _damaged(self, name: str) -> BuildError:
-        return BuildError(f"{self.url}/{name}: is gone or differs from its hashes; make the index again")
+        return BuildError(f"{self.url}/{name}: is missing or differs from its hashes; make the index again")
 
 
 @lru_cache(maxsize=256)
 def _stored_hashes(part: _StoredPart) -> dict[str, Output]:
-    """The files of a part, from its blocks.json."""
+    """Read the sizes and hashes of a part's files from its blocks.json."""
     where, sizes = f"{part.url}/{BLOCKS_FILE}", dict(part.sizes)
     data = _store(part.url, part.storage).get(BLOCKS_FILE)
     if hash_bytes(data, ["xxh3_128"])["xxh3_128"] != part.blocks:
@@ -495,7 +506,7 @@ def _stored_hashes(part: _StoredPart) -> dict[str, Output]:
             if len(block_hashes(output)) != (blocks if blocks > 1 else 0):
                 raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BuildError(f"{where}: is not a list of hashes; make the index again") from None
+        raise BuildError(f"{where}: does not hold the hashes of the files; make the index again") from None
     return files | {BLOCKS_FILE: Output(sizes[BLOCKS_FILE], part.blocks)}
 
 

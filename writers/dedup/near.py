@@ -1,15 +1,15 @@
 """Near-duplicate removal, from documents to who is removed.
 
-`remove_near` is all stages in their order; a build calls it between exact removal and tokenizing.
-`find_near_duplicates` is the same for anyone's files of documents.
+`remove_near` runs all stages in order; a build calls it between exact removal and tokenizing.
+`find_near_duplicates` does the same for any files of documents.
 
     signatures  split -> its part of the population
-    equal       range of word keys -> documents whose words others have
+    equal       range of word keys -> documents with the same words as another
     bands       part -> band keys of the other documents
     candidates  range of band keys -> pairs
-    shingles    part, and the pairs of its documents -> their sets of n-grams, sent to blocks of pairs
+    shingles    part, and the pairs of its documents -> texts or sets of n-grams, sent to blocks of pairs
     verify      block of documents: pairs, and sets of both sides -> edges
-    near        edges -> who is removed (shardkit.writers.dedup.resolve has its stages: near_equal, …)
+    near        edges -> removed documents (its stages are in shardkit.writers.dedup.resolve: near_equal, …)
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ from shardkit.writers.execution.work import Work
 
 @dataclass(frozen=True)
 class NearResult:
-    """`lost` and `kept` are the tasks that wrote who is removed, and what the others represent, of each part;
-    `parts` those of the splits' signatures.
+    """The result of near-duplicate removal.
 
-    `removed` is what they decided about each split's documents. `counts` are facts for the dataset card.
+    Per part of the population, `lost` has the commit with the removed documents, `kept` the commit with the
+    documents that represent others; `parts` has the commits with the splits' signatures. `removed` has the
+    decisions per split. `counts` are facts for the dataset card.
     """
 
     lost: Sequence[Commit]
@@ -96,9 +97,10 @@ def remove_near(
     indexes: Sequence[DedupIndex] = (),
     limits: Limits = DEFAULT_LIMITS,
 ) -> NearResult:
-    """Run all stages. `removals` are what each split lost before; the documents of `indexes` win over all.
+    """Run all stages of near-duplicate removal.
 
-    `memory_bytes` bounds what one task holds, `limits` are of exchanges.
+    `removals` are the earlier removals of each split. Documents of `indexes` have priority over all inputs.
+    `memory_bytes` limits the memory of one task, `limits` are those of exchanges.
     """
     minhash, scope, tasks = config.minhash, config.scope, []
     for split, gone in zip(splits, removals, strict=True):
@@ -144,7 +146,7 @@ def remove_near(
 
 
 def _store(run: RunTasks, population: Population) -> PopulationFile:
-    """Write where the parts are, by a task of its own."""
+    """Store the locations of all parts in a file, which a task writes, so that tasks need no long lists."""
     inputs, others = population.parts[: population.inputs], population.parts[population.inputs :]
     named = [(part.folder.path.name, part.documents) for part in inputs]
     [[written]] = run([PARTS.task("parts", 0, named, [part.documents for part in others])])
@@ -164,7 +166,7 @@ def _pair(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Find the candidate pairs of documents that lost to no equal words; `names` are of parts."""
+    """Find candidate pairs of documents not removed for equal words; `names` are the parts' task names."""
     (bands, rows), parts = bands_and_rows(config), population.parts
     lost = exchange(run, MAKE_BANDS, LOST, equal, readers=len(parts), end=len(parts) << 32, limits=limits)
     tasks = []
@@ -194,7 +196,7 @@ def _verify(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Send pairs to the parts of both documents and their sets to the blocks of pairs; verify these."""
+    """Send pairs to the parts of both documents, their sets to the blocks of pairs, and verify the blocks."""
     parts, starts, inputs = population.parts, population.starts.tolist(), population.count("input")
     bits = block_bits(inputs, sum(split.bytes for split in splits), memory_bytes)
     blocks = -(-inputs // (1 << bits))
@@ -211,7 +213,7 @@ def _verify(
 
     own, guests = (move(VERIFY, table, shingles, readers=blocks) for table in (OWN, GUESTS))
     rule, tasks = PairRule.of(config), []
-    for start in range(0, inputs, 1 << bits):  # the first of a pair is an input's
+    for start in range(0, inputs, 1 << bits):  # the first document of a pair is always an input's
         pairs, ours, theirs = (rows.slice(start, start + (1 << bits)) for rows in (firsts, own, guests))
         if not pairs.runs:
             continue
@@ -228,7 +230,7 @@ def _counts(
     compared: Sequence[VerifiedBlock],
     decided: Resolved,
 ) -> Mapping[str, int]:
-    """Return facts for the dataset card."""
+    """Return the counts of near-duplicate removal for the dataset card."""
     return {
         "documents": population.count("input"),
         "wordless": sum(part.wordless for part in signed),
@@ -246,21 +248,22 @@ def _counts(
 
 
 def _warn_of_unspaced(signed: Sequence[SignedPart]) -> None:
-    """Warn if a hundredth of the documents is of scripts without spaces, of which words tell little."""
+    """Warn if 1 % of the documents are in scripts without spaces, where a "word" is a whole sentence."""
     documents, unspaced = sum(part.documents for part in signed), sum(part.unspaced for part in signed)
     if unspaced and unspaced * 100 >= documents:
         warn_user(
-            f"dedup.near: {unspaced:,} of {documents:,} documents are written without spaces (as Chinese and "
-            "Thai), so near-duplicates among them are hardly found; set dedup.near.minhash.unit: auto"
+            f"dedup.near: {unspaced:,} of {documents:,} documents are written without spaces (such as "
+            "Chinese or Thai), so most near-duplicates among them are missed; set "
+            "dedup.near.minhash.unit: auto"
         )
 
 
 def find_equal(
     folder: Path, keys: Slice, starts: Artifact, first_index: int, memory_bytes: MemoryBytes
 ) -> int:
-    """Write who loses to a document of equal words, of a range of word keys, and return how many do.
+    """Write the documents in a range of word keys that lose to one with equal words; return their number.
 
-    `starts` has the number of each part's first document. Parts from `first_index` on are of indexes.
+    `starts` has the number of each part's first document. Parts from `first_index` on belong to indexes.
     """
     first = np.load(starts.local(), mmap_mode="r")
     losers, share = 0, memory_bytes // 8
@@ -268,7 +271,7 @@ def find_equal(
         RunWriter(folder / LOST.file, LOST, memory_bytes=share) as lost,
         RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=share) as equals,
     ):
-        # Several indexes may hold the same document: the first one keeps it.
+        # Several indexes may hold the same document; that of the first index wins.
         for found in find_copies(keys, memory_bytes, order="longest_of_source", above=first_index):
             rows = np.empty(len(found.lost), EQUALS.dtype)
             rows["key"] = _numbers(found.kept, first, first_index)
@@ -286,14 +289,14 @@ EQUAL_WORDS = Stage("equal", "near-duplicates", find_equal, cost=0.4)
 def _numbers(
     keys: npt.NDArray[np.void], starts: npt.NDArray[np.int64], first_index: int
 ) -> npt.NDArray[np.int64]:
-    """The documents' numbers. BuildError: a part, which someone else may have made, has no such row."""
+    """Return the documents' numbers. Raises BuildError for a row that is not in its part (a bad index)."""
     numbers: npt.NDArray[np.int64] = starts[keys["split"]] + keys["row"]
     wrong = numbers >= starts[keys["split"] + 1]
     if wrong.any():
         part = int(keys["split"][wrong.argmax()]) - first_index
         raise BuildError(
-            f"dedup.near.against: part {part} of the indexes: {KEYS.file} names a document that is not in "
-            "the part; make the index again"
+            f"dedup.near.against: part {part} of the indexes: {KEYS.file} refers to a document that is not "
+            "in the part; make the index again"
         )
     return numbers
 
@@ -303,12 +306,12 @@ NEAR_REMOVED = Stage("near_removed", "near-duplicates", write_tables)
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """What `find_near_duplicates` found; rows are those of the files of documents, `split` the file."""
+    """The result of `find_near_duplicates`; `split` is the index of a file, `row` a row in that file."""
 
     losers: npt.NDArray[np.void]
-    """resolve.NEAR_LOSER, sorted by (split, row)."""
+    """Removed documents, of dtype resolve.NEAR_LOSER, sorted by (split, row)."""
     winners: npt.NDArray[np.void]
-    """resolve.WINNER_DTYPE: kept documents that stand for more than themselves."""
+    """Kept documents that represent others too, of dtype resolve.WINNER_DTYPE."""
     result: NearResult
     seconds: Mapping[str, float]
 
@@ -322,10 +325,10 @@ def find_near_duplicates(
     workers: int = 0,
     indexes: Sequence[DedupIndex] = (),
 ) -> NearDuplicates:
-    """Near-duplicates among documents in Arrow files of DOCUMENT_SCHEMA, whose ids are distinct.
+    """Find near-duplicates among documents in Arrow files of DOCUMENT_SCHEMA, whose ids are distinct.
 
-    Works in `folder`, where finished tasks are found again; with 0 `workers` in this process. `memory_bytes`
-    bounds what one task holds. Equal documents are near-duplicates, too.
+    `folder` is the work folder; finished tasks in it are reused. With 0 `workers` tasks run in this process.
+    `memory_bytes` limits the memory of one task. Equal documents are near-duplicates, too.
     """
     splits = []
     for number, path in enumerate(documents):

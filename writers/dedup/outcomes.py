@@ -1,16 +1,16 @@
 """Which documents of a split were removed as duplicates, and how many documents the others represent.
 
-What is decided about documents in partitions of keys or of edges is needed by split. Whoever decides writes
-an OUTCOMES run: a row for each document that is removed, or that represents others. `by_split` brings rows
-back to their splits, through the exchange:
+Decisions are made in partitions of keys or of edges, but later stages need them by split. A deciding task
+writes an OUTCOMES run: a row for each document that is removed, or that represents others. `by_split` brings
+rows back to their splits, through the exchange:
 
     deciding tasks   OUTCOMES (or another table keyed by `document_keys`), in any order
-    <stage>          a task for each SPLITS_PER_GROUP splits: one file of their rows by (split, row), with the
-                     place, the digest and the losses of each split in its counts
+    <stage>          one task per SPLITS_PER_GROUP splits: a file of their rows by (split, row); its result
+                     has the range, the digest and the removed documents of each split
 
-The driver opens none of these files. It holds a `SplitTable` a split: the handle of its rows in the file of
-its group. A split's later tasks receive their own handles only (`SplitRemovals`), and depend on the digests
-of these rows: one more duplicate, or one more input file, redoes only the splits that lose other documents.
+The driver opens none of these files. It holds one `SplitTable` per split: a handle to its rows in the file of
+its group. A split's later tasks receive only their own handles (`SplitRemovals`), and depend on the digests
+of these rows: one more duplicate, or one more input file, repeats only the splits whose decisions change.
 
 `SplitRows` reads in step with a pass over the split's documents, so that memory does not grow with them.
 """
@@ -41,37 +41,37 @@ OUTCOMES = Table(
     "outcomes.run",
     np.dtype(
         [
-            ("key", "<u8"),  # document_keys
-            ("bytes", "<i8"),  # of a removed document's text; 0 for others
+            ("key", "<u8"),  # `document_keys` of the document
+            ("bytes", "<i8"),  # size of a removed document's text; 0 for others
             ("copies", "<i4"),  # documents that this one represents, itself included; 0: it is removed
             # The halves of the content rank of the document that a removed one duplicates; 0 for others. The
-            # first one is inverted where that is a document of an index.
+            # first half is inverted if that is a document of an index.
             ("kept_text", "<u8"),
             ("kept_id", "<u8"),
-            ("similarity", "<f4"),  # of the two
+            ("similarity", "<f4"),  # similarity of the removed and the kept document
         ]
     ),
 )
 
-# What a split's tasks read of it. No field depends on the numbers of splits, so that neither does the digest.
+# The fields that a split's tasks read. None depends on split numbers, so that the digest does not either.
 _SHARED = ("copies", "kept_text", "kept_id", "similarity")
 OUTCOME = np.dtype([("row", "<u4"), *((name, OUTCOMES.dtype[name]) for name in _SHARED)])
 
 SPLITS_PER_GROUP = 64
 
-GROUP_SIZES = (1, 2, 10, 100, 1000)  # upper ends of the classes that groups are counted in; then all larger
+GROUP_SIZES = (1, 2, 10, 100, 1000)  # inclusive upper limits of the classes of group sizes; one more is open
 
 _ROWS_FILE = "rows.bin"
 
-_MOST_COPIES = np.iinfo(np.int32).max  # as provenance stores them
+_MOST_COPIES = np.iinfo(np.int32).max  # provenance stores copies as int32
 
 _MEMORY_BYTES = 64 << 20
 
-_CHUNK_ROWS = 1 << 17  # of one table that SplitRows reads: a megabyte
+_CHUNK_ROWS = 1 << 17  # rows of one table that SplitRows reads at a time
 
 
 def document_keys(split: npt.ArrayLike, row: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """split << 32 | row: the keys of tables that `by_split` takes. Rows count over all batches of a split."""
+    """Return split << 32 | row, the keys for `by_split`; rows count over all batches of a split's file."""
     splits, rows = np.asarray(split).astype(np.uint64), np.asarray(row).astype(np.uint64)
     return splits << np.uint64(32) | rows
 
@@ -84,9 +84,9 @@ def outcomes(
     kept: npt.ArrayLike = 0,
     similarity: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.void]:
-    """Rows of OUTCOMES: removed documents with their `bytes`, or others with their `copies`.
+    """Return rows of OUTCOMES for removed documents with their `bytes`, or others with their `copies`.
 
-    `kept`, uint64[n, 2], are the content ranks of those that removed ones duplicate.
+    `kept`, uint64[n, 2], are the content ranks of the documents that the removed ones duplicate.
     """
     rows = np.empty(len(keys), OUTCOMES.dtype)
     rows["key"], rows["bytes"], rows["copies"] = keys, bytes, np.minimum(copies, _MOST_COPIES)
@@ -96,7 +96,7 @@ def outcomes(
 
 
 def count_groups(copies: npt.NDArray[np.integer[Any]]) -> list[int]:
-    """How many documents represent 1, 2, … documents, in the classes of GROUP_SIZES and above."""
+    """Count documents by the number of documents they represent, in the classes of GROUP_SIZES."""
     classes = np.searchsorted(GROUP_SIZES, copies)
     counts: list[int] = np.bincount(classes, minlength=len(GROUP_SIZES) + 1).tolist()
     return counts
@@ -104,9 +104,9 @@ def count_groups(copies: npt.NDArray[np.integer[Any]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class SplitTable:
-    """The rows of one split: rows [first, first + count) of a file, with their digest.
+    """The rows of one split: rows [first, first + count) of a file, with their digest `content`.
 
-    `lost` are the documents that a table of outcomes removes.
+    `lost` counts the documents that a table of outcomes removes.
     """
 
     file: Artifact
@@ -116,13 +116,13 @@ class SplitTable:
     lost: Count = field(default_factory=Count)
 
     def pieces(self, dtype: np.dtype[Any]) -> list[Piece]:
-        """The rows for `SplitRows`; none if the split has none."""
+        """Return the rows as an argument for `SplitRows`; an empty list if the split has no rows."""
         if not self.count:
             return []
         return [(Rows(self.file, dtype, header=False), self.first, self.first + self.count)]
 
     def read(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """All rows at once: one request, whose bytes are compared with the digest."""
+        """Read all rows in one request and compare their bytes with the digest."""
         if not self.count:
             return np.empty(0, dtype)
         start, stop = (row * dtype.itemsize for row in (self.first, self.first + self.count))
@@ -138,7 +138,7 @@ NOTHING = SplitTable(Artifact(Path()), 0, 0, xxhash.xxh3_128_hexdigest(b""))
 
 @dataclass(frozen=True, slots=True)
 class SplitTables:
-    """Rows, digest, and lost documents and bytes of each split of a group that has rows, by its number."""
+    """By split number, for splits of a group with rows: (rows, digest, lost documents, lost bytes)."""
 
     splits: Mapping[str, tuple[int, str, int, int]]
 
@@ -152,7 +152,7 @@ def by_split(
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[SplitTable]:
-    """The rows of `table`, as the tasks `decided` wrote them, by split: a handle for each of `splits`.
+    """Bring the rows of `table` in the commits `decided` to their splits; return one handle per split.
 
     The table's `key` is `document_keys`. The rows of a split have the field `row` instead, and no `bytes`;
     they are sorted by all of their fields.
@@ -217,10 +217,10 @@ def _lost(rows: npt.NDArray[np.void]) -> Count:
 class Removed:
     """Removed documents and copy counts of one split. Row numbers count over all batches of its file.
 
-    `rows` are int64 row numbers, ascending, by the reason for dropping them; no row has two reasons. `copied`
-    and `copies`, int64 each, are the rows that represent more documents than themselves, ascending, and how
-    many. `outcomes` has a row of OUTCOME for each of `rows`, by reason. With a `part`, `part_rows` are the
-    rows that belong to a named part of the split, ascending, and `part_codes` which of its `names`.
+    `rows` maps the reason for dropping documents to their ascending row numbers; no row has two reasons.
+    `copied` are the ascending rows that represent more documents than themselves, `copies` how many each.
+    `outcomes` has a row of OUTCOME for each of `rows`, by reason. With a `part`, `part_rows` are the
+    ascending rows that belong to a named part, and `part_codes` the indexes of these parts in its `names`.
     """
 
     rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
@@ -233,20 +233,20 @@ class Removed:
 
     def __post_init__(self) -> None:
         for rows in (*self.rows.values(), self.copied, self.part_rows):
-            assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
+            assert (rows[1:] >= rows[:-1]).all(), "row numbers do not ascend"
 
     def elsewhere(self, count: int) -> dict[str, npt.NDArray[np.bool_]]:
-        """bool[count] by reason: which of `count` rows belong to another part of the split."""
+        """Return, by reason, bool[count]: which of `count` rows belong to another part, such as train."""
         if self.part is None:
             return {}
-        codes = np.full(count, len(self.part.names), np.int32)  # train
+        codes = np.full(count, len(self.part.names), np.int32)  # rows without an entry belong to train
         codes[self.part_rows] = self.part_codes
         names = (*self.part.names, TRAIN)
         others = [(name, codes == code) for code, name in enumerate(names) if name != self.part.name]
         return {f"{SPLIT}/{name}": mask for name, mask in others if mask.any()}
 
     def within(self, start: int, count: int) -> Removed:
-        """The same for rows [start, start + count), numbered from 0."""
+        """Return the removals and copies of rows [start, start + count), renumbered from 0."""
         here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
         rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
         copied = _between(self.copied, start, count)
@@ -261,16 +261,16 @@ def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
     return slice(first, last)
 
 
-SPLIT = "split"  # the reason, before a slash, of documents that are in another part
+SPLIT = "split"  # prefix of the reason for documents in another part: split/NAME
 
 PART = np.dtype([("row", "<u4"), ("part", "<i4")])
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part `name` of the documents: one of `names`, or TRAIN, which has all others.
+    """The part `name` of the documents: one of `names`, or TRAIN, which has all other documents.
 
-    `table` has a row of PART for each document of the split file that is in one of `names`.
+    `table` has a row of PART for each document of this split that is in one of the parts `names`.
     """
 
     name: str
@@ -280,29 +280,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SplitRemovals:
-    """Tables of outcomes of one split by reason, in the order of stages: what its later tasks receive.
+    """Tables of outcomes of one split by reason, in the order of stages, as arguments of its later tasks.
 
-    Where two tables count the copies of a document, the later one is right. With a `part`, documents of other
-    parts go, too.
+    If two tables count the copies of a document, the later one is valid. With a `part`, documents of other
+    parts are removed, too.
     """
 
     tables: Annotated[Mapping[str, SplitTable], RecipeKey()] = field(default_factory=dict)
     part: Part | None = None
 
     def also(self, reason: str, table: SplitTable) -> SplitRemovals:
-        """With what a later stage decided."""
+        """Return a copy with the table of a later stage."""
         return replace(self, tables={**self.tables, reason: table})
 
     def stream(self) -> dict[str, SplitRows]:
-        """By reason, readers of the tables' rows of OUTCOME, in step with a pass over the documents."""
+        """Return, by reason, readers of rows of OUTCOME in step with a pass over the documents."""
         return {reason: SplitRows(OUTCOME, table.pieces(OUTCOME)) for reason, table in self.tables.items()}
 
     def of_part(self, part: Part) -> SplitRemovals:
-        """With all documents that are not in `part`."""
+        """Return a copy that also removes all documents that are not in `part`."""
         return replace(self, part=part)
 
     def load(self) -> Removed:
-        """Read all tables."""
+        """Read all tables into memory."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
         outcomes: dict[str, npt.NDArray[np.void]] = {}
         others = []
@@ -322,7 +322,7 @@ class SplitRemovals:
 
 
 def latest_outcomes(tables: Iterable[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Rows of OUTCOME by row; of a document that several tables have, that of the last."""
+    """Merge rows of OUTCOME in ascending order; for a document in several tables the last table wins."""
     rows = np.concatenate([np.empty(0, OUTCOME), *tables])
     rows = rows[np.argsort(rows["row"], kind="stable")]
     latest: npt.NDArray[np.void] = rows[np.append(rows["row"][1:] != rows["row"][:-1], True)[: len(rows)]]
@@ -333,7 +333,7 @@ Piece = tuple[Rows, int, int]  # rows [begin, end) of a table
 
 
 class SplitRows:
-    """The rows of several pieces, each sorted by `row` and then by the fields of `then`."""
+    """Merges the rows of several pieces, each sorted by `row` and then by the fields in `then`."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class SplitRows:
         self._cursors = [_Cursor(piece, chunk_rows) for piece in pieces if piece[1] < piece[2]]
 
     def before(self, row: int) -> npt.NDArray[Any]:
-        """The next rows, up to but excluding `row`, in order."""
+        """Return the next rows in order, up to but excluding `row`."""
         parts = [part for cursor in self._cursors for part in cursor.take(row)]
         rows = np.concatenate([np.empty(0, self._dtype), *parts])
         ordered: npt.NDArray[Any] = rows[np.lexsort([rows[name] for name in self._order])]

@@ -1,22 +1,24 @@
-"""Decides removals: a document goes if and only if one that stays, of higher priority, verifies against it.
+"""Decides removals: a document goes if and only if a kept document of higher priority verifies against it.
 
 An edge leads from the document of higher priority to the other one. The result is the lexicographically first
-maximal independent set, which is unique, so the order of deciding is free: a document stays as soon as none
-of its edges comes from a document that stays or is undecided. There is no transitive closure.
+maximal independent set, which is unique, so documents can be decided in any order: a document is kept as soon
+as none of its incoming edges is from a kept or an undecided document. There is no transitive closure.
 
-    round         range of numbers: the edges that lead from its documents, and what the round before said of
-                  these. Who stays beats its neighbors, the edges of who was beaten end, and the other edges
-                  go to the next round with a word to their neighbors to wait.
-    near          what is left fits one task: decided there, each document after all that lead to it
-    near_equal    range of numbers: documents whose words equal another's (`equal`) go with it, or are booked
-                  on it
-    near_lost     part: removed documents, each booked on the first that beats it by priority
+    round         range of numbers: the edges from its documents, and what the previous round decided about
+                  these. A kept document removes its neighbors, edges from removed documents are dropped, and
+                  edges from undecided documents go to the next round, with a row that makes their targets
+                  wait.
+    near          the remaining edges fit one task, which decides each document after its predecessors
+    near_equal    range of numbers: a document whose words equal another's (`equal`) is a duplicate of it, or
+                  of the document that it is a duplicate of
+    near_lost     part: removed documents, each with the kept document of highest priority that removes it
     near_kept     part: how many documents each kept one represents
 
-All edges from documents that stay become BEATEN rows in one round or other, so these rows are both who is
-removed and on whom it is booked. A round decides all neighbors of who stays in it: versions of a page take
-two rounds, a chain of n documents n. Rounds end as soon as the edges fit one task. A task holds a
-byte a number of its range, or the removed documents of its range or part, and streams the rest.
+Every edge from a kept document becomes a BEATEN row in some round, so these rows record both which documents
+are removed and what they are duplicates of. A round decides all neighbors of the documents that it keeps:
+versions of a page take two rounds, a chain of n documents takes n. Rounds end as soon as the edges fit one
+task. A task holds one byte per number of its range, or the removed documents of its range or part, and
+streams the rest.
 
     losers.npy     NEAR_LOSER by (split, row): removed documents of an input
     winners.npy    WINNER_DTYPE by (split, row): kept documents of an input that represent several
@@ -55,27 +57,27 @@ NEAR_LOSER = np.dtype(
         ("split", "<i4"),
         ("row", "<i8"),
         ("bytes", "<i8"),
-        ("kept", "<u8"),  # number of the document that it is booked on
-        ("copies", "<i4"),  # documents with the very same text, this one included
+        ("kept", "<u8"),  # number of the kept document that it duplicates
+        ("copies", "<i4"),  # documents with exactly this text, this one included
     ]
 )
 
 WINNER_DTYPE = np.dtype([("split", "<i4"), ("row", "<i8"), ("copies", "<i4")])  # copies: itself included
 
-# A document, one that stays and verifies against it, the priority of that, and how alike they are.
+# key: a removed document; kept: a kept document that verifies against it, with its priority; their similarity
 BEATEN = Table(
     "beaten.run",
     np.dtype([("key", "<u8"), ("kept", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")]),
 )
 
-# key: who has the same words, of this content rank
+# loser: a document removed for equal words; key: the document with the same words, with its content rank
 EQUALS = Table("equals.run", np.dtype([("key", "<u8"), ("loser", "<u8"), ("rank", "<u8", (2,))]))
 
 GAINED = Table("gained.run", np.dtype([("key", "<u8"), ("copies", "<i8")]))
 
 _WAITS, _BEATEN = 1, 2
 
-_DECIDING = 4  # times their bytes in files, edges take in `decide_all`, which holds all of them
+_DECIDING = 4  # memory of edges in `decide_all`, as a multiple of their bytes in files
 
 _U64 = npt.NDArray[np.uint64]
 
@@ -87,7 +89,7 @@ def decided_edges(
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
-    """Commits that hold BEATEN rows, of all edges from documents that stay."""
+    """Run the rounds and stage `near`; return commits whose BEATEN rows are all edges from kept documents."""
     edges, found, last = list(verified), list[Commit](), list[Commit]()
     move = partial(exchange, run, end=documents, limits=limits)
     number = 0
@@ -117,12 +119,12 @@ def decided_edges(
 
 
 def _bytes(commits: Sequence[Commit], table: Table) -> int:
-    """Sum the bytes of a table's rows and of what describes them in these commits."""
+    """Return the total size of a table's runs in these commits, without the fixed part of each run."""
     return sum(commit.outputs[table.file].bytes - EMPTY_BYTES for commit in commits)
 
 
 def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of numbers, a quarter of the memory of rows each, and as many numbers at most."""
+    """Divide the numbers into ranges; each has rows, and a byte per number, in a quarter of the memory."""
     count = max(1, -(-max(rows_bytes, documents) // (memory_bytes // 4)))
     edges = [documents * at // count for at in range(count + 1)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -131,7 +133,7 @@ def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[in
 def decide_round(
     folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: MemoryBytes
 ) -> None:
-    """Write the edges of documents that wait, and what the decided ones mean for others, of one range."""
+    """Decide documents of one range; write the edges of undecided ones, and BEATEN rows of kept ones."""
     some = memory_bytes // 8
     states = np.zeros(edges.stop - edges.start, np.uint8)
     for told, mark in ((waiting, _WAITS), (beaten, _BEATEN)):
@@ -161,7 +163,7 @@ def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
-    """Decide about all documents that are left."""
+    """Decide all remaining documents and write their BEATEN rows."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
     winners, losers = (np.searchsorted(numbers, rows[side]) for side in ("key", "lo"))
@@ -170,7 +172,7 @@ def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBy
         removed[np.isin(numbers, told["key"])] = True
     starts = np.searchsorted(winners, np.arange(len(numbers) + 1))
     decided = _decide(starts, losers, np.bincount(losers, minlength=len(numbers)), removed)
-    assert decided == len(numbers), "edges that lead in a circle"
+    assert decided == len(numbers), "the edges contain a cycle"
     stays = rows[~removed[winners]]
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for start in range(0, len(stays), CHUNK_ROWS):
@@ -182,9 +184,9 @@ NEAR = Stage("near", "near-duplicates", decide_all, cost=1)
 
 @kernel
 def _decide(starts: Int64s, losers: Int64s, waits_for: Int64s, removed: Bools) -> int:
-    """Mark who is removed; edges starts[i]:starts[i + 1] lead from document i. Returns how many it decided.
+    """Mark removed documents; edges starts[i]:starts[i + 1] lead from document i.
 
-    A document is decided once all that lead to it are.
+    A document is decided once all documents with an edge to it are. Returns the number of decided ones.
     """
     ready = np.empty(len(removed), np.int64)
     count = 0
@@ -208,7 +210,7 @@ def _decide(starts: Int64s, losers: Int64s, waits_for: Int64s, removed: Bools) -
 
 
 def _booked(beaten: Slice, memory_bytes: int) -> npt.NDArray[np.void]:
-    """BEATEN, one row for each removed document: that of the winner of the highest priority."""
+    """Return one BEATEN row per removed document: the row whose kept document has the highest priority."""
     found = [np.empty(0, BEATEN.dtype)]
     for rows, _ in beaten.stream(memory_bytes):
         found.append(_first(rows))
@@ -225,7 +227,10 @@ def _first(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
-    """Book every document that equals another on whom that one is booked on, or on it."""
+    """Write a BEATEN row for each document that has the same words as another.
+
+    It is a duplicate of that document if that one is kept, else of the document that one is a duplicate of.
+    """
     booked = np.append(_booked(beaten, memory_bytes // 8), np.zeros(1, BEATEN.dtype))
     booked["key"][-1] = 0xFFFFFFFFFFFFFFFF
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
@@ -245,9 +250,9 @@ NEAR_EQUAL = Stage("near_equal", "near-duplicates", follow_equal, cost=0.2)
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Removed documents of a part: how many, their bytes and exact copies, also by source.
+    """Removed documents of a part: their number, bytes and exact copies, and (documents, bytes) by source.
 
-    `kept_by_index` of them are booked on a document of an index. Sources are strings as in JSON.
+    `kept_by_index` counts those that duplicate a document of an index. Sources are strings, as in JSON.
     """
 
     losers: int
@@ -260,7 +265,7 @@ class Lost:
 def write_lost(
     folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: MemoryBytes
 ) -> Lost:
-    """Write the losers of a part; `indexed` is the number of the first document of an index."""
+    """Write the removed documents of a part; `indexed` is the number of the first document of an index."""
     booked = _booked(beaten, memory_bytes // 8)
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read() if len(booked) else np.empty(0, DOCUMENT)
     documents = documents[(booked["key"] - np.uint64(beaten.start)).astype(np.int64)]
@@ -276,7 +281,9 @@ def write_lost(
         if part.kind == "input":
             keys = document_keys(rows["split"], rows["row"])
             ranks = booked["priority"][:, 1:].copy()
-            is_indexed = rows["kept"] >= indexed  # which may be one of the inputs, in an earlier build
+            # An index may hold documents of these inputs, from an earlier build: the inverted rank keeps a
+            # document of an index from being taken for one of the inputs.
+            is_indexed = rows["kept"] >= indexed
             ranks[is_indexed, 0] = ~ranks[is_indexed, 0]
             decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))
             gains = np.empty(len(rows), GAINED.dtype)
@@ -301,9 +308,9 @@ def _by_source(documents: npt.NDArray[np.void]) -> Iterator[tuple[str, npt.NDArr
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Kept documents of a part. `groups` counts those of inputs in the classes of GROUP_SIZES.
+    """Kept documents of a part. `groups` counts the kept documents of inputs by the classes of GROUP_SIZES.
 
-    `largest_group` is the most documents that one represents; `sources` are documents compared.
+    `largest_group` is the most documents that one represents; `sources` counts compared documents by source.
     """
 
     largest_group: int
@@ -314,7 +321,7 @@ class Kept:
 def write_kept(
     folder: Path, part: Part, number: int, losers: Artifact, gained: Slice, memory_bytes: MemoryBytes
 ) -> Kept:
-    """Write the winners of a part, whose losers are in a file."""
+    """Write the kept documents of a part that represent several; its removed ones are in file `losers`."""
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
     is_input = part.kind == "input"
     own = documents["copies"].astype(np.int64) if is_input else np.ones(len(documents), np.int64)
@@ -341,12 +348,12 @@ NEAR_KEPT = Stage("near_kept", "near-duplicates", write_kept, cost=0.6)
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was decided: `losers`, their `bytes` and their exact `copies`.
+    """Totals of near-duplicate removal: the removed documents (`losers`), their `bytes` and exact `copies`.
 
-    `equal` of the losers had the same words as another document, `kept_by_index` are documents of indexes
-    that stand for one of the inputs. `groups` counts kept documents of inputs in the classes of GROUP_SIZES,
-    `largest_group` is the most documents that one stands for, exact copies and itself included.
-    `sources` has documents compared, losers and their bytes by source, whose number is a string as in JSON.
+    `equal` counts documents removed for equal words, `kept_by_index` losers that duplicate a document of an
+    index. `groups` counts kept documents of inputs by the classes of GROUP_SIZES, `largest_group` is the most
+    documents that one represents, exact copies and itself included. `sources` has the compared documents, the
+    losers and their bytes by source number, which is a string as in JSON.
     """
 
     edges: int
@@ -363,7 +370,7 @@ class Resolved:
     def of(
         cls, parts: Sequence[Part], lost: Sequence[Commit], kept: Sequence[Commit], *, edges: int, equal: int
     ) -> Resolved:
-        """From the tasks of all parts."""
+        """Sum the results of the tasks of all parts."""
         removed = [
             NEAR_LOST.result(commit) for commit, part in zip(lost, parts, strict=True) if part.kind == "input"
         ]
@@ -401,7 +408,10 @@ def resolve(
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
-    """(what was decided, the commits with losers, those with winners), one each a part."""
+    """Decide which documents are removed, from the edges in `verified` and the rows of EQUALS in `equal`.
+
+    Returns the totals, and one commit with removed documents and one with kept documents per part.
+    """
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
     indexed = end - sum(part.documents for part in parts if part.kind == "index")

@@ -1,27 +1,28 @@
 """The n-grams of the documents that occur in candidate pairs: sorted sets of 64-bit hashes.
 
-Pairs are verified in blocks of document numbers (`number >> block_bits`), by their first document. A task a
-part writes its documents for the exchange, with what else is asked of them:
+Pairs are verified in blocks of document numbers (`number >> block_bits`), by their first document. One task
+per part writes its documents for the exchange, with the fields that verifying and resolving need:
 
     own.run       OWN: each document that is first in a pair, keyed by its number
-    guests.run    GUESTS: each document that is second, once for each block that has a first document of it,
-                  keyed by the lowest of these
+    guests.run    GUESTS: each document that is second in a pair, once for each block that has a first
+                  document of such a pair, keyed by the lowest of these first documents
 
-The texts travel and become sets where they are compared, which costs less than to move sets. On one machine
-they travel as they are, since compressing them would take longer than all else that verification does;
-through a store they are compressed. Of an index's documents only the sets are known, and travel as they are.
-The task reads its own range of the pairs only. It holds a batch of texts, and of each document the blocks
-that want it.
+The exchange moves texts, which become sets where they are compared; moving sets would cost more. On one
+machine texts are not compressed, since compressing would take longer than the rest of verification; through a
+store they are compressed. For an index's documents only the sets are known, and these are moved unchanged. A
+task reads only its own range of the pairs. It holds a batch of texts, and for each document the blocks that
+need it.
 
 An index of other documents stores sets in a folder, in ascending order of their numbers:
 
-    sets.npy      SET, one row a document: where its hashes are and how many n-grams it has
+    sets.npy      SET, one row per document: where its hashes are and how many n-grams it has
     shingles.bin  uint64: each document's distinct hashes, ascending, one document after the other
 
-Of an index's documents only a sketch may be stored (`smallest=k`): the k smallest hashes of the set. Nothing
-is known then about hashes from the largest stored one up.
+An index may store only a sketch of each document (`smallest=k`): the k smallest hashes of the set. Then
+nothing is known about hashes above the largest stored one.
 
-The writer holds one batch; the reader what is asked for, some megabytes, and of every 4,096th row the number.
+The writer holds one batch; the reader holds the requested sets, some megabytes of buffers, and the number in
+every 4,096th row.
 """
 
 from __future__ import annotations
@@ -57,20 +58,20 @@ SHINGLES_FILE = "shingles.bin"
 SET = np.dtype(
     [
         ("number", "<u8"),
-        ("start", "<i8"),  # in shingles.bin, in hashes
+        ("start", "<i8"),  # index of the document's first hash in shingles.bin
         ("stored", "<i4"),
-        ("distinct", "<i4"),  # n-grams in the whole document; more than stored: a sketch
+        ("distinct", "<i4"),  # distinct n-grams in the whole document; a sketch stores fewer
         ("total", "<i8"),  # n-grams with repetitions
     ]
 )
 _STORED = np.dtype(
     [
         ("key", "<u8"),
-        ("size", "<i8"),  # of the payload: the text (smaller than it: compressed), or the stored hashes
+        ("size", "<i8"),  # bytes of the payload: hashes, or the text, compressed if `size` < `text`
         ("number", "<u8"),
         ("text", "<i8"),  # bytes of UTF-8 text; -1: the payload is hashes
-        ("total", "<i8"),  # like `distinct` not known of a text
-        ("distinct", "<i4"),
+        ("total", "<i8"),  # n-grams with repetitions; 0 if the payload is a text
+        ("distinct", "<i4"),  # distinct n-grams; 0 if the payload is a text
         ("priority", "<u8", (3,)),  # population.priority
     ]
 )
@@ -78,16 +79,16 @@ OWN = Table("own.run", _STORED, payload=True)
 GUESTS = Table("guests.run", _STORED, payload=True)
 _WANTED = np.dtype([("number", "<u8"), ("key", "<u8")])
 _FENCE_ROWS = 4096
-_GAP_HASHES = 8192  # 64 KiB read for nothing cost less than another call
-_READ_HASHES = 1 << 19  # what is held beside the sets
-_TEXT_LEVEL = 1  # of zstd
+_GAP_HASHES = 8192  # gaps up to 64 KiB are read and discarded: cheaper than another call
+_READ_HASHES = 1 << 19  # maximum number of hashes in one read
+_TEXT_LEVEL = 1  # zstd level of texts in the exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Sets of some documents, held: hashes [offsets[i], offsets[i + 1]) belong to row i of `rows`.
+    """Sets of some documents in memory: hashes[offsets[i]:offsets[i + 1]] belong to row i of `rows`.
 
-    `rows` are SET, or what runs hold of a set: both have `number`, `distinct` and `total`.
+    `rows` have the dtype SET, or that of OWN and GUESTS; both have `number`, `distinct` and `total`.
     """
 
     rows: npt.NDArray[np.void]
@@ -96,20 +97,20 @@ class Sets:
 
     @property
     def numbers(self) -> UInt64s:
-        """uint64[n]: the documents, ascending."""
+        """The document numbers, uint64[n], ascending."""
         numbers: UInt64s = self.rows["number"]
         return numbers
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> Self:
-        """Rows of a run whose payloads are hashes."""
+        """Make sets from rows of OWN or GUESTS whose payloads are hashes."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows["size"] // 8, out=offsets[1:])
         return cls(rows, payload.view("<u8"), offsets)
 
     @classmethod
     def joined(cls, pieces: Sequence[Self]) -> Self:
-        """All of them, in order; there is at least one."""
+        """Concatenate one or more pieces in order."""
         if len(pieces) == 1:
             return pieces[0]
         lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
@@ -119,9 +120,9 @@ class Sets:
 
 
 class ShingleWriter:
-    """Writes the two files of a folder; numbers must ascend over all calls.
+    """Writes sets.npy and shingles.bin into a folder; numbers must ascend over all calls.
 
-    `smallest` makes it keep that many of the smallest hashes of every document only.
+    With `smallest`, only that many of the smallest hashes of every document are stored.
     """
 
     def __init__(self, folder: Path, *, smallest: int | None = None) -> None:
@@ -132,11 +133,11 @@ class ShingleWriter:
         self._shingles = (folder / SHINGLES_FILE).open("wb")
 
     def write(self, numbers: UInt64s, hashes: UInt64s, offsets: Int64s) -> None:
-        """hashes[offsets[i]:offsets[i + 1]]: all n-grams of document i, in any order, with repetitions."""
+        """Append documents; hashes[offsets[i]:offsets[i + 1]] are all n-grams of the i-th, in any order."""
         if not len(numbers):
             return
-        assert int(numbers[0]) >= self._next_number, "order"
-        assert bool((numbers[1:] > numbers[:-1]).all()), "order"
+        assert int(numbers[0]) >= self._next_number, "document numbers must ascend"
+        assert bool((numbers[1:] > numbers[:-1]).all()), "document numbers must ascend"
         self._next_number = int(numbers[-1]) + 1
         sets = distinct_sets(numbers, hashes, offsets, self._smallest)
         sets.rows["start"] += self._stored
@@ -155,7 +156,7 @@ class ShingleWriter:
 
 
 def distinct_sets(numbers: UInt64s, hashes: UInt64s, offsets: Int64s, smallest: int | None = None) -> Sets:
-    """The sets of n-grams hashes[offsets[i]:offsets[i + 1]], given in any order, with repetitions.
+    """Return the sets of the n-grams hashes[offsets[i]:offsets[i + 1]], which may be in any order and repeat.
 
     `hashes` is overwritten: the sets are a view of it.
     """
@@ -169,21 +170,21 @@ def distinct_sets(numbers: UInt64s, hashes: UInt64s, offsets: Int64s, smallest: 
 
 
 class ShingleReader:
-    """Reads sets out of folders, each of which holds numbers that lie above those of the ones before it."""
+    """Reads sets from folders; the numbers in each folder are greater than those in the folders before."""
 
     def __init__(self, folders: Sequence[Artifact]) -> None:
         folders_with_sets = [_Folder(folder) for folder in folders]
         self._folders = [folder for folder in folders_with_sets if len(folder.rows)]
         self._firsts = np.array([folder.first for folder in self._folders], np.uint64)
-        assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "folders overlap"
+        assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "numbers in folders overlap"
 
     def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
-        """SET rows of these documents, given in ascending order."""
+        """Return the SET rows of these document numbers, which must ascend."""
         found = [folder.find(part) for folder, part in self._divide(numbers)]
         return np.concatenate(found) if found else np.empty(0, SET)
 
     def read(self, numbers: UInt64s) -> Sets:
-        """The sets of these documents, given in ascending order: all of them, whatever their size."""
+        """Return the sets of these document numbers, which must ascend; memory is not limited."""
         parts = [(folder, folder.find(part)) for folder, part in self._divide(numbers)]
         rows = np.concatenate([rows for _, rows in parts]) if parts else np.empty(0, SET)
         offsets = np.zeros(len(rows) + 1, np.int64)
@@ -195,7 +196,7 @@ class ShingleReader:
         return Sets(rows, hashes, offsets)
 
     def chunks(self, numbers: UInt64s, hashes_bytes: int) -> Iterator[Sets]:
-        """The same in pieces whose hashes take at most so many bytes, or that hold one document."""
+        """Yield the sets that `read` returns in pieces of at most `hashes_bytes`, or of one document."""
         for begin in range(0, len(numbers), _FENCE_ROWS):
             some = numbers[begin : begin + _FENCE_ROWS]
             ends = np.cumsum(self.find(some)["stored"], dtype=np.int64) * 8
@@ -207,7 +208,7 @@ class ShingleReader:
                 at = stop
 
     def tables(self, rows: int = 1 << 16) -> Iterator[npt.NDArray[np.void]]:
-        """All SET rows in ascending order of numbers, so many at a time; `start` is within their folder."""
+        """Yield all SET rows by ascending number, up to `rows` at a time; `start` counts in their folder."""
         for folder in self._folders:
             for start in range(0, len(folder.rows), rows):
                 yield folder.rows.read(start, min(start + rows, len(folder.rows)))
@@ -216,14 +217,14 @@ class ShingleReader:
         cuts = [*np.searchsorted(numbers, self._firsts).tolist(), len(numbers)]
         if cuts[0]:
             where = f"{self._folders[0].rows.artifact}: " if self._folders else ""
-            raise BuildError(f"{where}a document without a set; make it again")
+            raise BuildError(f"{where}a document has no set of n-grams; make the index again")
         for folder, (begin, end) in zip(self._folders, pairwise(cuts), strict=True):
             if begin < end:
                 yield folder, numbers[begin:end]
 
 
 class _Folder:
-    """One folder's files."""
+    """The open files sets.npy and shingles.bin of one folder."""
 
     def __init__(self, folder: Artifact) -> None:
         self.rows = Rows(folder / SETS_FILE, SET)
@@ -235,12 +236,12 @@ class _Folder:
 
     @cached_property
     def _fences(self) -> UInt64s:
-        """The number in every 4,096th row."""
+        """The document number in every 4,096th row."""
         numbers: UInt64s = self.rows.sample(0, len(self.rows), _FENCE_ROWS)["number"].copy()
         return numbers
 
     def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
-        """Find the rows of ascending numbers; BuildError if one is missing, or kernels cannot rely on it."""
+        """Return the rows of ascending numbers. Raises BuildError if one is missing or has a wrong range."""
         found = np.empty(len(numbers), SET)
         fences = np.maximum(np.searchsorted(self._fences, numbers, "right") - 1, 0)
         for fence in np.unique(fences).tolist():
@@ -250,12 +251,15 @@ class _Folder:
             at = np.searchsorted(rows["number"], numbers[begin:end])
             found[begin:end] = rows[np.minimum(at, len(rows) - 1)]
         if not np.array_equal(found["number"], numbers):
-            raise BuildError(f"{self.rows.artifact}: a document without a set; make it again")
+            raise BuildError(f"{self.rows.artifact}: a document has no set of n-grams; make the index again")
         self._check(found)
         return found
 
     def _check(self, rows: npt.NDArray[np.void]) -> None:
-        """Kernels address memory by these rows: hashes lie in the file, one document's behind another's."""
+        """Raise BuildError unless the ranges of hashes are inside the file and ascend without overlap.
+
+        The kernels use these numbers as addresses, so a wrong one would read foreign memory.
+        """
         start, stored, distinct = (rows[name].astype(np.int64) for name in ("start", "stored", "distinct"))
         right = (stored >= 0) & (stored <= distinct) & (distinct <= rows["total"])
         right &= (start >= 0) & (start <= len(self._hashes) - stored)
@@ -263,11 +267,12 @@ class _Folder:
         if not right.all():
             number = int(rows["number"][np.argmin(right)])
             raise BuildError(
-                f"{self.rows.artifact}: document {number:,}: its set is not in the file; make it again"
+                f"{self.rows.artifact}: document {number:,}: its hashes are outside {SHINGLES_FILE}; "
+                "make the index again"
             )
 
     def read_into(self, out: UInt64s, rows: npt.NDArray[np.void]) -> int:
-        """Put the hashes of these rows into `out`, one after the other; returns how many."""
+        """Copy the hashes of these rows into `out`, one after the other; return their number."""
         starts = rows["start"].astype(np.int64)
         stops = starts + rows["stored"]
         at = 0
@@ -281,7 +286,7 @@ class _Folder:
 
 @kernel
 def _reads(starts: Int64s, stops: Int64s, gap: int, longest: int) -> Int64s:
-    """int64[reads + 1]: documents read at once: of up to `longest` hashes, no gap over `gap` between."""
+    """Return edges, int64[reads + 1], of documents read together: `longest` hashes, gaps up to `gap`."""
     edges = np.empty(len(starts) + 1, np.int64)
     edges[0] = 0
     count = 1
@@ -305,7 +310,10 @@ def _gather(hashes: UInt64s, starts: Int64s, stops: Int64s, first: int, out: UIn
 
 
 class SetRuns:
-    """Writes the two runs of a part. `firsts` and `seconds` are its ranges of the pairs by either side."""
+    """Writes the OWN and GUESTS runs of a part.
+
+    `firsts` are the pairs whose first document is in the part, `seconds` those whose second one is.
+    """
 
     def __init__(
         self, folder: Path, firsts: Slice, seconds: Slice, *, block_bits: int, memory_bytes: int
@@ -316,7 +324,7 @@ class SetRuns:
         self._runs = [
             RunWriter(folder / table.file, table, memory_bytes=memory_bytes // 4) for table in (OWN, GUESTS)
         ]
-        self.numbers: UInt64s = np.union1d(self._own, self._guests["number"])  # of the wanted documents
+        self.numbers: UInt64s = np.union1d(self._own, self._guests["number"])  # documents in any pair
 
     def __enter__(self) -> Self:
         return self
@@ -328,7 +336,7 @@ class SetRuns:
             run.__exit__(kind, error, trace)
 
     def write(self, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> None:
-        """The next wanted documents, some or all of them, by number; rows are those of OWN without keys."""
+        """Append the next documents of `numbers`, in order; `rows` are rows of OWN without keys."""
         if not len(rows):
             return
         own, guests = self._runs
@@ -347,7 +355,7 @@ class SetRuns:
         places: Int64s,
         keys: UInt64s,
     ) -> None:
-        """The documents at `places`, of which one may be there many times, a few megabytes at a time."""
+        """Write the documents at `places`, which may repeat, a few megabytes at a time."""
         starts, sizes = payload_ends(rows, OWN)[places], rows["size"][places]
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         at = 0
@@ -362,7 +370,7 @@ class SetRuns:
 
 
 def _firsts(pairs: Slice, memory_bytes: int) -> UInt64s:
-    """The numbers of documents that are first in a pair, ascending."""
+    """Return the numbers of documents that are first in a pair, ascending."""
     found = [np.zeros(0, np.uint64)]
     for rows, _ in pairs.stream(memory_bytes):
         found.append(np.unique(rows["key"]))
@@ -370,7 +378,7 @@ def _firsts(pairs: Slice, memory_bytes: int) -> UInt64s:
 
 
 def _guests(pairs: Slice, block_bits: int, memory_bytes: int) -> npt.NDArray[np.void]:
-    """_WANTED, by number: of each second document, in each block that has any, the lowest first one."""
+    """Return rows of _WANTED: per second document and block, the lowest first document of their pairs."""
     found = [np.empty(0, _WANTED)]
     for rows, _ in pairs.stream(memory_bytes):
         found.append(_lowest(rows["key"], rows["other"], block_bits))
@@ -397,9 +405,9 @@ def write_sets(
     block_bits: int,
     memory_bytes: MemoryBytes,
 ) -> None:
-    """Write the runs of one part, whose numbers are the ranges of both slices.
+    """Write the OWN and GUESTS runs of one part, whose document numbers are the range of both slices.
 
-    `documents` has the texts of a split; None for a part of an index.
+    `documents` is the file with the texts of a split; None for a part of an index.
     """
     first = np.uint64(firsts.start)
     with SetRuns(folder, firsts, seconds, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
@@ -418,14 +426,14 @@ def write_sets(
             rows["priority"] = priority(described[here], part.kind)
             runs.write(rows, payload)
             at += len(rows)
-        assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents are missing"
+        assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents of the part are missing"
 
 
 SHINGLES = Stage("shingles", "near-duplicates", write_sets, cost=9)
 
 
 def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
-    """The texts in the rows `in_file` of the file of documents."""
+    """Yield the texts in the rows `in_file` of the file of documents."""
     start = 0
     with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
@@ -439,13 +447,13 @@ def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
 
 
 def _stored_sets(part: Part, in_part: Int64s) -> Iterator[Batch]:
-    """The sets of an index's documents, as it stores them."""
+    """Yield the stored sets of an index's documents."""
     for sets in ShingleReader([part.folder]).chunks(in_part.astype(np.uint64), _READ_HASHES * 8):
         yield stored_rows(sets)
 
 
 def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
-    """Rows of OWN and GUESTS whose payloads are these texts; they lack keys, numbers and priorities."""
+    """Return rows of OWN and GUESTS with texts as payloads, and keys, numbers and priorities not set."""
     data, edges = text_bytes(texts), text_offsets(texts)
     rows = np.zeros(len(texts), _STORED)
     rows["text"] = rows["size"] = np.diff(edges)
@@ -461,7 +469,7 @@ def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
 
 
 def stored_rows(sets: Sets) -> Batch:
-    """Rows of OWN and GUESTS whose payloads are these sets; they lack keys and priorities."""
+    """Return rows of OWN and GUESTS with sets as payloads, and keys and priorities not set."""
     rows = np.zeros(len(sets.rows), _STORED)
     for name in ("number", "total", "distinct"):
         rows[name] = sets.rows[name]
@@ -470,11 +478,11 @@ def stored_rows(sets: Sets) -> Batch:
 
 
 def read_sets(source: Slice, ngrams: NgramUnits, memory_bytes: int) -> Iterator[Sets]:
-    """The sets of the documents of a run, within about `memory_bytes`, or of one document.
+    """Yield the sets of the documents of a run in batches of about `memory_bytes`, or of one document.
 
-    Those of documents of indexes do not keep their places among the others.
+    Within a batch, sets of an index's documents may come after those of later documents.
     """
-    text_bytes = memory_bytes // 32  # n-grams of characters, 8 bytes each, are held twice
+    text_bytes = memory_bytes // 32  # each byte of text may start an n-gram: 8 bytes, held twice
     for rows, payload in source.stream(memory_bytes // 2):
         ends, texts = payload_ends(rows, source.table), np.cumsum(np.maximum(rows["text"], 0))
         begin = 0
@@ -505,7 +513,7 @@ def _decoded(
 
 
 def _decompressed(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> bytes:
-    """The texts among the payloads, one after the other."""
+    """Return the texts among the payloads, decompressed and concatenated."""
     decompress, data = zstandard.ZstdDecompressor().decompress, payload.data
     spans = pairwise(payload_ends(rows, OWN).tolist())
     pieces = []

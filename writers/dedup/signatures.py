@@ -1,21 +1,20 @@
 """MinHash signatures of texts (Broder 1997), and the keys of their bands (Indyk and Motwani 1998).
 
-Value i of a signature is the least of h_i(x) = a_i * x modulo 2**32 over the text's n-grams, x being the
-upper half of an n-gram's 64-bit hash; a_i is odd. (Hashes are random already: a summand would not make their
-orders more independent.) Two signatures agree in a value with a probability near the Jaccard similarity of
-the sets of n-grams.
+Value i of a signature is the least of h_i(x) = a_i * x modulo 2**32 over the text's n-grams, where x is the
+upper half of an n-gram's 64-bit hash and a_i is odd. (Hashes are random already: a summand would not make
+their orders more independent.) Two signatures agree in a value with a probability near the Jaccard similarity
+of the sets of n-grams.
 
-A band is some neighbouring values; its key is a 64-bit hash of them, of the band's number, and of the group
+A band is some neighboring values; its key is a 64-bit hash of them, of the band's number, and of the group
 (source, language, or value of a field) where documents are compared within their group only. Texts without
-any word have no signature: they are like nothing. From UTF-8 to signatures takes about 2 ns a byte with 112
-functions on a core with AVX-512.
+any word have no signature: they are similar to nothing. From UTF-8 to signatures takes about 2 ns per byte
+with 112 functions on a core with AVX-512.
 
-A part of the population: the documents of one split that can be near-duplicates, with their signatures.
-
-Left out are rows that lost to an equal text already, and texts without any word, which are like nothing. The
-files are those of `population.py`; rows stand in the order of the split's documents. Once it is known which
-of them lose to equal words, `write_bands` makes the band keys of the others. Memory is one batch of
-documents, or what a run is sorted in, whatever the split's size.
+A part of the population holds the documents of one split that can be near-duplicates, with their signatures.
+It leaves out documents that were removed before (for example by equal texts), and texts without any word. Its
+files are described in `population.py`; rows keep the order of the split's documents. Once it is known which
+of them lose to equal words, `write_bands` makes the band keys of the others. Memory is one batch of documents
+and the buffers in which runs are sorted; it does not grow with the split.
 """
 
 from __future__ import annotations
@@ -67,14 +66,15 @@ _U29, _U32 = np.uint64(29), np.uint64(32)
 _GLOBAL = -1
 
 _UNSPACED = re.compile(f"[{UNSPACED_CLASS}]")
-_LONG_WORD_BYTES = 15  # on average: only such texts are looked at, for speed
+_LONG_WORD_BYTES = 15  # only texts with longer words on average are checked for their script
 _BEGINNING_CHARACTERS = 400
 
 
 class Signatures(NamedTuple):
-    """Of n texts: values, uint32[n, permutations]; keys of all units, uint8[n, 16]; n-grams, int64[n].
+    """The signatures of n texts, the keys of their words, and their numbers of n-grams (`shingles`).
 
-    Equal keys mean equal normalized words in equal order. A text without units has 0 n-grams.
+    `keys`, uint8[n, 16], are equal if the normalized words are equal and in the same order. A text without
+    words has 0 n-grams.
     """
 
     values: npt.NDArray[np.uint32]
@@ -83,7 +83,7 @@ class Signatures(NamedTuple):
 
 
 def permutations(count: int, seed: int) -> npt.NDArray[np.uint32]:
-    """uint32[count]: the odd factors, from splitmix64 (Steele, Lea and Flood 2014)."""
+    """Return the odd factors a_i, uint32[count], from splitmix64 (Steele, Lea and Flood 2014)."""
     state, numbers = seed, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
@@ -94,7 +94,7 @@ def permutations(count: int, seed: int) -> npt.NDArray[np.uint32]:
 
 
 def sign_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Signatures:
-    """Signatures of all texts (large_string without nulls)."""
+    """Return the signatures of texts (large_string without nulls)."""
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
     factors = permutations(config.permutations, config.seed)
@@ -106,7 +106,10 @@ def sign_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Signatures:
 
 
 def word_keys(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """(uint8[n, 16]: 128-bit keys of each text's normalized words in order; bool[n]: has it any?)."""
+    """Return the 128-bit keys of each text's normalized words in order, and which texts have words.
+
+    Shapes: uint8[n, 16] and bool[n].
+    """
     _, keys, shingles = sign_batch(
         texts, MinHashConfig.model_construct(unit="words", ngram=1, permutations=0)
     )
@@ -119,7 +122,10 @@ def band_keys(
     rows: int,
     groups: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.uint64]:
-    """uint64[n, bands] of uint32[n, permutations]; int[n] `groups` keep different ones apart."""
+    """Return the band keys, uint64[n, bands], of signatures, uint32[n, permutations].
+
+    `groups`, int[n], go into the keys, so that documents of different groups share none.
+    """
     assert bands * rows <= signatures.shape[1]
     keys = np.empty((len(signatures), bands), np.uint64)
     apart = np.full(len(signatures), _GLOBAL) if groups is None else groups.astype(np.int64)
@@ -144,7 +150,7 @@ def _sign(
     some = len(factors) > 0
     for text in range(len(edges) - 1):
         at, stop, state = edges[text], edges[text + 1], (int64(0), int64(0))
-        key, lowest = keys[text], values[text]  # here, because a view costs a counted reference
+        key, lowest = keys[text], values[text]  # outside of the loop: a view costs a reference count
         count = 0
         while at < stop:
             found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
@@ -156,10 +162,10 @@ def _sign(
 
 @kernel
 def _lower_values(hashes: UInt64s, count: int, factors: UInt32s, values: UInt32s) -> None:
-    """values[i] = min(values[i], factors[i] * x) over the x of hashes[:count].
+    """Set values[i] to min(values[i], factors[i] * x) for each x, the upper half of one of hashes[:count].
 
-    Eight n-grams a round, so that factors are loaded an eighth as often; the loop over factors is what
-    becomes vector instructions.
+    Each pass takes eight n-grams, so that factors are loaded an eighth as often; the compiler vectorizes the
+    loop over factors.
     """
     at = 0
     while at + 8 <= count:
@@ -204,23 +210,23 @@ def _hash_bands(signatures: UInt32s, groups: Int64s, rows: int, keys: UInt64s) -
             keys[text, band] = value ^ value >> _U29
 
 
-LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # `document_keys` (part, row) of losers to equal words
+LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # `document_keys` (part, row) removed for equal words
 
 
 def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
-    """The recipe's, or the best for its similarity."""
+    """Return the bands and rows of the recipe, or the best ones for its similarity if they are null."""
     if config.bands is not None and config.rows is not None:
         return config.bands, config.rows
     return optimal_parameters(config.similarity, config.minhash.permutations)
 
 
 def _has_groups(scope: Scope) -> bool:
-    """Whether documents are compared within groups that are not their sources."""
+    """Return whether documents are compared within groups other than their sources."""
     return scope not in ("global", "source")
 
 
 def value_groups(values: Sequence[object]) -> npt.NDArray[np.uint64]:
-    """uint64[n]: hashes of values, as JSON has them; two values share one with probability 2^-64."""
+    """Return uint64[n], the hashes of values in JSON; two values share one with probability 2^-64."""
     texts = [orjson.dumps(value, option=orjson.OPT_SORT_KEYS) for value in values]
     return np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)
 
@@ -232,7 +238,7 @@ def _batch_groups(
     scope: Scope,
     known: npt.NDArray[np.uint64] | None,
 ) -> npt.NDArray[np.uint64] | None:
-    """The groups of `rows` of a batch, whose first row is `start`; `known` are those of the whole file."""
+    """Return the groups of `rows` of a batch that begins at row `start`, from `known` if that is given."""
     if known is not None:
         own: npt.NDArray[np.uint64] = known[start + rows]
         return own
@@ -241,7 +247,7 @@ def _batch_groups(
         metadata = batch.column("metadata").take(pa.array(rows)).to_pylist()
         return value_groups([None if row is None else orjson.loads(row).get(name) for row in metadata])
     if scope == "language":
-        raise ValueError("scope: language: files of documents have no languages; use {field: NAME}")
+        raise ValueError("scope: language: files of documents record no languages; use {field: NAME}")
     if scope == "source":
         sources: npt.NDArray[np.uint64] = batch.column("source").to_numpy()[rows].astype(np.uint64)
         return sources
@@ -250,10 +256,10 @@ def _batch_groups(
 
 @dataclass(frozen=True, slots=True)
 class SignedPart:
-    """`documents` of a part have signatures; `wordless` ones have no words and take no part.
+    """Counts of one part: `documents` with a signature, and `wordless` ones, which have no signature.
 
-    Of `unspaced` ones words are whole sentences: most of their beginning is of a script without spaces, and
-    the unit is words.
+    In `unspaced` documents most of the beginning is in a script without spaces while the unit is words, so
+    that their words are whole sentences.
     """
 
     documents: int
@@ -270,7 +276,7 @@ def sign_split(
     languages: LanguageLabels | None,
     memory_bytes: MemoryBytes,
 ) -> SignedPart:
-    """Write the part of a split's documents into `folder`; `languages` are theirs where the scope is one."""
+    """Write the part of a split's documents into `folder`; `languages` are set if the scope is language."""
     gone = removed.load()
     groups = None if languages is None else value_groups(languages.labels)[languages.read()]
     return sign_documents(documents, gone, minhash, scope, folder, memory_bytes=memory_bytes, groups=groups)
@@ -291,8 +297,8 @@ def sign_documents(
 ) -> SignedPart:
     """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
-    Of what is `removed` already there is no trace but the number of copies that others stand for. `groups`
-    are those of all rows where the documents themselves do not tell.
+    Documents in `removed` are left out; only the copy counts of those that represent them remain. `groups`
+    are the groups of all rows if they cannot be read from the documents.
     """
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     start = wordless = unspaced = 0
@@ -336,11 +342,11 @@ def write_bands(
     scope: Annotated[Scope, RecipeKey("dedup.near.scope")],
     memory_bytes: MemoryBytes,
 ) -> None:
-    """Write the band keys of a part, whose first document is number `first`, but for its rows of LOST."""
+    """Write the band keys of a part whose first document has number `first`, without documents in LOST."""
     described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
     signatures = RowFile(part.folder / SIGNATURES_FILE)
     gone = StepReader(lost, memory_bytes // 8)
-    # A chunk is held as signatures, keys, and entries twice: a quarter of the memory.
+    # A chunk is held as signatures, as keys, and twice as entries, within a quarter of the memory.
     row_bytes = 8 * signatures.row_shape[0] + 64 * bands
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes // 2) as run:
@@ -370,9 +376,9 @@ def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDA
 def _sign_batch(
     batch: pa.RecordBatch, kept: npt.NDArray[np.int64], minhash: MinHashConfig
 ) -> tuple[Signatures, npt.NDArray[np.void], int]:
-    """Signatures and DOCUMENT rows (`row` within the batch) of those of `kept` that have words.
+    """Return signatures and DOCUMENT rows (`row` within the batch) of the rows `kept` that have words.
 
-    Also the number of texts whose words are whole sentences (`SignedPart.unspaced`).
+    Also returns the number of texts whose words are whole sentences (`SignedPart.unspaced`).
     """
     if len(kept) < batch.num_rows:
         batch = batch.take(pa.array(kept))
@@ -392,7 +398,7 @@ def _sign_batch(
 
 
 def _count_unspaced(texts: pa.LargeStringArray, shingles: npt.NDArray[np.int64]) -> int:
-    """Count texts with few n-grams for their bytes whose beginning is of a script without spaces."""
+    """Count texts with few n-grams for their size whose beginning is in a script without spaces."""
     few = np.flatnonzero(np.diff(text_offsets(texts)) > _LONG_WORD_BYTES * (shingles + 1))
     beginnings = (texts[int(row)].as_py()[:_BEGINNING_CHARACTERS] for row in few)
     return sum(2 * len(_UNSPACED.findall(one)) > len(one) for one in beginnings)
@@ -409,7 +415,7 @@ def _key_rows(
     if groups is not None:  # equal words of different groups must not meet
         rows["key"] ^= (groups + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     rows["id"] = np.ascontiguousarray(described["id"]).view(">u8")
-    rows["split"] = -1  # its number, once the exchange reads it
+    rows["split"] = -1  # set by the exchange when it reads the run
     rows["row"] = np.arange(first_row, first_row + len(rows))
     rows["bytes"] = described["bytes"]
     rows["source"] = described["source"]

@@ -1,12 +1,12 @@
 """Tables on disk that are larger than memory: .npy files, written row by row and read in slices.
 
 `numpy.load` reads a whole file, and the pages of a mapped file count as memory of the process that touches
-them. `Rows` and `RowFile` read what is asked for, and keep neither bytes nor an open file in between (except
-inside of a `with`), so that a task may use ten thousand files. Files without a header (`pairs.bin`) are read
-the same way.
+them. `Rows` and `RowFile` read only the requested rows, and keep neither bytes nor an open file between calls
+(except inside a `with` block), so that a task may use ten thousand files. Files without a header
+(`pairs.bin`) are read the same way.
 
-A file may come from someone else (an index): its header is accepted only if the file has exactly the bytes
-that its type and shape take, so that no count in it leads beyond its end.
+A file may come from an untrusted source (an index): its header is accepted only if the file has exactly the
+size that its dtype and shape require, so that no row number is outside the file.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import Artifact, BinaryFile, read_into
 
-CHUNK_ROWS = 1 << 16  # in one read where a table is gone through: some megabytes, and few calls
+CHUNK_ROWS = 1 << 16  # rows per read when a whole table is read: some megabytes, and few calls
 
 _READ_BYTES = 1 << 20
 
 _CLOSE_ROWS = 256
 
-HEADER_BYTES = 512  # room for any dtype of ours and any row count, so that it can be written last
+HEADER_BYTES = 512  # room for all dtypes used here and any row count, so that it can be written last
 
 
 class RowsWriter:
-    """A .npy file of rows whose number is known only at the end; with `width`, rows of so many values."""
+    """Writes a .npy file whose number of rows is known only at the end; `width` is the values per row."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, *, width: int | None = None) -> None:
         self.dtype = np.dtype(dtype)
@@ -67,7 +67,7 @@ class RowsWriter:
 
 
 class Rows:
-    """The rows of one file, read in slices. `len()` is their number."""
+    """Reads the rows of one file in slices; `len()` is the number of rows."""
 
     def __init__(self, file: Artifact, dtype: npt.DTypeLike, *, header: bool = True) -> None:
         self.artifact = file
@@ -83,7 +83,7 @@ class Rows:
         return self._rows
 
     def __enter__(self) -> Self:
-        """Hold the file open, for many small reads."""
+        """Keep the file open, for many small reads."""
         self._file = self.artifact.open()
         return self
 
@@ -95,7 +95,7 @@ class Rows:
         self._file = None
 
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """Rows [start, stop), a new array. BuildError if the file is shorter than it says."""
+        """Return a new array of rows [start, stop). Raises BuildError if the file is too short."""
         rows = np.empty((self._rows if stop is None else stop) - start, self.dtype)
         if self._file is not None:
             self._read_into(rows, start)
@@ -105,7 +105,7 @@ class Rows:
         return rows
 
     def sample(self, start: int, stop: int, step: int) -> npt.NDArray[Any]:
-        """Rows start, start + step, … below stop: a small read each; what lies close is read through."""
+        """Return rows start, start + step, … below stop; rows close to each other share a read."""
         wanted = range(start, stop, step)
         rows = np.empty(len(wanted), self.dtype)
         at_once = max(1, _READ_BYTES // (step * self.dtype.itemsize)) if step <= _CLOSE_ROWS else 1
@@ -123,19 +123,19 @@ class Rows:
         assert self._file is not None
         self._file.seek(offset)
         if read_into(self._file, rows.view(np.uint8).data) != rows.nbytes:
-            raise BuildError(f"{self.artifact}: shorter than it says; {self.artifact.remedy}")
+            raise BuildError(f"{self.artifact}: is shorter than its header says; {self.artifact.remedy}")
 
     def _read_header(self) -> tuple[int, int]:
         begin, shape, dtype = read_header(self.artifact)
         if dtype != self.dtype or len(shape) != 1:
             raise BuildError(
-                f"{self.artifact}: rows of {dtype}, expected {self.dtype}; {self.artifact.remedy}"
+                f"{self.artifact}: has rows of {dtype}, expected {self.dtype}; {self.artifact.remedy}"
             )
         return begin, shape[0]
 
 
 def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """(where the rows begin, shape, dtype) of a .npy file in C order; BuildError if it is not just that."""
+    """Return (offset of the rows, shape, dtype) of a .npy file in C order; BuildError for other files."""
     with table.open() as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -146,28 +146,28 @@ def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
             raise
         except (
             Exception
-        ) as error:  # NumPy's parser lets errors of Python's own through: TokenError, SyntaxError
-            raise BuildError(f"{table}: not a table: {error}; {table.remedy}") from None
+        ) as error:  # NumPy's parser also raises errors of Python's parser: TokenError, SyntaxError
+            raise BuildError(f"{table}: is not a valid .npy table: {error}; {table.remedy}") from None
         begin = file.tell()
         size = file.seek(0, io.SEEK_END)
     shape: tuple[int, ...] = header[0]
     dtype: np.dtype[Any] = header[2]
     if (header[1] and len(shape) > 1) or not shape or min(shape) < 0:
-        raise BuildError(f"{table}: not a table: shape {shape}; {table.remedy}")
+        raise BuildError(f"{table}: is not a table of rows in C order: shape {shape}; {table.remedy}")
     if begin + math.prod(shape) * dtype.itemsize != size:
-        raise BuildError(f"{table}: {size:,} bytes, but its header states {shape} of {dtype}; {table.remedy}")
+        raise BuildError(f"{table}: is {size:,} bytes, its header says {shape} of {dtype}; {table.remedy}")
     return begin, shape, dtype
 
 
-_GAP_BYTES = 64 << 10  # rows closer than this are read together: cheaper than one more call
+_GAP_BYTES = 64 << 10  # rows with smaller gaps are read together: cheaper than another call
 
 _PIECE_BYTES = 1 << 20
 
 
 class RowFile:
-    """A .npy file of rows in C order. Holds no open file between calls.
+    """Reads any rows of a .npy file in C order; holds no open file between calls.
 
-    `header` is what `read_header` found before.
+    `header` is an earlier result of `read_header` for the file.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RowFile:
         self._row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
 
     def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """[len(rows), ...]: these rows, which ascend strictly. BuildError if the file ends early."""
+        """Return these rows, whose numbers must ascend strictly. Raises BuildError if the file ends early."""
         found = np.empty((len(rows), self._row_bytes), np.uint8)
         apart = np.diff(rows) * self._row_bytes > _GAP_BYTES + self._row_bytes
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
@@ -189,7 +189,7 @@ class RowFile:
             for begin, end in pairwise(edges):
                 if end - begin > 1:
                     self._read_together(file, rows[begin:end], found[begin:end])
-                elif end > begin:  # a few microseconds, since hubs read scattered rows by the million
+                elif end > begin:  # a fast path of a few microseconds: hubs read millions of scattered rows
                     self._read_at(file, places[begin], data[begin * size : end * size])
         table: npt.NDArray[Any] = found.view(self.dtype).reshape(len(rows), *self.row_shape)
         return table
@@ -197,7 +197,7 @@ class RowFile:
     def _read_together(
         self, file: BinaryFile, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint8]
     ) -> None:
-        """Rows that lie close: all from the first to the last are read, a piece at a time."""
+        """Fill `found` with rows close to each other, reading all from the first to the last in pieces."""
         most = max(1, _PIECE_BYTES // self._row_bytes)
         at = 0
         while at < len(rows):
@@ -212,4 +212,4 @@ class RowFile:
     def _read_at(self, file: BinaryFile, row: int, data: memoryview) -> None:
         file.seek(self._start + row * self._row_bytes)
         if read_into(file, data) != len(data):
-            raise BuildError(f"{self._artifact}: ends early; {self._artifact.remedy}")
+            raise BuildError(f"{self._artifact}: is shorter than its header says; {self._artifact.remedy}")

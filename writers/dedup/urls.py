@@ -1,22 +1,23 @@
-"""Documents of one URL: the canonical form of URLs, and the keys that documents of one form share.
+"""URL deduplication: the canonical form of URLs, and the keys of documents with the same form.
 
-Two URLs are one if their canonical forms are equal, which begin with RFC 3986, section 6.2.2:
+Two URLs are equal if their canonical forms are equal. The form extends RFC 3986, section 6.2.2:
 
-1. White space around the URL goes, and tabs and line ends in it; `\\` before the query is `/`.
-2. The scheme is in lower case; `https`, `//host` and no scheme at all are `http`.
-3. User and password go. The host is in lower case, in IDNA if it can be, without final dots and without
-   `www.`, unless that leaves no dot. The ports 80 and 443 go (ftp: 21), and zeros before a port.
-4. Bytes that a URL cannot have as they are, non-ASCII ones among them, are percent-encoded in upper case;
-   letters, digits and `-._~` never are. A `%` that encodes nothing is `%25`.
-5. Segments `.` and `..` of the path are resolved; slashes at its end go.
-6. Parameters of the query that only track visitors go (TRACKING, any case, and `drop_parameters`), and empty
-   ones; the others are sorted by name, those of one name in their order.
-7. The fragment goes.
+1. White space around the URL is removed, and tabs and line ends in it; `\\` before the query becomes `/`.
+2. The scheme is in lower case; `https`, `//host` and a missing scheme become `http`.
+3. User and password are removed. The host is in lower case, in IDNA if possible, without final dots and
+   without `www.`, unless that leaves no dot. The ports 80 and 443 (ftp: 21) and leading zeros of a port are
+   removed.
+4. Bytes that are not allowed in a URL, such as non-ASCII ones, are percent-encoded in upper case; letters,
+   digits and `-._~` never are. A `%` that encodes nothing becomes `%25`.
+5. Segments `.` and `..` of the path are resolved; slashes at its end are removed.
+6. Query parameters that only track visitors (TRACKING, in any case, and `drop_parameters`) and empty ones are
+   removed; the others are sorted by name, those of one name in their original order.
+7. The fragment is removed.
 
-What differs otherwise is different: case of path and query, file names such as index.html, subdomains such
-as m., repeated slashes. A form is its own canonical form. A value with neither scheme nor a dot in its host
-("N/A") is no URL, nor is one without a host. `mailto:` and its like are compared as they are, but for 1, 7
-and the case of the scheme. A URL takes 1 to 4 microseconds.
+All other differences count: case of path and query, file names such as index.html, subdomains such as m.,
+repeated slashes. The canonical form of a canonical form is itself. A value with neither a scheme nor a dot in
+its host ("N/A"), or without a host, is not a URL. In `mailto:` and similar URLs only 1, 7 and the case of the
+scheme are normalized. A URL takes 1 to 4 microseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TRACKING = (
 
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
-# Most URLs; their paths and queries may have to be encoded. A path with "/." may have segments to resolve.
+# A fast path for most URLs; `_path` and `_query` still encode them and resolve segments.
 _SIMPLE = re.compile(
     r"https?://([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:@/%-]*)?(?:\?([A-Za-z0-9._~!$&'()*+,;=:@/?%-]*))?"
@@ -65,21 +66,21 @@ _DEFAULT_PORTS = {"http": ("80", "443"), "ftp": ("21",)}
 
 
 class Tracking(NamedTuple):
-    """Names of parameters that are dropped, in lower case, and how others of them begin."""
+    """Query parameters to drop: their names in lower case, and the beginnings of further names."""
 
     names: frozenset[str]
     beginnings: tuple[str, ...]
 
     @classmethod
     def of(cls, more: Iterable[str] = ()) -> Tracking:
-        """TRACKING and `more`, where a final `*` is any ending."""
+        """Return the parameters in TRACKING and `more`, where a final `*` matches any ending."""
         names = [_lower(name) for name in (*TRACKING, *more)]
         beginnings = tuple(name[:-1] for name in names if name.endswith("*"))
         return cls(frozenset(name for name in names if not name.endswith("*")), beginnings)
 
 
 def canonical_url(url: str, tracking: Tracking | None = None) -> str | None:
-    """The canonical form of a URL; None if it has no host, as placeholders such as "N/A" have none."""
+    """Return the canonical form of a URL; None for a value without a host, such as "N/A"."""
     tracking = _TRACKING if tracking is None else tracking
     if simple := _SIMPLE.fullmatch(url):
         host, path, query = simple.groups()
@@ -94,7 +95,7 @@ def canonical_url(url: str, tracking: Tracking | None = None) -> str | None:
     rest, _, query = rest.partition("?")
     authority, slash, path = rest.replace("\\", "/").partition("/")
     parts = _AUTHORITY.fullmatch(authority.rpartition("@")[2])
-    assert parts is not None, "it matches anything"
+    assert parts is not None, "_AUTHORITY matches any text"
     host, port = _host(parts[1]), (parts[2] or "").lstrip("0")
     if (not host and scheme != "file") or (not scheme and "." not in host):
         return None
@@ -114,7 +115,7 @@ def _host(host: str) -> str:
     if host.startswith("[") and host.endswith("]"):
         return _lower(host)
     if not host.isascii():
-        with suppress(UnicodeError):  # a name that IDNA does not know is percent-encoded
+        with suppress(UnicodeError):  # a name that is not valid in IDNA is percent-encoded below
             named = host.encode("idna").decode().lower()
             host = named if _PLAIN_HOST.fullmatch(named) else host
     host = _encoded(_lower(_encoded(host))).replace(":", "%3A")
@@ -122,7 +123,7 @@ def _host(host: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """With ASCII letters alone in lower case: which others have one depends on Unicode's version."""
+    """Lower only ASCII letters, since the case of other letters depends on the Unicode version."""
     return text.lower() if text.isascii() else text.encode().lower().decode()
 
 
@@ -157,7 +158,7 @@ def _path(path: str | None) -> str:
 
 
 def _query(query: str | None, tracking: Tracking) -> str:
-    """Return the query sorted, without tracking parameters, with its question mark; "" if none is left."""
+    """Return "?" and the sorted query without tracking parameters; "" if no parameter is left."""
     if not query:
         return ""
     query = _encoded(query)
@@ -174,7 +175,7 @@ def _query(query: str | None, tracking: Tracking) -> str:
 def url_keys(
     keys: npt.NDArray[np.void], urls: pa.StringArray, tracking: Tracking | None = None
 ) -> npt.NDArray[np.void]:
-    """The rows of KEYS of documents with a URL, with xxh3-128 of its canonical form as the key."""
+    """Return the rows of KEYS of documents that have a URL, keyed by xxh3-128 of its canonical form."""
     forms = [canonical_url(url, tracking) if url else None for url in urls.to_pylist()]
     some = np.array([row for row, form in enumerate(forms) if form is not None], np.int64)
     rows = keys[some]

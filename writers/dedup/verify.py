@@ -1,13 +1,13 @@
-"""Candidate pairs become edges: those that verify, with who wins.
+"""Verifies candidate pairs; each pair that verifies becomes an edge from the winner to the loser.
 
-Pairs are verified in blocks, ranges of document numbers that the first document of a pair lies in. A task
-reads three ranges through the exchange: the pairs of its block, their first documents (`own`), and their
-second ones (`guests`), which come with what resolving needs to know of them. So no task opens the files of
-other parts, whatever the number of parts.
+Pairs are verified in blocks, which are ranges of the number of a pair's first document. A task reads three
+ranges through the exchange: the pairs of its block, their first documents (`own`), and their second documents
+(`guests`), with the fields that resolving needs. So no task opens files of other parts, and the number of
+parts does not matter.
 
-It works in turns: as many own sets as an eighth of the memory holds, with as many of their pairs as a
-sixteenth holds; the guests of the turn pass by once. Blocks are as large as usually take one turn, and their
-width is a power of two, so that it stays the same while a corpus grows a little. Neither decides an edge.
+A task works in turns: own sets in an eighth of the memory, with their pairs in a sixteenth; the guests of the
+turn are streamed once. Blocks are sized so that one turn is usually enough, and their width is a power of
+two, so that it rarely changes while a corpus grows. Neither turns nor blocks affect the edges.
 
     edges.run      EDGES: from the document of higher priority to the other one
     waiting.run    WAITING: the documents that an edge leads to
@@ -38,16 +38,17 @@ _U64 = npt.NDArray[np.uint64]
 
 
 def block_bits(documents: int, text_bytes: int, memory_bytes: int) -> int:
-    """Blocks are of 2**block_bits numbers: the most whose texts take up to a quarter of the memory.
+    """Return the largest number of bits such that 2**bits documents' texts fit a quarter of the memory.
 
-    Sets of word n-grams take about as many bytes as the texts, and less than half of the documents are first
-    in a pair. Where they take more than an eighth of the memory, a task works in turns.
+    A block has 2**bits document numbers. Sets of word n-grams take about as many bytes as the texts, and less
+    than half of the documents are first in a pair. If their sets exceed an eighth of the memory, a task takes
+    several turns.
     """
     each = max(1, text_bytes // max(1, documents))
     return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 4 // each).bit_length() - 1)
 
 
-# Who wins, who loses, population.priority of the winner, and how alike the two are.
+# key: the winner; lo: the loser; the winner's `population.priority`; the similarity of the two.
 EDGES = Table(
     "edges.run",
     np.dtype([("key", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")]),
@@ -58,7 +59,7 @@ WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
 
 @dataclass(frozen=True, slots=True)
 class VerifiedBlock:
-    """`verified` of the `pairs` that were compared are edges."""
+    """Counts of a block: compared `pairs`, and those `verified`, which became edges."""
 
     pairs: int
     verified: int
@@ -72,7 +73,7 @@ def verify_block(
     rule: Annotated[PairRule, RecipeKey("dedup.near")],
     memory_bytes: MemoryBytes,
 ) -> VerifiedBlock:
-    """Write the edges among the pairs of a block; the three slices have its range of numbers."""
+    """Write the edges among the pairs of a block; the three slices cover the block's document numbers."""
     compared, verified, start = 0, 0, pairs.start
     with (
         RunWriter(folder / EDGES.file, EDGES, memory_bytes=memory_bytes // 8) as edges,
@@ -97,7 +98,7 @@ VERIFY = Stage("verify", "near-duplicates", verify_block, cost=5.8)
 
 
 def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
-    """The sets in order, in batches of so many bytes, or of one batch of `found`."""
+    """Yield the sets in order, in batches of up to `most_bytes`, or of one batch of `found`."""
     pieces, held = list[Sets](), 0
     for sets in found:
         size = sets.rows.nbytes + sets.hashes.nbytes
@@ -111,7 +112,7 @@ def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
 
 
 def _gathered(source: Slice, memory_bytes: int) -> Iterator[Batch]:
-    """The rows in order, in batches of half of these bytes, or of one key."""
+    """Yield the rows in order, in batches of up to half of `memory_bytes`, or of one batch of the slice."""
     pieces, held = list[Batch](), 0
     for batch in source.stream(memory_bytes // 2):
         size = batch[0].nbytes + batch[1].nbytes
@@ -125,10 +126,10 @@ def _gathered(source: Slice, memory_bytes: int) -> Iterator[Batch]:
 
 
 def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
-    """Batches of pairs by second document, then by first one (`key`), each pair once in all of them.
+    """Yield batches of pairs, sorted by second document, then by first one (`key`), without repetitions.
 
-    Several candidates tasks may find a pair. Of a document whose pairs take several batches, all of its
-    partners are held, 8 bytes each.
+    Several tasks of stage `candidates` may find the same pair. If the pairs of a first document take several
+    batches, all its second documents are held, 8 bytes each.
     """
     last, partners = -1, np.empty(0, np.uint64)
     for rows, _ in _gathered(pairs, memory_bytes):
@@ -148,7 +149,7 @@ def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.vo
 def _edges(
     pairs: npt.NDArray[np.void], own: Sets, guests: Slice, rule: PairRule, memory_bytes: int
 ) -> Iterator[npt.NDArray[np.void]]:
-    """The pairs that verify; their second documents pass by."""
+    """Yield edges for the pairs that verify, streaming the sets of their second documents."""
     seconds, firsts = np.ascontiguousarray(pairs["other"]), np.ascontiguousarray(pairs["key"])
     numbers = np.ascontiguousarray(own.numbers)
     places = np.searchsorted(numbers, firsts)
@@ -178,17 +179,18 @@ def _edges(
 def _without_set(sets: Slice) -> BuildError:
     numbers = f"{sets.start:,} to {sets.stop:,}"
     return BuildError(
-        f"verify: a pair of documents {numbers} without a set of n-grams; remove the work folder"
+        f"verify: in documents {numbers}, a pair has a document without a set of n-grams; remove the work "
+        "folder and build again"
     )
 
 
 def _direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_priority: _U64) -> None:
-    """Set who wins: the lexicographically lower priority."""
+    """Set winner, loser and priority of each edge; the lexicographically lower priority wins."""
     wins = np.zeros(len(edges), np.bool_)
     open_ = np.ones(len(edges), np.bool_)
     for column in range(3):
         wins |= open_ & (a_priority[:, column] < b_priority[:, column])
         open_ &= a_priority[:, column] == b_priority[:, column]
-    assert not open_.any(), "two documents of one content rank"
+    assert not open_.any(), "two documents have the same priority"
     edges["key"], edges["lo"] = np.where(wins, a, b), np.where(wins, b, a)
     edges["priority"] = np.where(wins[:, None], a_priority, b_priority)

@@ -1,9 +1,9 @@
 """The language of each document, from the filter that found it to the counts of documents and tokens.
 
-A recipe's language filter labels every document it lets through; the label is that of the text as the filter
-saw it, before later steps edited it. Cleaning a split keeps the labels of what stays as LANGUAGES_FILE,
-uint16[n] in the order of documents.arrow, and the labels that the codes stand for in its commit. Tokenizing
-counts by them what is left after duplicate removal.
+A recipe's language filter labels every document that passes it; the label describes the text at that point,
+before later steps edit it. Cleaning a split stores the labels of its kept documents in LANGUAGES_FILE, codes
+uint16[n] in the order of documents.arrow, and the label of each code in its commit. Tokenizing counts the
+documents and tokens left after duplicate removal by language.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLUMN = "language"
 
 
 class LanguageFile:
-    """Writes the labels of a split's documents; `labels[c]` is what code c stands for."""
+    """Writes the languages of a split's documents as codes; `labels[c]` is the label of code c."""
 
     def __init__(self, path: Path) -> None:
         self._rows = RowsWriter(path, LANGUAGE_CODE)
@@ -42,7 +42,7 @@ class LanguageFile:
 
     @property
     def labels(self) -> list[str]:
-        """In the order in which they were first seen."""
+        """The labels, in the order in which they first occurred."""
         return list(self._codes)
 
     def write(self, labels: npt.NDArray[np.object_]) -> None:
@@ -60,27 +60,27 @@ class LanguageCounts:
         self._tokens = np.zeros(len(self._labels), np.int64)
 
     def beside(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
-        """The batch of rows from `start` on, with its languages as one more column."""
+        """Return the batch, whose first row is `start`, with its language codes as a further column."""
         return batch.append_column(_COLUMN, pa.array(self._codes[start : start + batch.num_rows]))
 
     def labels_of(self, batch: pa.RecordBatch) -> list[str]:
-        """The languages of what `beside` gave."""
+        """Return the language labels of a batch from `beside`."""
         return [self._labels[code] for code in batch.column(_COLUMN).to_pylist()]
 
     def count(self, batch: pa.RecordBatch, lengths: npt.NDArray[np.int64]) -> None:
-        """Count documents of `lengths` tokens: rows that are left of what `beside` gave."""
+        """Count documents with `lengths` tokens; the batch has remaining rows of one from `beside`."""
         codes = batch.column(_COLUMN).to_numpy()
         self._documents += np.bincount(codes, minlength=len(self._labels))
         self._tokens += np.bincount(codes, lengths, len(self._labels)).astype(np.int64)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """Plain data by label; those of which nothing is left are left out."""
+        """Return counts of documents and tokens by label, without labels that have no documents left."""
         counts = zip(self._labels, self._documents.tolist(), self._tokens.tolist(), strict=True)
         return {label: {"documents": n, "tokens": tokens} for label, n, tokens in counts if n}
 
 
 def add_languages(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """The sum of what `LanguageCounts.to_dict` gave, most tokens first."""
+    """Add up results of `LanguageCounts.to_dict`; the language with the most tokens comes first."""
     documents: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for part in parts:

@@ -1,9 +1,9 @@
 """Stage `pack`: turns one partition of tokens into finished shards, their checksums and their provenance.
 
-One task a partition; a new sequence length repeats this stage and nothing before it. The documents of a
-partition are a range of the exchanged runs of all splits; sorted by (hash, document id) they are the same
-list for any order or names of the splits. They are packed into rows, the rows are shuffled by a second key
-and dealt evenly to shards of about `shard_bytes`: the same bytes on any machine.
+There is one task per partition; a new sequence length repeats this stage and no earlier one. The documents of
+a partition are a range of the exchanged runs of all splits; sorted by (hash, document id) they are the same
+list for any order or names of the splits. They are packed into rows, and the rows are shuffled by a second
+key and divided evenly into shards of about `shard_bytes`: the same bytes on any machine.
 
 Memory: the partition's tokens once, with the strings of its documents between them, its table of documents,
 and one shard of rows. Shards are named `part-PPPPP.KKKKK` from 0 within the partition; publication
@@ -46,8 +46,8 @@ from shardkit.writers.tokens.packing import (
 )
 from shardkit.writers.tokens.tokenizer import Tokens
 
-TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
-_WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for
+TAR_KEY_STEP = 10**8  # a partition's keys begin at partition * TAR_KEY_STEP: unique in the dataset
+_WIDE_KEY_DIGITS = 14  # digits of keys in datasets with too many partitions for KEY_DIGITS
 _TOKENS = "tokens"
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 _OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents", "joined")
@@ -56,16 +56,16 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Packed:
-    """Result of one partition. `tokens` are those of documents, eos included, which lie in `pieces`;
+    """The result of one partition. `tokens` counts document tokens in rows, eos included, in `pieces` pieces;
     `cut_documents` are in more than one piece, and `needless_cuts` of them would have fitted into one row.
-    `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces.
-    `trained` are the tokens that a loss mask lets be trained on.
+    `row_padding` and `row_pieces` are histograms of the padding tokens and the pieces per row. `trained`
+    counts the tokens that the loss mask includes in training.
 
-    Of strategies that crop: `cropped` tokens of `cropped_documents` were left out, of which `cropped_trained`
-    would have been trained on. `repeated_bos` tokens begin rows within documents. `repeated` tokens of
-    `repeated_documents`, cropped ones too, would be trained on if they did not repeat themselves. `joined`
-    tokens, headers and eos, were left out where documents of a group follow each other. None: not of these
-    settings.
+    With strategies that crop, `cropped` tokens of `cropped_documents` were left out; the loss mask includes
+    `cropped_trained` of them. `repeated_bos` counts bos tokens added at row starts inside documents.
+    `repeated` counts tokens of `repeated_documents`, cropped ones too, that are masked only because they
+    repeat. `joined` counts header and eos tokens left out between documents of a group. A count is None if
+    the settings do not use it.
     """
 
     shards: list[ShardInfo] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Packed:
 
 
 def sums_of(parts: Sequence[Packed]) -> dict[str, int]:
-    """Sums over all partitions, of which there is at least one, for the dataset card."""
+    """Return the sums over all partitions, at least one, for the dataset card."""
     names = (*_SUMS, *(name for name in _OF_POLICIES if getattr(parts[0], name) is not None))
     shards = sum(len(part.shards) for part in parts)
     return {"shards": shards} | {name: sum(getattr(part, name) for part in parts) for name in names}
@@ -97,9 +97,9 @@ def sums_of(parts: Sequence[Packed]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """How the documents of a dataset become its shards.
+    """Settings that turn the documents of a dataset into shards.
 
-    `key_digits` are those of the keys of tars. If `masked`, documents have loss masks, and rows too.
+    `key_digits` is the number of digits of tar keys. If `masked`, documents and rows have loss masks.
     """
 
     pack: PackConfig
@@ -115,14 +115,14 @@ class PackSettings:
     def of(
         cls, recipe: Recipe, partitions: int, *, eos_id: int, dtype: str, bos_id: int | None = None
     ) -> PackSettings:
-        """Return those of the recipe of one dataset."""
+        """Return the settings for the recipe of one dataset."""
         digits = tar_key_digits(partitions)
         settings = recipe.pack, recipe.output, recipe.seed
         return cls(*settings, eos_id, dtype, digits, recipe.is_masked, bos_id)
 
 
 def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int) -> list[Task]:
-    """One task a partition of the exchanged runs of stage `tokenize`."""
+    """Return one task per partition of the exchanged runs of stage `tokenize`."""
     settings = PackSettings.of(
         recipe, partitions, eos_id=facts.eos_id, dtype=facts.dtype, bos_id=facts.bos_id
     )
@@ -137,7 +137,7 @@ def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: 
 
 
 def tar_key_digits(partitions: int) -> int:
-    """Digits of the keys of tars, which are unique over the dataset."""
+    """Return the number of digits of tar keys, which are unique in the dataset."""
     return KEY_DIGITS if partitions * TAR_KEY_STEP <= 10**KEY_DIGITS else _WIDE_KEY_DIGITS
 
 
@@ -164,10 +164,11 @@ PACK = Stage("pack", "shuffle and pack", pack_partition, cost=14)
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Documents by (hash, document id): where each begins in `tokens`, how long it is, its row of `table`.
+    """The documents of a partition, sorted by (hash, document id).
 
-    `masks` has a byte a token, with those of a document from `mask_starts` on; None in builds without.
-    `joined` are the texts that documents are of, if there are groups.
+    Document i is `lengths[i]` tokens from `starts[i]` on in `tokens`, and row i of `table`. `masks` has one
+    byte per token, for document i from `mask_starts[i]` on; None in builds without loss masks. `joined` are
+    the texts joined from documents, if the recipe has groups.
     """
 
     tokens: Tokens
@@ -180,9 +181,9 @@ class Partition:
 
 
 def pack_documents(folder: Path, part: Partition, partition: int, settings: PackSettings) -> Packed:
-    """Pack documents into rows, shuffle these, and write shards, checksums of blocks and provenance.
+    """Pack documents into rows, shuffle the rows, and write shards, block checksums and provenance.
 
-    `bos_id` begins rows within documents if `pack.row_bos` is set.
+    With `pack.row_bos`, rows that start inside a document begin with `settings.bos_id`.
     """
     pack, output, seed = settings.pack, settings.output, settings.seed
     repeated = None
@@ -202,7 +203,7 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
     booked = result.tokens + (result.cropped or 0)
     if booked != int(part.lengths.sum()) or result.documents != part.table.num_rows:
         raise ConservationError(
-            f"{folder}: partition {partition} has {int(part.lengths.sum()):,} tokens, {booked:,} were "
+            f"{folder}: partition {partition} has {int(part.lengths.sum()):,} tokens, but {booked:,} were "
             f"packed or cropped; this is a bug in shardkit, please report it"
         )
     starts = _shard_starts(
@@ -226,7 +227,7 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
 
 
 def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
-    """Documents whose loss masks leave out repetitions, and how many tokens of each that takes away."""
+    """Mask repetitions; return the partition with these loss masks, and the masked tokens per document."""
     if part.masks is None:
         masks = np.ones(int(part.lengths.sum()), np.uint8)
         part = replace(part, masks=masks, mask_starts=np.cumsum(part.lengths) - part.lengths)
@@ -240,7 +241,7 @@ def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
 def _columns_of_rows(
     part: Partition, placement: Placement, rows: range, eos_id: int, bos_id: int | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """The columns of some rows, in the unsigned types in which they are stored."""
+    """Return the columns of some rows, in the unsigned dtypes in which they are stored."""
     here = slice(*np.searchsorted(placement.row, (rows.start, rows.stop)).tolist())
     in_shard, column = placement.row[here] - rows.start, placement.column[here]
     length, start, document = placement.length[here], placement.start[here], placement.document[here]
@@ -273,7 +274,7 @@ def _place(lengths: _Ints, pack: PackConfig) -> Placement:
 
 
 def _trained_of(part: Partition) -> int:
-    """Tokens of all documents that a loss mask lets be trained on."""
+    """Count the tokens of all documents that the loss masks include in training."""
     assert part.masks is not None
     assert part.mask_starts is not None
     places = zip(part.mask_starts, part.lengths, strict=True)
@@ -281,7 +282,7 @@ def _trained_of(part: Partition) -> int:
 
 
 def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
-    """Write whole documents in their order, one a sample, to be packed later (writers/token_store.py)."""
+    """Write whole documents in order, one per sample, to be packed later (writers/token_store.py)."""
     count = len(part.lengths)
     columns = {_TOKENS: (part.tokens.view(_stored_type(part.tokens.dtype)), part.starts)}
     if part.masks is not None:
@@ -312,7 +313,7 @@ def store_documents(folder: Path, part: Partition, partition: int, output: Outpu
 
 
 def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
-    """int64[shards + 1]: first sample of each shard of at most so many bytes, or of one sample."""
+    """Return the first sample of each shard, int64[shards + 1]; a shard is up to `most` bytes or 1 sample."""
     ends = np.cumsum(sizes)
     starts = [0]
     while starts[-1] < len(sizes):
@@ -330,8 +331,8 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = Fa
     if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
         first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
         raise BuildError(
-            f"document {first} occurs twice; an input with `document_id` may hold it twice (remove repeated "
-            f"ones with dedup.exact), else remove the work folder and build again"
+            f"document {first} occurs twice; if an input with `document_id` contains it twice, remove "
+            f"repeated documents with dedup.exact, else remove the work folder and build again"
         )
     table = documents_of(rows, payload, starts, dtype.itemsize + masked)
     tokens: Tokens = payload.view(dtype.newbyteorder("<"))
@@ -364,15 +365,15 @@ def _count(placement: Placement, lengths: _Ints, pack: PackConfig, repeated: _In
 
 
 def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig, part: Partition) -> int:
-    """Bytes that one row takes in an uncompressed shard."""
+    """Return the size of one row in an uncompressed shard, in bytes."""
     columns = [dtype] if part.masks is None else [dtype, part.masks.dtype]
     if output.format == "mds":
-        return sequence_length * sum(column.itemsize for column in columns) + 4  # the offset
+        return sequence_length * sum(column.itemsize for column in columns) + 4  # 4 bytes: the row's offset
     return sum(tar.member_bytes(sequence_length, column) for column in columns)
 
 
 def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
-    """int64[shards + 1]: first row of each shard; sizes differ by at most one row."""
+    """Return the first row of each shard, int64[shards + 1]; sizes differ by at most one row."""
     shards = min(rows, -(-rows * row_bytes // output.shard_bytes))
     return np.array([rows * k // max(shards, 1) for k in range(shards + 1)], np.int64)
 
@@ -384,7 +385,7 @@ def _write_shard(
     output: OutputConfig,
     keys: tuple[int, int],
 ) -> ShardInfo:
-    """`keys` are the first key of a tar's rows, and the digits of each."""
+    """Write one shard; `keys` are the first key of a tar's rows and the number of digits of each key."""
     if output.format == "wds":
         first, digits = keys
         return tar.write_columns_shard(
@@ -396,7 +397,7 @@ def _write_shard(
 
 
 def _of_mds(output: OutputConfig) -> dict[str, Any]:
-    """Return the settings that all shards of this format are written with."""
+    """Return the writer's settings for all shards in MDS format."""
     return {
         "compression": output.compression,
         "hashes": output.hashes,

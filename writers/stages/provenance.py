@@ -1,6 +1,6 @@
 """Writes the provenance tables: where every token came from, and where every document went.
 
-`shardkit.formats.provenance` has the format. Packing a partition writes its table with shard numbers that
+`shardkit.formats.provenance` defines the format. Packing a partition writes its table with shard numbers that
 count from 0 (`write_provenance`); this stage copies each table with the dataset's shard numbers (`renumber`),
 which are known only when all partitions are packed.
 """
@@ -40,8 +40,9 @@ def write_provenance(
     """Write the table of one partition.
 
     `placement` is sorted by (row, column); its document numbers are rows of `documents` (SPILL_SCHEMA, sorted
-    by hash). `shard_starts` int64[shards + 1] are the partition's rows at which its shards begin. `seed` is
-    that of the hashes, which say in which table a document is; None: they are not of document ids.
+    by hash). `shard_starts`, int64[shards + 1], are the partition's rows at which its shards begin. `seed` is
+    the seed of the hashes of document ids; the table records it with its range of hashes, so that readers
+    find the table of a document. None if the hashes are not of document ids.
     """
     schema = PROVENANCE_SCHEMA
     if documents.num_rows and seed is not None:
@@ -62,7 +63,7 @@ def write_provenance(
 
 
 def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
-    """One task a partition; `shards` has the number of shards of each."""
+    """Return one task per partition; `shards` are the numbers of shards per partition."""
     made = []
     first_shard = 0
     for commit, count in zip(packed, shards, strict=True):
@@ -89,7 +90,9 @@ PROVENANCE = Stage("provenance", "shuffle and pack", renumber, cost=1)
 
 def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     if schema.names != PROVENANCE_SCHEMA.names:
-        raise BuildError(f"{path}: columns {schema.names} are not those of a provenance table")
+        raise BuildError(
+            f"{path}: has columns {schema.names}, a provenance table has {PROVENANCE_SCHEMA.names}"
+        )
     return pq.ParquetWriter(
         path,
         schema,

@@ -1,14 +1,14 @@
 """Publishes a finished build to a folder or a store, by one protocol (`shardkit.publish`).
 
-Files are hard-linked into a folder from the work folder, or copied if that is another file system; to a store
-they are sent straight from the work folder. The objects are the very bytes that a folder would have. A
-publication that is cut short is continued by the next run of the same build, which has its work folder still;
-another dataset, finished or not, is only replaced with --replace.
+Files are hard-linked from the work folder into an output folder, or copied if that is on another file system;
+to a store they are sent directly from the work folder. Objects and files have the same bytes. An interrupted
+publication is continued by the next run of the same build, as long as its work folder exists; another
+dataset, finished or not, is only replaced with --replace.
 
 If the work folder is in a store, too, tasks of stage `upload` send the files, on all machines of the build,
-after the place has been claimed; not to the Hugging Face Hub, where many files are one commit. Stage `pack`
-could write there at once, for one reading of the shards less; but then `--replace` would take the old dataset
-away hours, not minutes, before the new one is there.
+once the output is claimed; but not to the Hugging Face Hub, where many files are one commit. Stage `pack`
+could write to the output directly, which would save one read of the shards; but then `--replace` would remove
+the old dataset hours, not minutes, before the new one is complete.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import RunTasks, Stage
 
 REPORT_NAME = "report.html"
-_PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # of the names of shards
+_PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # prefixes of shard names, by format
 _THREADS = 8
-_TASK_THREADS = 4  # each may hold 64 MiB
+_TASK_THREADS = 4  # each thread may hold 64 MiB
 _TASK_FILES = 64
 _TASK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOutput:
-    """A destination in a store."""
+    """A dataset's URL in a store, with the options for its storage."""
 
     url: str
     storage: Annotated[StorageOptions | None, DecidesNoByte("how the URL is reached")] = None
@@ -87,25 +87,25 @@ class RemoteOutput:
 
     @property
     def work_name(self) -> str:
-        """The name of the default work folder, after the last part of the URL."""
+        """The name of the default work folder: the last part of the URL with ".work"."""
         return self.url.rpartition("/")[2] + ".work"
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedDataset:
-    """The dataset at an output, if its index can be read, and its problem, if any."""
+    """A dataset found at an output: its contents if its index is readable, and its problem, if any."""
 
     contents: Contents | None
     problem: str | None
 
 
 def find_published(output: Path | RemoteOutput) -> PublishedDataset | None:
-    """The dataset at `output`, or None; BuildError if something else is there, or it cannot be read."""
+    """Return the dataset at `output`, or None. Raises BuildError for foreign files or if reading fails."""
     try:
         if isinstance(output, Path) and not holds_dataset(output):
             return None
         with _store_of(output) as store:
-            next(iter(store.list()), None)  # a bucket that is not there is better known before the work
+            next(iter(store.list()), None)  # fail now, not after the build, if the bucket does not exist
             return _published_in(store)
     except ShardkitError as error:
         raise BuildError(f"output {error}") from error
@@ -136,7 +136,7 @@ def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
                 clear_leftovers(output)
                 finish_publication(LocalStore(output), contents)
     except RefusedError:
-        pass  # another process does it
+        pass  # another process is completing it
     except (ShardkitError, OSError) as error:
         raise BuildError(f"output {error}") from error
 
@@ -144,9 +144,9 @@ def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
 def global_shards(
     parts: Iterable[tuple[Artifact, Sequence[ShardInfo]]], *, prefixes: int | None = None
 ) -> list[tuple[Artifact, ShardInfo]]:
-    """(file in the work folder, shard under its name in the dataset) of all parts' shards, in order.
+    """Return (file in the work folder, shard with its final name) of all parts' shards, in order.
 
-    With `prefixes`, neighbors lie in different ones of so many folders.
+    With `prefixes`, consecutive shards are distributed over this many folders.
     """
     numbers = count()
     return [
@@ -171,13 +171,13 @@ def _numbered(shard: ShardInfo, number: int, prefixes: int | None) -> ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """Result of a task of stage `upload`: {name: (bytes, version)} of its objects in the output."""
+    """The result of a task of stage `upload`: (bytes, version) of its objects in the output, by name."""
 
     objects: dict[str, tuple[int, str]]
 
 
 class TaskSender(Sender):
-    """Has tasks of the build send the files of the work folder; sends texts and tables itself."""
+    """Sends the files of the work folder with tasks of the build, and texts and tables from this process."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class TaskSender(Sender):
         self._output, self._links, self._run = output, links, run
 
     def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
-        """Every call looks at the objects anew: whatever an earlier run did may be gone."""
+        """Send files with new tasks, since objects that an earlier run sent may have been deleted."""
         this_time = os.urandom(8).hex()
         tasks = []
         for number, group in enumerate(_groups([file for file in files if file.basename in self._links])):
@@ -204,7 +204,7 @@ class TaskSender(Sender):
 
 
 def _groups(files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
-    """Files in order, as many as a task sends."""
+    """Yield the files in order, in groups for one task each."""
     group: list[FileInfo] = []
     for file in files:
         group.append(file)
@@ -221,7 +221,7 @@ def upload_files(
     files: Annotated[Sequence[tuple[FileInfo, Artifact]], DecidesNoByte("each `attempt` is a new task")],
     attempt: str,
 ) -> Uploaded:
-    """Put files to `output` that are not there, or not right. Nothing is written into `folder`."""
+    """Send the files that are missing or wrong in `output`. Writes nothing into `folder`."""
     objects: dict[str, tuple[int, str]] = {}
     with transfer_store(output.url, output.storage) as store:
         sender = Sender(store, LocalFiles({file.basename: artifact for file, artifact in files}))
@@ -250,11 +250,11 @@ def publish(
     run: RunTasks | None = None,
     listener: Listener[StageProgress] | None = None,
 ) -> None:
-    """Put `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
+    """Write `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
 
-    With `run`, tasks send the files of a work folder in a store to a store.
-    BuildError if another dataset is there and `replace` is not set, if another process writes into the
-    folder, or if the place does not take the files.
+    With `run`, tasks send the files if both the work folder and the output are in a store. Raises BuildError
+    if another dataset is there and `replace` is not set, if another process writes into the folder, or if
+    the output refuses the files.
     """
     tables = index_files(manifest)
     [index_name] = tables.keys() & {*INDEX_NAMES}
@@ -275,7 +275,7 @@ def publish(
         else:
             with transfer_store(output.url, output.storage) as store:
                 sender = sender_to(store, files)
-                one_process = commits_of(store) is not None  # makes a commit
+                one_process = commits_of(store) is not None  # the Hub: all files are one commit
                 if run is not None and not one_process and all(file.remote for file in links.values()):
                     sender = TaskSender(store, output, links, files, run)
                 Publication(store, contents, sender, settings, _heard_by(listener)).run()

@@ -1,9 +1,9 @@
-"""Stage `record_counts`: number the records of large plain files in a store, which are cut unread.
+"""Stage `record_counts`: numbers the records of large plain files in a store, which are cut without reading.
 
-A document's id is made of its file and the number of its record, so a split must know how many records come
-before it. Of a local file that is counted while it is cut. A file in a store may be larger than any machine
-reads in reasonable time: each task counts the lines of one split, and the first record of a split is the sum
-over those before it. Such files are read twice; compressed ones are one split and read once.
+A document's id contains its file and the number of its record, so a split must know how many records precede
+it. For a local file they are counted while it is cut. A file in a store may be too large for one machine to
+read in reasonable time, so each task counts the lines of one split, and a split's first record number is the
+sum over the splits before it. Such files are read twice; a compressed file is one split and is read once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardkit.writers.inputs.scan import Split
 
 
 def count_records(splits: Sequence[Split], run: RunTasks) -> Sequence[Split]:
-    """The splits, each with its first record."""
+    """Return the splits with the number of their first record, running tasks to count where it is unknown."""
     uncounted = {split.input for split in splits if split.first_record == UNCOUNTED}
     if not uncounted:
         return splits
@@ -38,7 +38,7 @@ def count_records(splits: Sequence[Split], run: RunTasks) -> Sequence[Split]:
         if split.index not in lines:
             made.append(split)
             continue
-        before = before if split.start else 0  # of the same file: its splits follow each other
+        before = before if split.start else 0  # the splits of a file are consecutive, from offset 0 on
         made.append(replace(split, first_record=before))
         before += lines[split.index]
     return made

@@ -1,8 +1,8 @@
 """Step: datasets of tokens, from documents to shards and provenance.
 
-Each part of a split, or selection of documents, is tokenized once, and packed for each dataset that has it.
-Tokenizing begins with the fast engine while one task compares it with the reference; if they differ, what the
-fast engine wrote is made again with the reference.
+Each part (such as train) or selection of documents is tokenized once, and packed for each dataset that uses
+it. Tokenizing begins with the fast engine while one task compares it with the reference; if they differ, all
+documents are tokenized again with the reference.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from shardkit.writers.stages.selection import Selection
 from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
 from shardkit.writers.tokens.tokenizer import PARITY_BYTES
 
-PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
+PARTITION_TEXT_BYTES = 256_000_000  # maximum text per task of `pack`, so that several workers have tasks
 
 
 def count_partitions(recipe: Recipe, kept: Count) -> int:
-    """Enough to fit the memory and to keep several workers busy; depends on documents and recipe only."""
+    """Return a number of partitions that fit the memory and keep several workers busy.
+
+    It depends on documents and recipe only.
+    """
     shard = recipe.output.shard_bytes
-    token_bytes = 4 if recipe.pack.max_repetitions is None else 5  # masks are made beside the tokens
+    token_bytes = 4 if recipe.pack.max_repetitions is None else 5  # 1 byte per token for the loss mask
     needed = tokenize.choose_partitions(
         kept.bytes, kept.documents, recipe.memory, token_bytes=token_bytes, shard_bytes=shard
     )
@@ -71,7 +74,7 @@ def _tokenize(
     try:
         [compared], tokenized = build.run([parity_task], tasks(facts.engine))
     except BuildError:
-        [[compared]] = build.run([parity_task])  # the error may be the difference that this check looks for
+        [[compared]] = build.run([parity_task])  # the fast engine may be wrong, which this check detects
         if PARITY.result(compared).engine == facts.engine:
             raise
     parity = PARITY.result(compared)
@@ -109,11 +112,11 @@ def _pack(
     return replace(one, tokenized=tokenized, packed=packed, provenance=numbered, tokenizer=entry)
 
 
-_DRAWN = 0.01  # of the documents, by `split`
+_DRAWN = 0.01  # assumed share of the documents in all parts but train
 
 
 def needs(n: Needs) -> None:
-    """State what tokenizing each part and selection takes, and packing them for each dataset."""
+    """Add the requests and bytes of tokenizing each part and selection, and of packing each dataset."""
     c = n.corpus
     if not c.shape.packed:
         return

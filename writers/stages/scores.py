@@ -1,11 +1,11 @@
 """Stages `scores` and `score_tables`: sort the files of `scores` filters by the ids of documents.
 
-A task for each part of a file writes a run of rows (score_tables.py), keyed by a hash of the id; after the
-exchange, a task for each range of keys writes one part of the table. Memory is a share of the budget, however
-large the files are. An id that has two rows with other scores ends the build.
+One task per split of a file writes a run of rows (score_tables.py), keyed by a hash of the id; after the
+exchange, one task per range of keys writes one part of the table. Memory is a share of the budget and does
+not grow with the files. An id that has two rows with different scores ends the build.
 
-Files are Parquet or JSON lines, also compressed ones, on this machine or in a store. What is read of them is
-their ids and the columns that the filter names: integers, floats, booleans and null.
+Files are Parquet or JSON lines, also compressed, on a local disk or in a store. Only the ids are read, and
+the columns that the filter names: integers, floats, booleans and null.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BATCH_ROWS = 1 << 16
 
 
 def sort_scores(documents: Documents, build: Build) -> Documents:
-    """Sort the files of each `scores` filter into a table that tasks look up."""
+    """Sort the files of each `scores` filter into a table, in which tasks look up documents."""
     tables, limits = [], build.limits
     for number, one in enumerate(build.inputs.scores):
         config, names = one.config, list(one.config.columns)
@@ -85,7 +85,7 @@ def write_run(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> int:
-    """Write the rows of a part of a file, sorted; return their number."""
+    """Write the rows of a split of a file, sorted; return their number."""
     table, rows = Table(_RUN_FILE, score_dtype(len(columns))), 0
     read: Callable[..., Iterator[pa.Table]] = _read_parquet if split.format == "parquet" else _read_lines
     with RunWriter(folder / _RUN_FILE, table, memory_bytes=memory_bytes, limits=limits) as writer:
@@ -100,7 +100,7 @@ def write_run(
         except OSError as error:
             raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
         except (ContainerError, pa.ArrowException) as error:
-            raise BuildError(f"{split.path}: is damaged: {error}; write it again") from error
+            raise BuildError(f"{split.path}: is damaged: {error}; make the file again") from error
     return rows
 
 
@@ -126,9 +126,11 @@ def _read_lines(split: Split, names: Sequence[str]) -> Iterator[pa.Table]:
         try:
             record = orjson.loads(line)
         except ValueError as error:
-            raise BuildError(f"{split.path}: {_place(split, number)}: not JSON: {error}") from None
+            raise BuildError(f"{split.path}: {_place(split, number)}: is not valid JSON: {error}") from None
         if not isinstance(record, dict) or record.get(names[0]) is None:
-            raise BuildError(f"{split.path}: {_place(split, number)}: an object without {names[0]!r}")
+            raise BuildError(
+                f"{split.path}: {_place(split, number)}: must be a JSON object with a value of {names[0]!r}"
+            )
         records.append(record)
         if len(records) == _BATCH_ROWS:
             yield _table(records, split, names)
@@ -163,12 +165,12 @@ def _table(records: Sequence[Mapping[str, Any]], split: Split, names: Sequence[s
         try:
             columns.append(pa.array([record.get(name) for record in records]))
         except pa.ArrowException as error:
-            raise BuildError(f"{split.path}: {name!r} has values of several kinds: {error}") from None
+            raise BuildError(f"{split.path}: {name!r} has values of several types: {error}") from None
     return pa.table(columns, names=list(names))
 
 
 def _ids(column: pa.ChunkedArray, split: Split, name: str) -> pa.LargeStringArray:
-    """Ids as text: integers in decimal, bytes in hexadecimal digits."""
+    """Return ids as text: integers in decimal, bytes in hexadecimal."""
     if column.null_count:
         raise BuildError(f"filters: scores: {split.path}: {name!r} is null in {column.null_count:,} rows")
     kind = column.type
@@ -177,16 +179,16 @@ def _ids(column: pa.ChunkedArray, split: Split, name: str) -> pa.LargeStringArra
     if pa.types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
-        raise BuildError(f"filters: scores: {split.path}: {name!r} is {kind}; ids are text or integers")
+        raise BuildError(f"filters: scores: {split.path}: {name!r} is {kind}; ids must be text or integers")
     return column.cast(pa.large_string()).combine_chunks()
 
 
 def _numbers(column: pa.ChunkedArray, split: Split, name: str) -> npt.NDArray[np.float64]:
-    """float64[n]; NaN for null."""
+    """Return scores as float64[n], with NaN for null."""
     kind = column.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if not (is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
-        raise BuildError(f"filters: scores: {split.path}: {name!r} is {kind}; scores are numbers")
+        raise BuildError(f"filters: scores: {split.path}: {name!r} is {kind}; scores must be numbers")
     if pa.types.is_boolean(kind):
         column = column.cast(pa.uint8())
     numbers: npt.NDArray[np.float64] = pc.fill_null(column.cast(pa.float64(), safe=False), np.nan).to_numpy()
@@ -194,7 +196,7 @@ def _numbers(column: pa.ChunkedArray, split: Split, name: str) -> npt.NDArray[np
 
 
 def write_part(folder: Path, piece: Slice) -> None:
-    """Write one part of a table; BuildError for an id with two rows of other scores."""
+    """Write one part of a table. Raises BuildError for an id that has two rows with different scores."""
     memory_bytes = piece.limits.read_memory_bytes
     with (
         RowsWriter(folder / SCORES_FILE, piece.table.dtype) as writer,
@@ -209,7 +211,7 @@ def write_part(folder: Path, piece: Slice) -> None:
             at = np.flatnonzero(again)
             if not np.array_equal(rows["values"][at], rows["values"][at - 1], equal_nan=True):
                 raise BuildError(
-                    "filters: scores: an id has two rows with other scores; keep one row for each document"
+                    "filters: scores: an id has two rows with different scores; keep one row per document"
                 )
             rows = rows[~again]
             first = -writer.rows % BLOCK_ROWS
@@ -221,7 +223,7 @@ SCORE_TABLES = Stage("score_tables", "read and filter", write_part)
 
 
 def needs(n: Needs) -> None:
-    """State what sorting a row for each document and filter takes, and looking it up."""
+    """Add the requests and bytes of sorting one row per document and filter, and of looking it up."""
     c, table = n.corpus, Table(_RUN_FILE, score_dtype(1))
     readers = c.limits.partitions(c.documents, table.dtype)
     size = c.documents * table.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Which documents of a split a dataset has: those that no stage removed and that its output asks for.
+"""Which documents of a split a dataset contains: those that no stage removed and that its output selects.
 
-Each that goes is booked under the reason it goes for, once: as a duplicate, as one of another part of the
-split, or as one that `output.where` leaves to other outputs.
+The ledger counts each other document under exactly one reason: as a duplicate, as a member of another part
+(such as train), or as not selected by `output.where`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.ledger import Count, Ledger
 
-NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `where` leaves out
+NOT_SELECTED = "output/elsewhere"  # ledger reason of documents that `output.where` does not select
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which documents an output has: those with one of the values, or a number in the range, of each name.
+    """The condition of `output.where`: for each name, the allowed values or the range of a document's value.
 
-    `copies` is how many documents one stands for, unless the inputs have a field of that name (`own_copies`
-    is false then).
+    The name `copies` means the number of documents that one represents, unless the inputs have a field of
+    that name (then `own_copies` is false).
     """
 
     where: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -38,7 +38,7 @@ class Selection:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Selection | None:
-        """Return the selection of the recipe of one dataset; None if it has all documents."""
+        """Return the selection of the recipe of one dataset; None if it selects all documents."""
         if recipe.output.where is None:
             return None
         items = sorted(recipe.output.where.items())
@@ -51,7 +51,7 @@ class Selection:
     def others(
         self, documents: pa.RecordBatch, source: str, languages: Sequence[str | None] | None, removed: Removed
     ) -> npt.NDArray[np.bool_]:
-        """bool[n]: the documents of one source that are not in the output; `removed` has their copies."""
+        """Return bool[n]: which documents of a source are not selected; `removed` has their copy counts."""
         left = np.zeros(documents.num_rows, np.bool_)
         for name, values in self.where:
             wanted, found = set(values), self._values(name, documents, source, languages, removed)
@@ -74,7 +74,7 @@ class Selection:
         languages: Sequence[str | None] | None,
         removed: Removed,
     ) -> Sequence[object]:
-        """Return the value that each document has under a name; None if it has none."""
+        """Return each document's value of a name, or None for a document without a value."""
         if name == "source":
             return [source] * documents.num_rows
         if name == "language":
@@ -88,7 +88,7 @@ class Selection:
 
 
 def _copies(documents: pa.RecordBatch, removed: Removed) -> npt.NDArray[np.int32]:
-    """int32[n]: how many documents each stands for, itself included."""
+    """Return int32[n], how many documents each one represents, itself included."""
     copies = np.ones(documents.num_rows, np.int32)
     copies[removed.copied] = removed.copies
     return copies
@@ -101,9 +101,9 @@ def remaining(
     twins: TwinsFile,
     others: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
-    """The documents of a batch that stay, and how many documents each stands for; `others` go, too.
+    """Return the remaining documents of a batch and how many documents each represents; drops `others`, too.
 
-    The ledger gets what is read and what goes; `twins` what goes as a duplicate, and what stays for one.
+    Counts read and dropped documents in the ledger, and adds duplicates and their kept documents to `twins`.
     """
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))

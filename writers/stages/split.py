@@ -1,23 +1,23 @@
-"""Stage `split`: draws parts such as a validation set from the documents that stay, so that none leaks.
+"""Stage `split`: selects parts such as a validation set from the kept documents, without leaks between parts.
 
-A document is proposed for a part by hash(seed, document id), so a part depends on nothing but its own share
-and the shares of the parts before it. A proposed document that is like any other one, whichever part that is
-in, stays in train. All pairs are compared, not candidates of a hash: the n-grams of the proposed documents
-are few and fit into tables, and every document that stays is looked up in them.
+A document is proposed for a part by hash(seed, document id), so a part depends only on its own share and the
+shares of the parts before it. A proposed document that is similar to any other document, in whichever part,
+stays in train. All pairs are compared, not candidates of a hash: the n-grams of the proposed documents are
+few and fit into tables, in which every kept document is looked up.
 
     propose   a split: its proposed documents with their sets of n-grams            PROPOSED
     tables    a range of hashes: n-gram -> the proposed documents that have it       tables.npy …
-    probe     a split and a table: the proposed documents that are like one of the split's   ALIKE
-    choose    a range of hashes: the proposed documents that are like no other one
-    rows      a range of hashes: those of them that are taken, then by split         PARTS
+    probe     a split and a table: proposed documents similar to a document of the split    ALIKE
+    choose    a range of hashes: the unique proposed documents (similar to no other document)
+    rows      a range of hashes: the selected ones of these, then by split           PARTS
 
-Two documents are alike if they share `similarity` of the distinct n-grams of one of them, or if this share of
-the n-grams of one, with repetitions, occurs in the other one. That includes a Jaccard similarity of
-`similarity`, and short documents that lie in long ones. A share is a number of the documents that stay. More
-are proposed than wanted, and the lowest hashes of those that are like no other are taken. Where too many were
-like another one, the stages run again with as many more proposed as their part says, at most `_ROUNDS` times.
-A part that is short even then gets, in the order of hashes, what was proposed for other parts, is like no
-other document and was not needed there: all parts are full where enough such documents exist.
+Two documents are similar if they share `similarity` of the distinct n-grams of one of them, or if this share
+of the n-grams of one, with repetitions, occurs in the other one. That includes a Jaccard similarity of
+`similarity`, and short documents contained in long ones. A share is relative to the kept documents. More
+documents are proposed than wanted, and the unique ones with the lowest hashes are selected. If too few are
+unique, the stages run again with more proposals, according to the rate of unique ones, at most `_ROUNDS`
+times. A part that is short even then gets, in the order of hashes, unique documents that were proposed for
+other parts and not needed there: all parts are full if enough unique documents exist.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PROPOSED = Table(
     np.dtype(
         [
             ("key", "<u8"),  # hash(seed, document id)
-            ("size", "<i8"),  # of the payload: the document's distinct n-grams, uint64, ascending
+            ("size", "<i8"),  # bytes of the payload: the document's distinct n-grams, uint64, ascending
             ("row", "<u4"),
             ("part", "<i4"),
             ("source", "<i4"),
@@ -79,23 +79,23 @@ PARTS = Table("parts.run", np.dtype([("key", "<u8"), ("part", "<i4")]))  # keyed
 
 _CANDIDATES, _HASHES, _STARTS, _MEMBERS = "candidates.npy", "hashes.npy", "starts.npy", "members.npy"
 _CHOSEN = "chosen.npy"
-TABLE_BYTES = 40  # that a table and what it is made of take for a byte of text, with room
+TABLE_BYTES = 40  # upper estimate of the memory of a table and its inputs, per byte of text
 _BITS_PER_KEY = 16
 _ROUNDS = 5
-_SPARES = 6.0  # standard deviations by which more documents are proposed than are wanted
+_SPARES = 6.0  # standard deviations of the number wanted that are proposed in addition
 _MEMORY = 64 << 20
 _PURPOSE = "split"
 
 Bounds = tuple[tuple[int, ...], ...]
-"""Of each source, the hashes at which its parts end; the first begins at 0."""
+"""Per source, the hashes at which its parts end; the first part begins at 0."""
 Wanted = int | list[int]
-"""Documents of all sources together, or of each source."""
+"""The wanted number of documents, of all sources together or per source."""
 Quota = int | list[int]
-"""The most documents of all sources together, or of each source."""
+"""The maximum number of documents, of all sources together or per source."""
 
 
 def split_documents(documents: Documents, build: Build) -> Documents:
-    """Draw the parts; RecipeError if a source is not there, or if too many documents are asked for."""
+    """Select the parts. Raises RecipeError for unknown sources, or if a part wants too many documents."""
     config = documents.recipe.split
     assert config is not None
     return replace(documents, parts=_Drawing(documents, build, config).run())
@@ -103,14 +103,14 @@ def split_documents(documents: Documents, build: Build) -> Documents:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """What the stages have in common: parts are drawn from `documents`."""
+    """Runs the stages that select the parts of `documents`."""
 
     documents: Documents
     build: Build
     config: SplitConfig
 
     def run(self) -> PartsFound:
-        """Run all stages."""
+        """Run all stages and return the parts."""
         names, left = tuple(self.config.parts), self._remaining()
         wanted = self._wanted(left)
         rates = [1.0 for _ in names]
@@ -137,12 +137,12 @@ class _Drawing:
     def _deal(
         self, wanted: Sequence[Wanted], chosen: Sequence[Commit], counted: Sequence[Chosen]
     ) -> Sequence[Commit]:
-        """Return the commits of the documents that are taken for parts of `wanted` documents."""
+        """Select the documents of all parts from the unique ones; return the commits that list them."""
         quotas = _quotas(wanted, counted)
         nothing = [None] * len(quotas)
         [taken] = self.build.run(self._take(chosen, quotas, nothing))
         more, is_full = _spares(wanted, [SPLIT_ROWS.result(commit) for commit in taken])
-        if not is_full:  # parts of any source may have what a part of named ones needs
+        if not is_full:  # parts of any source may have taken documents that a part of named sources needs
             named = [[0 if isinstance(one, int) else one for one in quota] for quota in quotas]
             [apart] = self.build.run(self._take(chosen, named, nothing))
             others, fills = _spares(wanted, [SPLIT_ROWS.result(commit) for commit in apart])
@@ -153,7 +153,7 @@ class _Drawing:
         return taken
 
     def _choose_from(self, bounds: Bounds) -> Sequence[Commit]:
-        """Return the commits of those below `bounds` that are like no other document."""
+        """Return the commits of stage `choose`, with the unique documents whose hashes are below `bounds`."""
         end = max(1, *(stops[-1] for stops in bounds))
         [proposed] = self.build.run(self._propose(bounds))
         texts = sum(SPLIT_PROPOSE.result(commit).bytes for commit in proposed)
@@ -204,7 +204,7 @@ class _Drawing:
 
     @property
     def _ngrams(self) -> MinHashConfig:
-        """The n-grams of near-duplicates; the other settings are the default ones, and do not count."""
+        """The n-gram settings of near-duplicates; the other settings are defaults and have no effect."""
         near = self.documents.recipe.dedup.near
         minhash = MinHashConfig() if near is None else near.minhash
         return MinHashConfig(unit=minhash.unit, ngram=minhash.ngram)
@@ -214,7 +214,7 @@ class _Drawing:
         return [removed.of_part(Part(part, names, table)) for removed, table in pairs]
 
     def _wanted(self, left: Sequence[int]) -> list[Wanted]:
-        """Return how many documents each part gets, of those that are `left` of each source."""
+        """Return how many documents each part gets, if `left` documents of each source remain."""
         labels = self.documents.recipe.sources
         wanted: list[Wanted] = []
         for name, share in self.config.parts.items():
@@ -229,7 +229,7 @@ class _Drawing:
         return wanted
 
     def _remaining(self) -> list[int]:
-        """Documents of each source to draw from."""
+        """Return the number of remaining documents of each source."""
         left = [0 for _ in self.documents.recipe.inputs]
         for split, commit, removed in zip(
             self.documents.splits, self.documents.files, self.documents.removals, strict=True
@@ -244,20 +244,20 @@ def _warn_of_few(names: Sequence[str], wanted: Sequence[Wanted], drawn: Sequence
         number = asked if isinstance(asked, int) else sum(asked)
         if found < number:
             warn_user(
-                f"split: {name} has {found:,} documents, {number:,} were asked for: too many of those "
-                f"drawn are like another document; remove duplicates (dedup.near), or ask for fewer"
+                f"split: {name} has {found:,} documents, {number:,} are wanted: too many of the proposed "
+                f"ones are similar to another document; remove duplicates (dedup.near) or lower its share"
             )
 
 
 def _number(share: float, documents: int) -> int:
-    """Return how many of `documents` a share is, at least 1 but never all; a number is one already."""
+    """Return a share as a number of documents: a fraction becomes at least 1 but never all."""
     if isinstance(share, int):
         return share
     return min(max(1, round(share * documents)), max(0, documents - 1))
 
 
 def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[float]) -> list[float]:
-    """Return of each part how many proposed documents are like no other; `rates` where that is enough."""
+    """Return each part's rate of unique proposed documents, or its entry of `rates` if it has enough."""
     found = []
     for part, (asked, rate) in enumerate(zip(wanted, rates, strict=True)):
         clean = np.sum([one.clean[part] for one in chosen], axis=0)
@@ -272,9 +272,9 @@ def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[f
 
 
 def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float]) -> Bounds:
-    """Return the hashes at which the parts of each source end; RecipeError for more than there is.
+    """Return the hashes at which the parts of each source end; RecipeError if too much is wanted.
 
-    `rates`: of each part, the share of proposed documents that are like no other one.
+    `rates` are the expected rates of unique documents among the proposed ones, per part.
     """
     stops = []
     for source, documents in enumerate(left):
@@ -283,7 +283,7 @@ def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float
             number = one if isinstance(one, int) else one[source]
             whole = sum(left) if isinstance(one, int) else documents
             if number and number >= whole:
-                problem = f"{number:,} documents are asked for, there are {whole:,} to draw from"
+                problem = f"{number:,} documents are wanted for a part, but only {whole:,} remain in all"
                 raise RecipeError(f"split: {problem}")
             proposed = number + _SPARES * sqrt(number) + 10 if number else 0.0
             shares.append(min(proposed / rate / max(1, whole), 1.0))
@@ -312,9 +312,9 @@ def _quotas(wanted: Sequence[Wanted], chosen: Sequence[Chosen]) -> list[list[Quo
 
 
 def _spares(wanted: Sequence[Wanted], taken: Sequence[Taken]) -> tuple[list[list[Quota] | None], bool]:
-    """Return what parts that are short get of what is left in each range, and whether that fills them all.
+    """Return what short parts get of the spare documents in each range, and whether that fills all parts.
 
-    Parts that name their sources are served first: others take any.
+    Parts that name their sources come first, since other parts can take documents of any source.
     """
     is_full = True
     left = [np.array(one.spare, np.int64) for one in taken]
@@ -348,14 +348,14 @@ def _spares(wanted: Sequence[Wanted], taken: Sequence[Taken]) -> tuple[list[list
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Documents that are proposed, and the bytes of their text."""
+    """The number of proposed documents, and the size of their texts in bytes."""
 
     documents: int
     bytes: int
 
 
 def _left(documents: Artifact, removed: SplitRemovals) -> Iterator[tuple[int, pa.RecordBatch, Int64s]]:
-    """(row of the batch's first document, batch, rows in it that stay) of each batch that has any."""
+    """Yield (row of the batch's first document, batch, kept rows in it) for batches with kept rows."""
     lost, start = removed.load(), 0
     with documents.open_arrow(mapped=True) as source:
         reader = pa.ipc.open_file(source)
@@ -380,7 +380,7 @@ def propose(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> Proposed:
-    """Write the documents of a split whose hashes lie below the last of `stops`, with their n-grams."""
+    """Write the documents of a split whose hashes are below the last of `stops`, with their n-grams."""
     count = size = 0
     ends = np.array(stops, np.uint64)
     with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 2, limits=limits) as run:
@@ -409,7 +409,7 @@ SPLIT_PROPOSE = Stage("split_propose", "split", propose, cost=8)
 
 
 def make_table(folder: Path, piece: Slice) -> None:
-    """Write the table of a range of proposed documents: which of them have an n-gram."""
+    """Write the table of a range of proposed documents: which documents contain each n-gram."""
     rows, payload = piece.read()
     hashes = payload.view("<u8")
     sizes = rows["size"] // 8
@@ -436,7 +436,7 @@ _CANDIDATE = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class _NgramTable:
-    """The proposed documents of a range, ascending by key, and which of them have an n-gram."""
+    """The proposed documents of a range, ascending by key, and which of them contain each n-gram."""
 
     keys: UInt64s
     ngrams: Int64s
@@ -469,7 +469,7 @@ def probe(
     similarity: Annotated[float, RecipeKey("split.similarity")],
     limits: Limits,
 ) -> None:
-    """Write the keys of the proposed documents in `table` that are like another document of this split."""
+    """Write the keys of proposed documents in `table` that are similar to another document of this split."""
     for name in (_CANDIDATES, _HASHES, _STARTS, _MEMBERS):
         (table / name).local()
     loaded = _load_table(table.path)
@@ -506,14 +506,14 @@ def _mark_alike(
     similarity: float,
     alike: Bools,
 ) -> None:
-    """Set `alike` of the proposed documents that are like a text; `own` is a text's own number, or -1.
+    """Set `alike` for proposed documents similar to a text; `own` is the text's own index there, or -1.
 
-    `matches` are (n-gram of the texts, number in the table) ascending, `offsets` the n-grams of each text.
+    `matches` are ascending (n-gram index in the texts, index in the table); `offsets` are per text.
     """
     distinct = np.zeros(len(ngrams), np.int64)
     positions = np.zeros(len(ngrams), np.int64)
     touched = np.empty(len(ngrams), np.int64)
-    seen = np.full(len(starts), -1, np.int64)  # the last text that had an n-gram
+    seen = np.full(len(starts), -1, np.int64)  # the last text that contained each n-gram
     at = 0
     for text in range(len(offsets) - 1):
         count = 0
@@ -541,14 +541,14 @@ def _mark_alike(
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Documents of a range of hashes that were proposed, and that are like no other, by part and source."""
+    """Counts in a range of hashes, by part and source: `proposed` documents, and unique ones (`clean`)."""
 
     proposed: list[list[int]]
     clean: list[list[int]]
 
 
 def choose(folder: Path, alike: Slice, candidates: Artifact, parts: int, sources: int) -> Chosen:
-    """Write the proposed documents of a range that are like no other one, by hash."""
+    """Write the unique proposed documents of a range (similar to no other document), ordered by hash."""
     with candidates.open() as file:
         described = np.load(file)
     keys, _ = alike.read()
@@ -568,7 +568,7 @@ def _counted(rows: npt.NDArray[np.void], parts: int, sources: int) -> list[list[
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Documents of a range of hashes that are taken, by part and source, and those left of each source."""
+    """Counts in a range of hashes: selected documents by part and source, and spare ones by source."""
 
     taken: list[list[int]]
     spare: list[int]
@@ -582,9 +582,9 @@ def take(
     sources: int,
     limits: Limits,
 ) -> Taken:
-    """Write the documents that are taken, the lowest hashes first: `quota` of those proposed for each part.
+    """Write the selected documents: for each part, `quota` of those proposed for it, lowest hashes first.
 
-    `spares`: how many of what these leave each part gets as well.
+    `spares` is the number of further documents for each part, from those that are not selected so far.
     """
     with chosen.open() as file:
         rows = np.load(file)
@@ -610,7 +610,7 @@ SPLIT = Stage("split", "split", write_tables)
 
 
 def _give(given: Int32s, part: int, room: Quota, source: Int32s, free: Bools) -> None:
-    """Give a part the first `room` of the rows that are `free`, or so many of each source."""
+    """Assign the first `room` of the `free` rows to a part, or the first room[s] of each source s."""
     if isinstance(room, int):
         given[np.flatnonzero(free)[:room]] = part
         return
@@ -618,16 +618,16 @@ def _give(given: Int32s, part: int, room: Quota, source: Int32s, free: Bools) ->
         given[np.flatnonzero(free & (source == number))[:most]] = part
 
 
-_DRAWN = 0.01  # of the documents
+_DRAWN = 0.01  # assumed share of the documents in all parts but train
 
 
 def needs(n: Needs) -> None:
-    """State the lookups of all documents in tables of the n-grams of those that are proposed."""
+    """Add the requests and bytes of stage `split`, mainly lookups of all documents in n-gram tables."""
     c = n.corpus
     if not c.shape.parts:
         return
     proposed, text = c.documents * _DRAWN, c.text_bytes * DOCUMENTS
-    ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)  # of a document: one begins with each word
+    ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)  # bytes per document: one n-gram per word of 6 bytes
     row = PROPOSED.dtype.itemsize + ngrams
     tables = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
     gets, read = n.scans(text, c.splits)

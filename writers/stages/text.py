@@ -1,12 +1,12 @@
-"""Stage `text`: writes the documents that stay as Parquet or JSON lines, in the order of the inputs.
+"""Stage `text`: writes the kept documents as Parquet or JSON lines, in the order of the inputs.
 
 A task takes neighboring splits with about `shard_bytes` of text and writes one or more files of at most that
-(a longer document makes a longer file). Which splits, and so every byte, follows from the commits before.
-Each document is one row (TEXT_SCHEMA): its text as the filters left it, where it is from, how many documents
-it stands for, its language if a filter determined that, and with `annotate` the value of every rule.
+size (a longer document makes a longer file). The earlier commits determine its splits, and so every byte.
+Each document is one row (TEXT_SCHEMA): its text after the filters, its origin, how many documents it
+represents, its language if a filter determined one, and with `annotate` the value of every rule.
 
-`document_id` is what shardkit derives the place of a document in the training order from. A build that reads
-these files with `document_id: document_id` makes the same rows of tokens as a build from the raw inputs.
+`document_id` determines a document's position in the training order. A build that reads these files with
+`document_id: document_id` makes the same rows of tokens as a build from the raw inputs.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ TEXT_SCHEMA = pa.schema(
         pa.field("file", pa.string(), nullable=False),
         pa.field("record", pa.int64(), nullable=False),
         pa.field("document_id", pa.string(), nullable=False),  # 32 hexadecimal digits
-        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for, itself included
-        pa.field("metadata", pa.string()),  # JSON object; in JSON lines an object
+        pa.field("copies", pa.int32(), nullable=False),  # documents it represents, itself included
+        pa.field("metadata", pa.string()),  # a JSON object as text; in JSON lines a nested object
     ]
 )
-ROW_GROUP_BYTES = 32 << 20  # of text
+ROW_GROUP_BYTES = 32 << 20  # maximum size of the texts in a row group
 ROW_GROUP_DOCUMENTS = 8192
 _ZSTD_LEVEL = 3
 _SUFFIXES = {"zstd": "zst", "gz": "gz"}
@@ -67,7 +67,7 @@ _TYPES = {"string": "str", "large_string": "str", "double": "float64"}
 
 @dataclass(slots=True)
 class Written:
-    """Result of a task: the ledger of each of its splits, and the files, with the names in its folder."""
+    """The result of a task: the ledger of each of its splits, and its files by their names in the folder."""
 
     ledgers: list[Ledger]
     shards: list[ShardInfo]
@@ -75,10 +75,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class SplitText:
-    """The documents of one split, and what belongs to them, as an argument of a task.
+    """The documents of one split with their labels and annotations, as an argument of a task.
 
-    `languages` are those of documents that are left after line dedup; `rows` leads from these to those
-    before, which `annotations` are of.
+    `languages` have an entry for each document left after line deduplication. `annotations` have an entry
+    for each document before it; `rows` maps the former to the latter.
     """
 
     documents: Artifact
@@ -91,7 +91,7 @@ class SplitText:
 
 
 def write_texts(documents: Documents, build: Build) -> Documents:
-    """Write the documents of each dataset of text."""
+    """Run stage `text` for each dataset of text."""
     outputs = []
     for one in documents.outputs:
         if one.recipe.output.is_text:
@@ -102,7 +102,7 @@ def write_texts(documents: Documents, build: Build) -> Documents:
 
 
 def _tasks(recipe: Recipe, documents: Documents, limits: Limits) -> list[Task]:
-    """A task for neighboring splits."""
+    """Return the tasks, each with neighboring splits of about `shard_bytes` of text."""
     selection, memory_bytes = Selection.of(recipe), recipe.memory // 2
     made: list[Task] = []
     group: list[SplitText] = []
@@ -136,7 +136,7 @@ def write_text(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> Written:
-    """Write the documents of `splits` into `folder`, and what was removed from them for `duplicates/`."""
+    """Write the kept documents of `splits` into `folder`, and a run of removed ones for `duplicates/`."""
     written = Written([], [])
     with TwinsFile(folder, memory_bytes=memory_bytes // 16, limits=limits) as twins:
         file: _TextFile | None = None
@@ -168,7 +168,7 @@ TEXT = Stage("text", "text", write_text, cost=20)
 def _documents(
     split: SplitText, selection: Selection | None, ledger: Ledger, twins: TwinsFile
 ) -> Iterator[pa.Table]:
-    """The documents that stay, in batches, as rows of TEXT_SCHEMA and further columns."""
+    """Yield the kept documents in batches, as rows of TEXT_SCHEMA with language and filter columns."""
     removed = split.removed.load()
     beside = _beside(split)
     start = 0
@@ -193,7 +193,7 @@ def _documents(
 def _not_empty(
     batch: pa.RecordBatch, copies: npt.NDArray[np.int32], ledger: Ledger, twins: TwinsFile
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
-    """Without documents that have no text, which are booked; the others are booked as kept."""
+    """Drop documents without text; count these as "empty" and the others as kept in the ledger."""
     sizes = np.diff(text_offsets(batch.column("text")))
     if (empty := sizes == 0).any():
         ledger.drop("empty", int(empty.sum()), 0)
@@ -204,7 +204,7 @@ def _not_empty(
 
 
 def _beside(split: SplitText) -> dict[str, pa.Array]:
-    """Further columns of all documents of the split: their languages, and values of filters."""
+    """Return further columns for all documents of the split: their languages and values of filters."""
     columns: dict[str, pa.Array] = {}
     if split.languages is not None:
         labels = pa.array(split.languages.labels, pa.string())
@@ -236,7 +236,7 @@ def _rows(
 
 
 class _TextFile:
-    """One file: whole documents up to `shard_bytes` of text, at least one."""
+    """Writes one file of whole documents with up to `shard_bytes` of text, at least one document."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema, output: OutputConfig) -> None:
         self._output, self._schema = output, schema
@@ -258,12 +258,12 @@ class _TextFile:
             )
 
     def take(self, sizes: npt.NDArray[np.int64]) -> int:
-        """How many of the next documents, of these sizes, the file has room for."""
+        """Return how many of the next documents, whose texts have these sizes, fit into the file."""
         fit = int(np.searchsorted(np.cumsum(sizes), self._left, side="right"))
         return max(fit, 0 if self._documents else 1)
 
     def write(self, rows: pa.Table, sizes: npt.NDArray[np.int64]) -> None:
-        """Append documents."""
+        """Append documents whose texts have these sizes in bytes."""
         self._left -= int(sizes.sum())
         self._documents += rows.num_rows
         if self._output.format == "jsonl":
@@ -281,7 +281,7 @@ class _TextFile:
         self._pending, self._pending_bytes = [], 0
 
     def close(self) -> ShardInfo:
-        """Finish the file; its entry for the list."""
+        """Finish the file and return its entry for the manifest."""
         if self._output.format == "parquet":
             self._flush()
         self._file.close()
@@ -305,7 +305,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _compress(path: Path, compression: str) -> tuple[str, Path]:
-    """Replace a file by its compressed form; (algorithm, its path)."""
+    """Replace a file by its compressed form; return (algorithm, new path)."""
     algorithm, _ = parse_compression(compression)
     stored = path.with_name(f"{path.name}.{_SUFFIXES[algorithm]}")
     compressor = new_compressor(compression, path.stat().st_size)
@@ -318,7 +318,7 @@ def _compress(path: Path, compression: str) -> tuple[str, Path]:
 
 
 def needs(n: Needs) -> None:
-    """State what writing each dataset of text takes, by tasks of neighboring splits."""
+    """Add the requests and bytes of stage `text`, for every dataset of text."""
     c, text = n.corpus, n.corpus.text_bytes * DOCUMENTS
     if not c.shape.texts:
         return

@@ -1,15 +1,15 @@
 """Stage `tokenize`: encodes the remaining documents of a split, in the order of training.
 
 Two small tasks belong to it. `tokenizer` runs with stage `clean`: it loads the tokenizer, so that a wrong
-file or eos token fails at once, and picks the engine to start with. `parity` runs with `tokenize` and
+file or eos token fails at once, and chooses the engine to start with. `parity` runs with `tokenize` and
 compares that engine with the reference on a sample of the documents; its result decides which engine is used.
 
-A document's position in the training order, and the partition that packs it, come from its hash(seed,
-document id) alone, or from that of its group (tokens/groups.py), so neither depends on the task that read
-it. A split writes one run of the exchange: a row for each document (TOKENS), keyed by that hash, whose
-payload is its token ids, ended by the eos id, and its strings. A partition is a range of hashes.
-`document_rows` and `documents_of` translate. Documents that were removed as duplicates, and those that stay
-for them, go into a run of their own (dedup/duplicates.py).
+A document's position in the training order, and the partition that packs it, depend only on hash(seed,
+document id), or on the hash of its group (tokens/groups.py), and not on the task that reads it. A split
+writes one run of the exchange: a row for each document (TOKENS), keyed by that hash, whose payload is its
+token ids, ended by the eos id, and its strings. A partition is a range of hashes. `document_rows` and
+`documents_of` convert between documents and rows. Removed duplicates, and the documents kept for them, go
+into a separate run (dedup/duplicates.py).
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ from shardkit.writers.tokens.tokenizer import (
 )
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
-"""Of each token, and of the eos of each document."""
+"""The loss masks of all tokens of texts, and of the eos of each document."""
 _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 
-_FIRST = 1 << 60  # a weight that is scheduled before all others
+_FIRST = 1 << 60  # a task weight above all others, so that the task is scheduled first
 
 MAX_PARTITIONS = 1_000_000
 
-PARITY_SPLITS = 256  # at most so many splits give documents to the sample
+PARITY_SPLITS = 256  # maximum number of splits whose documents are sampled
 
-DOCUMENT_OVERHEAD_BYTES = 400  # what the packer holds for one document beside its tokens
+DOCUMENT_OVERHEAD_BYTES = 400  # memory of the packer per document, in addition to its tokens
 
 _STRINGS = ("file", "id", "url", "metadata")
 
@@ -91,11 +91,11 @@ TOKENS = Table(
             ("key", "<u8"),  # hash(seed, document id)
             ("size", "<i8"),
             ("document_id", "u1", (16,)),
-            ("tokens", "<i8"),  # with eos; the payload begins with them
+            ("tokens", "<i8"),  # number of tokens with eos; the payload begins with them
             ("record", "<i8"),
-            ("copies", "<i4"),  # documents it stands for, itself included
+            ("copies", "<i4"),  # documents it represents, itself included
             ("source", "<i4"),
-            *((name, "<i4") for name in _STRINGS),  # bytes of each in the payload; -1: null
+            *((name, "<i4") for name in _STRINGS),  # length of each in the payload, in bytes; -1: null
         ]
     ),
     payload=True,
@@ -119,10 +119,10 @@ SPILL_SCHEMA = pa.schema(
 
 @dataclass(slots=True)
 class Tokenized:
-    """Result of a split: the ledger, and tokens with eos.
+    """The result of a split: its ledger, and its number of tokens, eos included.
 
-    `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data. `trained`
-    are the tokens that a loss mask lets be trained on, if the build has masks.
+    `lengths` is a histogram of tokens per document, eos included; `languages` are LanguageCounts as plain
+    data. `trained` counts the tokens that the loss masks include in training, if the build has masks.
     """
 
     ledger: Ledger
@@ -133,23 +133,23 @@ class Tokenized:
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
-    """int64[n]: the partition of each hash: its upper 32 bits scaled to [0, partitions)."""
+    """Return the partition of each hash, int64[n]: its upper 32 bits scaled to [0, partitions)."""
     scaled = (hashes >> np.uint64(32)) * np.uint64(partitions)
     return (scaled >> np.uint64(32)).astype(np.int64)
 
 
 def partition_start(partition: int, partitions: int) -> int:
-    """The first hash of a partition, as `partition_of` divides them; 2^64 at the end."""
+    """Return the first hash of a partition (see `partition_of`); 2^64 for `partition` == `partitions`."""
     return -(-(partition << 32) // partitions) << 32
 
 
 def choose_partitions(
     text_bytes: int, documents: int, memory_bytes: int, *, token_bytes: int = 4, shard_bytes: int = 0
 ) -> int:
-    """How many partitions let one packer stay within `memory_bytes` (a worker's share of all memory).
+    """Return the number of partitions with which one packer stays within `memory_bytes`, a worker's share.
 
-    Assumes half a token a byte of text, twice what English needs, two shards (one is filled while another one
-    is written), and a reserve of a quarter. Depends on input and recipe only, so that the shards do, too.
+    Assumes half a token per byte of text (twice the rate of English), two shards (one is filled while another
+    is written), and a reserve of a quarter. Depends only on input and recipe, so that the shards do, too.
     """
     needed = text_bytes * token_bytes // 2 + documents * DOCUMENT_OVERHEAD_BYTES
     for_partition = max(1, memory_bytes // 8, memory_bytes * 3 // 4 - 2 * shard_bytes)
@@ -157,15 +157,16 @@ def choose_partitions(
     if partitions > MAX_PARTITIONS:
         enough = -(-memory_bytes * partitions // MAX_PARTITIONS)
         raise RecipeError(
-            f"memory: to pack {text_bytes:,} bytes of text takes {partitions:,} tasks of that size; "
-            f"at most {MAX_PARTITIONS:,} are possible: set `memory` to {enough:,} or more"
+            f"memory: packing {text_bytes:,} bytes of text with {memory_bytes:,} bytes of memory takes "
+            f"{partitions:,} tasks; at most {MAX_PARTITIONS:,} are possible: set `memory` to {enough:,} or "
+            f"more"
         )
     return partitions
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """Result of task `tokenizer`: the engine to start with, and characters that it must not encode."""
+    """The result of task `tokenizer`: ids, the engine to start with, and characters it must not encode."""
 
     eos_id: int
     bos_id: int | None
@@ -180,7 +181,7 @@ _FACTS = TypeAdapter(TokenizerFacts)
 
 
 def tokenizer_task(recipe: Recipe, tokenizer: TokenizerFile) -> Task:
-    """The task that loads the tokenizer early, so that wrong files and tokens fail at once."""
+    """Return the task that loads the tokenizer early, so that a wrong file or token fails at once."""
     fims = [(f"inputs[{number}].fim", one.fim) for number, one in enumerate(recipe.inputs)]
     specials = [(key, token) for key, fim in fims if fim is not None for token in fim.tokens]
     group = recipe.group
@@ -196,11 +197,11 @@ def check_tokenizer(
     specials: Sequence[tuple[str, str]] = (),
     separator: str | None = None,
 ) -> TokenizerFacts:
-    """Load the tokenizer with its own engine, and with the fast one if it supports the file.
+    """Load the tokenizer with its own engine, and with the fast engine if that supports the file.
 
-    `specials` are tokens that it must have as special ones, each with the key of the recipe that names it.
+    `specials` are (recipe key, token) pairs of tokens that must be special tokens of the tokenizer.
     """
-    digest = tokenizer_digest(tokenizer.file.local())  # of the bytes now: what is kept must be of them
+    digest = tokenizer_digest(tokenizer.file.local())  # of the current bytes: the cached facts depend on them
     key = digest_of([digest, plain([tokenizer, specials, separator]), code_version()])
     examined = partial(_examine, tokenizer, specials, separator)
     return _FACTS.validate_python(remembered(key, lambda: dict(_FACTS.dump_python(examined(), mode="json"))))
@@ -228,7 +229,7 @@ def _examine(
 
 
 def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
-    """Compare the fast tokenizer with the reference on documents of up to `PARITY_SPLITS` spread splits."""
+    """Return the task that compares the fast engine with the reference, on up to `PARITY_SPLITS` splits."""
     size = sample_bytes(sum(commit.ledger().kept.bytes for commit in documents))
     count = min(len(documents), PARITY_SPLITS)
     documents = [documents[number * len(documents) // count] for number in range(count)]
@@ -242,7 +243,7 @@ def compare_engines(
     tokenizer: Annotated[TokenizerFile, RecipeKey()],
     sample_bytes: int,
 ) -> Parity:
-    """`check_parity` without its warning, which the build issues even if this task is skipped."""
+    """Run `check_parity` without its warning; the build issues it, also if this task was done before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return check_parity(
@@ -267,7 +268,7 @@ def tasks(
     unlike: Ranges,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Task]:
-    """One task a split: its remaining documents, tokenized for the dataset of `recipe`."""
+    """Return one task per split, which tokenizes its remaining documents for the dataset of `recipe`."""
     tokenizer = replace(tokenizer, engine=engine, unlike=unlike)
     selection, made = Selection.of(recipe), []
     for number, split in enumerate(documents.splits):
@@ -294,10 +295,7 @@ def tasks(
 
 @dataclass(frozen=True, slots=True)
 class TokenSettings:
-    """How the documents of a split become rows, beside the tokenizer.
-
-    `source` is the label of their input, for a `selection`.
-    """
+    """Settings of tokenizing a split, except the tokenizer; `source` is its input's label for `selection`."""
 
     seed: int
     fim: FimConfig | None = None
@@ -319,12 +317,12 @@ def tokenize_split(
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
-    Documents without any token are booked as dropped under "empty".
+    Documents without any token are dropped, with the reason "empty".
     """
     encoder, lost = tokenizer.encoder(), removed.load()
     group, selection = settings.group, settings.selection
     ledger, lengths, spilled = Ledger(), Histogram(), 0
-    marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
+    marks = 1 if encoder.bos_id is None else 2  # tokens per document in addition to its text: eos, bos
     trained = 0
     encode = _encoding(encoder, settings)
     counts = None if languages is None else LanguageCounts(languages)
@@ -362,7 +360,7 @@ def tokenize_split(
         for rows in lost.rows.values():
             if len(rows) and not 0 <= rows.min() <= rows.max() < start:
                 raise BuildError(
-                    f"{documents}: duplicate row {rows.max()} does not exist; the file has {start} rows"
+                    f"{documents}: duplicate row {rows.max()} does not exist; the file has only {start} rows"
                 )
     ledger.check(str(folder))
     return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
@@ -372,7 +370,7 @@ TOKENIZE = Stage("tokenize", "tokenize", tokenize_split, cost=25)
 
 
 def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
-    """How documents without marks are encoded."""
+    """Return the function that encodes documents without marks."""
     seed, fim, group = settings.seed, settings.fim, settings.group
 
     def plain(documents: pa.RecordBatch, heads: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
@@ -396,9 +394,10 @@ def _tokenize_batch(
     encode: _Encode,
     others: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], _Masks | None]:
-    """Encode one batch and book it.
+    """Encode one batch and count its documents in the ledger.
 
-    Returns the encoded documents, their copies, ids and numbers of ids, and their masks in builds with marks.
+    Returns the encoded documents, their copies, token ids and numbers of tokens, and, in builds with marks,
+    their loss masks.
     """
     batch, copies = remaining(batch, removed, ledger, twins, others)
     sizes = np.diff(text_offsets(batch.column("text")))
@@ -424,7 +423,7 @@ def _tokenize_batch(
 
 
 def _mask_of_marks(masks: _Masks, lengths: npt.NDArray[np.int64], encoder: Encoder) -> npt.NDArray[np.uint8]:
-    """The masks of documents with those of their bos, which is never trained on, and of their eos."""
+    """Return the loss masks with entries for each bos, which is never trained on, and each eos."""
     return _with_marks(masks[0], lengths, None if encoder.bos_id is None else 0, masks[1])
 
 
@@ -434,7 +433,7 @@ def _with_marks(
     begin: int | None,
     end: int | npt.NDArray[np.uint8],
 ) -> npt.NDArray[_Kind]:
-    """The values of documents, each begun by `begin` unless that is None, and ended by `end`."""
+    """Insert `begin` before (unless None) and `end` after the values of each document."""
     marks = 1 if begin is None else 2
     marked = np.zeros(len(values) + marks * len(lengths), values.dtype)
     is_text = np.ones(len(marked), np.bool_)
@@ -455,9 +454,9 @@ def document_rows(
     lengths: npt.NDArray[np.int64],
     mask: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint8]]:
-    """Rows of TOKENS and their payloads; `tokens` are those of all documents, one after the other.
+    """Return rows of TOKENS and their payloads; `tokens` has all documents, one after the other.
 
-    `mask`, a byte a token, follows a document's tokens in builds with marks.
+    In builds with marks, `mask`, one byte per token, follows a document's tokens in the payload.
     """
     width = tokens.itemsize
     rows = np.zeros(len(hashes), TOKENS.dtype)
@@ -474,9 +473,9 @@ def document_rows(
 def documents_of(
     rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], width: int
 ) -> pa.Table:
-    """The table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`.
+    """Return the table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`.
 
-    A token takes `width` bytes, with that of its mask if there is one.
+    A token takes `width` bytes, including its mask if there are masks.
     """
     ids = np.ascontiguousarray(rows["document_id"]).reshape(-1)
     columns = {
