@@ -60,7 +60,8 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import compression_of, look
 from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
-from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.stages import near
 from shardkit.writers.stages.flow import Documents, Outputs
@@ -390,7 +391,7 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         names = published.get(commit.key, set())
         output += scale * sum(commit.outputs[name].bytes for name in names if name in commit.outputs)
         text += scale * commit.ledger().kept.bytes if commit.key in cleaned else 0
-    documents = scales.documents * made.kept.documents
+    documents = scales.documents * made.written[0].kept.documents
     if inputs.recipe.dedup.near is not None:
         indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
         _add_near(stages, documents, text, indexed)

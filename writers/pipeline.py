@@ -396,8 +396,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:
     """Return one ledger per source for each step; `written` has the ledger per split of the step `last`."""
-    of_splits = {"cleaning": [counts.ledger for counts in documents.counts]}
-    of_splits |= {"cutting lines": list(documents.cut)} if documents.cut else {}
+    of_splits = {step.title: list(step.ledgers) for step in documents.written}
     of_splits[last] = list(written)
     found = {name: [Ledger() for _ in documents.recipe.inputs] for name in of_splits}
     for name, ledgers in of_splits.items():
@@ -427,7 +426,7 @@ def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> Built
             partitions=len(made.packed),
             split=documents.parts,
             dedup=dedup_facts(documents),
-            filters=filters_card(counts.filters for counts in documents.counts),
+            filters=filters_card([one.filters for one in step.filtering] for step in documents.written),
             filter_files=inputs.read_files,
             buckets=None if documents.labels is None else documents.labels.facts,
         )
@@ -464,8 +463,9 @@ def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Co
         return tables
     tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(made.duplicates)}
     of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, documents.cleaned)} if recipe.annotate else {}
-    pairs = zip(documents.cleaned, documents.counts, strict=True)
-    of_splits[DROPPED_FOLDER] = DROPPED_FILE, [commit for commit, counts in pairs if counts.filters.dropped]
+    passes = (zip(step.commits, step.filtering, strict=True) for step in documents.written if step.filtering)
+    judged = [commit for pairs in passes for commit, counts in pairs if counts.filters.dropped]
+    of_splits[DROPPED_FOLDER] = DROPPED_FILE, judged
     for folder, (name, commits) in of_splits.items():
         for n, commit in enumerate(commits):
             facts = facts_of({}, {name: commit.outputs[name]})

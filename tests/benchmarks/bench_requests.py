@@ -194,7 +194,7 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
                 BuildInputs.of(recipe, splits), limits=DEFAULT_LIMITS.within(MEMORY_BYTES).divided(scale)
             )
             made = graph.run_build(inputs, runner.run)
-            [outputs], kept = made.outputs, made.kept
+            [outputs], kept = made.outputs, made.written[0].kept
             whole = time.process_time() - began
             stages["driver"].cpu_seconds = whole - sum(usage.cpu_seconds for usage in stages.values())
             lines = 0

@@ -174,7 +174,7 @@ def count(*splits: range, batch: int = 1000) -> FilterFacts:
         for start in range(split.start, split.stop, batch):
             counts.add(chain.apply(documents(range(start, min(start + batch, split.stop)))))
         commits.append(_COUNTS.validate_json(_COUNTS.dump_json(counts)))
-    card = filters_card(commits)
+    card = filters_card([commits])
     assert card is not None
     return card
 
@@ -208,7 +208,7 @@ def test_texts_that_grew_are_counted_as_such() -> None:
     counts = FilterCounts(("x/drop",), ("x/cut",))
     for cut in (5, -8):
         counts.add(Filtered(documents(range(1)), cut={"x/cut": cut}, counts={"x/seen": 2}))
-    card = filters_card([counts])
+    card = filters_card([[counts]])
     assert card is not None
     assert card.cut == [EditFacts("x/cut", -3)]
     page = render_filters(card, Count(1, 10))
@@ -217,7 +217,7 @@ def test_texts_that_grew_are_counted_as_such() -> None:
 
 
 def test_a_recipe_without_filters_has_no_section() -> None:
-    assert filters_card([FilterCounts.of_rules((), ())]) is None
+    assert filters_card([[FilterCounts.of_rules((), ())]]) is None
 
 
 def test_the_report_shows_rules_in_order_and_alone_and_escapes_texts() -> None:

@@ -22,7 +22,8 @@ from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.exchange.exchange import Exchanged, Limits, Segment, Slice
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.recipe.recipe import OutputConfig, PackConfig, load_recipe
+from shardkit.writers.recipe.outputs import OutputConfig, PackConfig
+from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.rows.documents import document_ids
 from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.pack import TAR_KEY_STEP, Packed, PackSettings, pack_partition, sums_of, tasks

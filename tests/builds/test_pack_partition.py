@@ -29,7 +29,8 @@ from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.recipe.inputs import GroupConfig
-from shardkit.writers.recipe.recipe import OutputConfig, PackConfig, recipe_from_mapping
+from shardkit.writers.recipe.outputs import OutputConfig, PackConfig
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.pack import (
     PACK,
     TAR_KEY_STEP,
@@ -521,7 +522,7 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path) -> None:
         (of_texts(0, 2, 2), 45),  # one twice
         (of_texts(1, 1), 36),  # one twice, and another one not at all
     ):
-        message = f"partition 7 has 36 tokens, {booked} were packed or cropped; this is a bug"
+        message = f"partition 7 has 36 tokens, but {booked} were packed or cropped; this is a bug"
         pack = PackConfig(sequence_length=256)
         with pytest.raises(ConservationError, match=message):
             pack_documents(

@@ -354,5 +354,5 @@ def test_a_window_has_room_for_a_piece() -> None:
 def test_a_piece_outside_the_arrays_is_refused(source: int, length: int, row: int, column: int) -> None:
     # Behind a piece that fills all there is.
     sources, lengths, rows, columns = np.array([[0, source], [4, length], [1, row], [4, column]], np.int64)
-    with pytest.raises(IndexError, match="lies outside"):
+    with pytest.raises(IndexError, match="is outside"):
         fill_rows(np.zeros(4, np.uint16), sources, lengths, rows, columns, np.zeros((2, 8), np.uint16), EOS)

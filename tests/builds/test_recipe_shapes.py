@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("inline_builds")
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SCORES = {"scores": {"path": "scores.parquet", "key": "id", "document": "id", "columns": {"a": None}}}
 BUCKETS = {"buckets": {"scores": [{"column": "a"}], "field": "quality", "bins": 4}}
+LONG = {"length": {"min_words": 2}}
 LINES = {"exact": {}, "lines": {"min_characters": 20}}
 MDS, WDS, STORE = ({"path": name, "format": name} for name in ("mds", "wds", "tokens"))
 PARQUET, JSONL = ({"path": name, "format": name} for name in ("parquet", "jsonl"))
@@ -59,6 +60,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "url": {"dedup": {"url": True, "exact": {}}},
     "near": {"dedup": {"exact": {}, "near": {"similarity": 0.8}}},
     "against": {"dedup": {"near": {"against": ["index"]}}},
+    "steps": {"steps": ["exact", LONG, "lines", LONG, {"near": 0.8}, SCORES, "pii"]},
+    "steps-outputs": {
+        "steps": [LONG, "url", SCORES, BUCKETS, "exact", LONG],
+        "outputs": [MDS | {"where": {"quality": "3"}}, PARQUET],
+        "split": {"validation": 5},
+    },
+    "steps-chat": {"inputs": [CHAT], "steps": ["exact", LONG]},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
     "limit": {"limit": 50},
 }
@@ -186,8 +194,10 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
 
 
 # Stages whose tasks follow from data that sizes do not tell: parts of files with scores, rounds of a split,
-# tables of provenance that are equal for two outputs, pairs that there may not be, documents of an index.
+# tables of provenance that are equal for two outputs, pairs that there may not be, documents of an index, and
+# what a pass of filters behind duplicate removal writes.
 FROM_DATA = {
+    *("filter_left", "filter_left-2"),
     *("scores", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
     *("verify", "side_files"),
 }
@@ -279,4 +289,4 @@ def test_the_shape_of_a_recipe_says_what_its_build_makes(folder: Path) -> None:
     shape = Shape.of(load_recipe(write(folder, SHAPES["split-outputs"])))
     assert shape == Shape(tokenized=2, packed=2, texts=2, parts=1)
     shape = Shape.of(load_recipe(write(folder, SHAPES["buckets"])))
-    assert shape == Shape(scores=1, has_buckets=True)
+    assert shape == Shape(scores=1, has_buckets=True, side_files=2)

@@ -341,7 +341,7 @@ def test_a_wait_that_is_too_long_says_how_much_came_the_last_status_and_the_disk
     came = (
         rf"{re.escape(store.url)}/shard\.00000\.mds: 700 of {size:,} bytes received; last status 503; {disk}"
     )
-    assert re.fullmatch(f"did not arrive within 0.05 s: {came}", str(caught.value))
+    assert re.fullmatch(f"a shard did not arrive within 0.05 s: {came}", str(caught.value))
     assert re.fullmatch(came, shards.progress())
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)

@@ -37,11 +37,13 @@ STAGES = (
         "tokenizer",
         "clean",
         "url",
+        "filter_left",
         "url_left",
         "exact",
         "line_keys",
         "line_losers",
         "lines",
+        "filter_left-2",
         "signatures",
         "parts",
     ),
@@ -51,11 +53,13 @@ STAGES = (
 RECIPE = """\
 inputs:
   - {path: "first-*.jsonl", source: first}
-dedup:
-  url: {}
-  exact: {}
-  lines: {min_characters: 20}
-  near: {small_shingles: 0}
+steps:
+  - url
+  - length: {max_words: 41}
+  - exact
+  - lines: {min_characters: 20}
+  - length: {min_words: 3}
+  - near: {small_shingles: 0}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}

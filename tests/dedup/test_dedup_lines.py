@@ -22,16 +22,17 @@ from reference.lines import (
 )
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.lines import LINE_KEYS, LineKeys, remaining, remove_lines, write_line_keys
+from shardkit.writers.dedup.lines import LINE_KEYS, LineKeys, remove_lines, write_line_keys
 from shardkit.writers.dedup.outcomes import OUTCOME, SplitRemovals
 from shardkit.writers.dedup.population import SplitDocuments
+from shardkit.writers.dedup.rewriting import left_of
 from shardkit.writers.exchange.exchange import Limits, RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.kernels import line_units as lines_units
 from shardkit.writers.kernels.line_units import cut_spans, cut_units, find_spans, find_units, span_windows
-from shardkit.writers.stages.clean import exact_keys
 from shardkit.writers.stages.exact import EQUAL_TEXTS, remove_equal
+from shardkit.writers.stages.passes import exact_keys
 from support.documents import write_documents
 from support.task_folders import TaskFolders, commit_folder
 
@@ -174,7 +175,7 @@ def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_r
         ledger.check("test")
         assert ledger.read.bytes == sum(len(text.encode()) for *_, text in before)
         assert ledger.kept.bytes == sum(len(text.encode()) for *_, text in left)
-        copies = dict(remaining(commit).read(OUTCOME)[["row", "copies"]].tolist())
+        copies = dict(left_of(commit).read(OUTCOME)[["row", "copies"]].tolist())
         same = [texts.count(before[row][2]) if exact else 1 for row in rows]
         assert copies == {row: count for row, count in enumerate(same) if count > 1}
 

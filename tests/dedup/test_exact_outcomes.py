@@ -197,7 +197,8 @@ def test_urls_are_compared_first_and_those_who_stay_stand_for_what_lost_to_them(
     run, limits = TaskFolders(folder), replace(SMALL, partition_bytes=count // partitions * 56 + 1)
     known = sum(url is not None for url in urls)
     by_url, tables = remove_equal(run, EQUAL_URLS, URL_KEYS, cleaned, known, keep, memory_bytes, limits)
-    left = keys_left(run, cleaned, tables, memory_bytes, limits)
+    removals = [SplitRemovals({"url_duplicate": table}) for table in tables]
+    left = keys_left(run, cleaned, removals, memory_bytes, limits)
     by_text, texts_tables = remove_equal(
         run, EQUAL_TEXTS, WEIGHTED_KEYS, left, count, "first", memory_bytes, limits
     )

@@ -134,7 +134,7 @@ def test_counts_by_language_add_up_and_are_shown(folder: Path) -> None:
         counts.add(result)
         total[""] += result.kept.num_rows
         total.update({reason: count.documents for reason, count in result.dropped.items()})
-    facts = filters_card([_COUNTS.validate_json(_COUNTS.dump_json(counts))])
+    facts = filters_card([[_COUNTS.validate_json(_COUNTS.dump_json(counts))]])
     assert facts is not None
     of_languages: Counter[str] = Counter()
     for found in facts.languages.values():
@@ -154,7 +154,7 @@ def test_builds_without_settings_by_language_count_none(folder: Path) -> None:
     plain = chain(folder, {"language": {"model": "model.bin"}}, "gopher_quality")
     counts = FilterCounts.of_rules(plain.reasons, plain.edits)
     counts.add(plain.apply(documents(["the of a", "größe"])))
-    facts = filters_card([counts])
+    facts = filters_card([[counts]])
     assert facts is not None
     assert facts.languages == {}
 

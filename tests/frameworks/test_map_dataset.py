@@ -90,7 +90,7 @@ def test_a_trainer_gets_input_ids_and_labels(datasets: dict[str, Path]) -> None:
     assert torch.equal(sample["labels"][~padded], sample["input_ids"][~padded])
     with pytest.raises(ValueError, match="rename has 'token'"):
         MapDataset(datasets["mds"], layout=Layout(rename={"token": "input_ids"}))
-    with pytest.raises(ValueError, match="one name"):
+    with pytest.raises(ValueError, match="the same name"):
         MapDataset(datasets["mds"], labels=True, layout=Layout(rename={"tokens": "labels"}))
     with pytest.raises(TypeError, match="endless"):
         MapDataset(datasets["mds"], endless=True)

@@ -43,7 +43,6 @@ from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
 from shardkit.writers.dedup.outcomes import (
-    OUTCOME,
     SplitRemovals,
     SplitRows,
     SplitTable,
@@ -53,7 +52,8 @@ from shardkit.writers.dedup.outcomes import (
     write_tables,
 )
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.dedup.rewriting import RewrittenRows
+from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
@@ -250,10 +250,6 @@ def _differ(field: npt.NDArray[Any], chosen: npt.NDArray[np.int64]) -> npt.NDArr
     return different
 
 
-ROWS_FILE = "rows.npy"
-
-_OUTCOMES_FILE = "outcomes.bin"
-
 _DOCUMENTS_FILE = "documents.arrow"
 
 
@@ -366,25 +362,23 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self._documents = pa.ipc.new_file(folder / _DOCUMENTS_FILE, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS)
-        self._rows = RowsWriter(folder / ROWS_FILE, np.int64)
-        self._outcomes = (folder / _OUTCOMES_FILE).open("wb")
+        self._rows = RewrittenRows(folder)
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with self._documents, self._rows, self._outcomes:
+        with self._documents, self._rows:
             pass
 
     def write(
         self, batch: pa.RecordBatch, rows: npt.NDArray[np.int64], winners: npt.NDArray[np.void]
     ) -> None:
         """Append documents with the rows that they had; `winners` (OUTCOME) have rows as before."""
-        first = self._rows.rows
         winners = winners[np.isin(winners["row"], rows)]
-        winners["row"] = first + np.searchsorted(rows, winners["row"])
-        self._outcomes.write(winners.data if len(winners) else b"")
-        self._rows.write(rows)
+        copies = np.ones(len(rows), np.int32)
+        copies[np.searchsorted(rows, winners["row"])] = winners["copies"]
+        self._rows.write(rows, copies)
         if batch.num_rows:
             self._documents.write_batch(batch)
 
@@ -425,9 +419,3 @@ def remove_lines(
         tasks.append(CUT_LINES.task(split.name, split.bytes, *args))
     [cut] = run(tasks)
     return cut
-
-
-def remaining(cut: Commit) -> SplitTable:
-    """The outcomes of a split whose lines were cut: who represents duplicates that are gone."""
-    output = cut.outputs[_OUTCOMES_FILE]
-    return SplitTable(cut.file(_OUTCOMES_FILE), 0, output.bytes // OUTCOME.itemsize, output.xxh3_128)

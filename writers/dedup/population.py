@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, overload
+from typing import Literal, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -41,24 +41,36 @@ DOCUMENT = np.dtype(
 PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
 
 
+_Value = TypeVar("_Value", bound=np.generic)
 LANGUAGE_CODE = np.uint16  # models have up to some thousands of labels
+
+
+RowFiles = tuple[Artifact, ...]
+"""Files of steps that wrote documents anew, in their order: int64[n], the former row of each document."""
+
+
+def in_rows(values: npt.NDArray[_Value], rows: RowFiles) -> npt.NDArray[_Value]:
+    """Return the values of the documents that are left; `values` are those of the documents before `rows`."""
+    for file in rows:
+        values = values[Rows(file, np.int64).read()]
+    return values
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageLabels:
     """Where the languages of a split's documents lie (writers/stages/languages.py).
 
-    `labels` are what `codes` stand for; `rows` leads from documents left after line dedup to their codes.
+    `labels` are what `codes` stand for; `rows` lead from the documents that are left to their codes.
     """
 
     codes: Artifact
     labels: tuple[str, ...]
-    rows: Artifact | None = None
+    rows: RowFiles = ()
 
     def read(self) -> npt.NDArray[np.uint16]:
         """The codes, two bytes a document."""
         codes: npt.NDArray[np.uint16] = Rows(self.codes, LANGUAGE_CODE).read()
-        return codes if self.rows is None else codes[Rows(self.rows, np.int64).read()]
+        return in_rows(codes, self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ class FilterChain:
     """The filters of a recipe, built once per process and applied to many batches.
 
     `folder` is the base of the recipe's relative paths. `annotate` keeps the values of all rules. `seed`
-    selects the sample. `lookups` has one score lookup per `scores` filter, in order.
+    selects the sample. `lookups` has one score lookup per `scores` filter, in order. `labels` are the
+    languages that an earlier pass identified.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FilterChain:
         annotate: bool = False,
         seed: int = 0,
         lookups: Sequence[ScoreLookup] = (),
+        labels: Sequence[str] | None = None,
     ) -> None:
         left = iter(lookups)
         self._steps = [
@@ -79,7 +81,8 @@ class FilterChain:
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
         self._buckets = next((name for name, config in steps if isinstance(config, BucketsConfig)), None)
         self._differs = any(isinstance(config, ByLanguage) for _, config in steps)
-        self._check_languages()
+        if labels is None:  # otherwise the recipe has a language filter in an earlier pass
+            self._check_languages()
 
     def _check_languages(self) -> None:
         """Raise RecipeError if a `by_language` key is not a label of the language filter."""
@@ -95,12 +98,13 @@ class FilterChain:
                 problem = unknown_languages(unknown, "the model of the language filter", labels)
                 raise RecipeError(f"{step.name}.by_language: {problem}")
 
-    def apply(self, documents: pa.RecordBatch) -> Filtered:
-        """Run all filters on a batch of documents with DOCUMENT_SCHEMA."""
-        result = Filtered(documents)
+    def apply(self, documents: pa.RecordBatch, languages: npt.NDArray[np.object_] | None = None) -> Filtered:
+        """Run all filters on a batch of DOCUMENT_SCHEMA. `languages`, object[n], are from an earlier pass."""
+        result = Filtered(documents, np.ones(documents.num_rows, np.bool_))
         if not self._steps or not documents.num_rows:
             return result
         batch = TextBatch(documents, stop_words=self._stop_words)
+        batch.languages = languages
         hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
         codes = self._codes(batch, result, hashes)
         self._refuse_missing(result)
@@ -109,15 +113,16 @@ class FilterChain:
         if self._annotate:
             dropped = [self.reasons[code - 1] if code else None for code in codes.tolist()]
             result.annotations["dropped"] = np.array(dropped, np.object_)
-        self._sample(documents, hashes, result)
+        self._sample(documents, hashes, languages, result)
         for work in self._sides:
             work.take_rows()  # discard the sample's rows, which were reported above
-        result.kept = batch.documents
+        result.kept, result.stays = batch.documents, codes == 0
         if codes.any():
-            result.kept = result.kept.filter(pa.array(codes == 0))
+            result.kept = result.kept.filter(pa.array(result.stays))
+        known = languages if result.languages is None else result.languages
+        if self._differs and known is not None:
+            result.by_language = self._counts(codes, known)
         if result.languages is not None:
-            if self._differs:
-                result.by_language = self._counts(codes, result.languages)
             result.languages = result.languages[codes == 0]
         if result.scores is not None:
             result.scores = result.scores[codes == 0]
@@ -130,7 +135,8 @@ class FilterChain:
 
         Documents that were dropped before the language filter are left out.
         """
-        first = next(number for number, step in enumerate(self._steps) if step.name == self._language)
+        named = (number for number, step in enumerate(self._steps) if step.name == self._language)
+        first = next(named, 0)
         before = sum(len(step.work.reasons) for step in self._steps[:first])
         names = ("", *self.reasons)
         counts: dict[str, Counter[str]] = {}
@@ -191,13 +197,20 @@ class FilterChain:
             f"`missing` to drop or keep"
         )
 
-    def _sample(self, documents: pa.RecordBatch, hashes: npt.NDArray[np.uint64], result: Filtered) -> None:
+    def _sample(
+        self,
+        documents: pa.RecordBatch,
+        hashes: npt.NDArray[np.uint64],
+        languages: npt.NDArray[np.object_] | None,
+        result: Filtered,
+    ) -> None:
         """Count each rule's failures, independently of other rules, over a sample chosen by hash."""
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
             return
         batch = TextBatch(documents.take(pa.array(chosen)), stop_words=self._stop_words)
+        batch.languages = None if languages is None else languages[chosen]
         for step in self._steps:
             rules, _ = self._run(step, batch)
             for rule in rules:

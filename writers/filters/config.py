@@ -12,7 +12,7 @@ FineWeb's order (language, repetition, quality). The same documents stay; only r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -209,19 +209,22 @@ class FilterEntry(StrictModel):
         if self.profile is not None:
             entries = [FilterEntry.model_validate(entry) for entry in PROFILES[self.profile]]
             return tuple(step for entry in entries for step in entry.filters())
-        named = ((name, getattr(self, name)) for name in type(self).model_fields if name not in _NO_FILTERS)
+        named = ((name, getattr(self, name)) for name in FilterEntry.model_fields if name not in _NO_FILTERS)
         return tuple((name, config) for name, config in named if config is not None)
 
 
-def entry_named(name: str) -> dict[str, object]:
-    """Return the entry for a bare name of a filter or profile. Raises ValueError for an unknown name."""
+def entry_named(name: str, kind: str = "filter", others: Sequence[str] = ()) -> dict[str, object]:
+    """Return the entry for a bare name of a filter or profile. Raises ValueError for an unknown name.
+
+    The message calls it a `kind` and suggests `others`, too.
+    """
     if name in PROFILES:
         return {"profile": name}
     known = [*(field for field in FilterEntry.model_fields if field not in _NO_FILTERS), *PROFILES]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        raise ValueError(f"there is no filter {name!r}; {hint}")
+        close = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join([*known, *others])}"
+        raise ValueError(f"there is no {kind} {name!r}; {hint}")
     return {name: {}}
 
 

@@ -37,8 +37,8 @@ from shardkit.files import load_json
 from shardkit.formats.tokenizer_file import find_tokenizer, special_tokens, tokenizer_config
 from shardkit.hashing import digest_of
 from shardkit.writers.inputs.fields import MISSING, field_at
-from shardkit.writers.recipe.inputs import misused_variables
-from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.inputs import InputConfig, misused_variables
+from shardkit.writers.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from shardkit.writers.inputs.chat_prefixes import Prefixes

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from shardkit.errors import RecipeError, warn_user
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 
 MISSING: Any = object()
 MAX_DEPTH = 400  # maximum nesting of values; Python allows 1,000 nested calls

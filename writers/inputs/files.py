@@ -54,7 +54,8 @@ from shardkit.writers.inputs.patterns import (
     is_glob,
     key_matches,
 )
-from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.recipe import Recipe
 
 _STORES = 16  # maximum number of stores whose connections are kept
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -26,7 +26,7 @@ from shardkit.writers.inputs.fields import column_at, type_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
 from shardkit.writers.inputs.records import RecordSink
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 
 # Arrow reports damage by one of these exceptions; an OSError then has no errno.

@@ -23,7 +23,7 @@ from shardkit.writers.inputs.fields import MAX_DEPTH, MISSING, field_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.lines import Line
 from shardkit.writers.inputs.records import RecordSink
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256

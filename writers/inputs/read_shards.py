@@ -40,7 +40,7 @@ from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.lines import PieceReader
 from shardkit.writers.inputs.records import RecordSink
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 
 _MAX_MEMBERS = 4096  # maximum number of members in a tar's sample; real samples have a few
 _SHOWN = 20  # maximum number of names in a message

@@ -34,7 +34,7 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.lines import PieceReader
 from shardkit.writers.inputs.pages import BodyError, decode_body, decode_page, join_chunks
 from shardkit.writers.inputs.records import RecordSink
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 
 try:
     from warcio.limitreader import LimitReader

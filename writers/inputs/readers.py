@@ -32,7 +32,7 @@ from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 from shardkit.writers.rows.ledger import Ledger, Quarantine, check_bad_fraction
 

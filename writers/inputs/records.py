@@ -29,7 +29,7 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in, look
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.rows.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,

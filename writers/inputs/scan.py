@@ -46,7 +46,8 @@ from shardkit.writers.inputs.files import (
     open_input,
     version_now,
 )
-from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.recipe import Recipe
 
 __all__ = [
     "CUTS_NOTE",

@@ -8,9 +8,8 @@ recipe's digest and the documents' identities do not depend on the place of the 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,18 +17,14 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
 
 from shardkit.errors import RecipeError
 from shardkit.files import local_path
-from shardkit.formats.tokenizer_file import EncodingName
-from shardkit.hashing import HASH_NAMES
 from shardkit.settings import (
     TRAIN,
     Bounds,
-    FieldName,
     Listed,
     LocalPath,
     Place,
@@ -37,269 +32,40 @@ from shardkit.settings import (
     Shorthand,
     StrictModel,
 )
-from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
-from shardkit.writers.execution.digests import DecidesNoByte
-from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
-from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
+from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.recipe.inputs import GroupConfig, InputConfig, TemplateVariables
+from shardkit.writers.recipe.inputs import GroupConfig, InputConfig
+from shardkit.writers.recipe.outputs import (
+    OutputConfig,
+    PackConfig,
+    Size,
+    SplitConfig,
+    TokenizerConfig,
+    short_split,
+)
 from shardkit.writers.recipe.problems import describe_problems
+from shardkit.writers.recipe.steps import (
+    FilterPass,
+    StepEntry,
+    filter_named,
+    moves_of,
+    removal_of,
+    step_named,
+)
 from shardkit.yaml_file import apply_override, load_yaml
 
-__all__ = [
-    "InputConfig",
-    "OutputConfig",
-    "PackConfig",
-    "Recipe",
-    "SplitConfig",
-    "TokenizerConfig",
-    "load_recipe",
-    "recipe_from_mapping",
-    "recipe_schema",
-]
 
-
-def _known_hash(name: str) -> str:
-    if name not in HASH_NAMES:
-        raise ValueError(f"unknown hash {name!r}; known hashes: {', '.join(sorted(HASH_NAMES))}")
-    return name
-
-
-def _known_compression(name: str) -> str:
-    if not re.fullmatch(r"(br|bz2|gz|snappy|zstd)(:-?\d{1,2})?", name):
-        raise ValueError(
-            f"unknown compression {name!r}; write zstd, zstd:7 (with a level), gz, bz2, br or snappy"
-        )
-    return name
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, int | str):
-        raise ValueError(f"not a size: {value!r:.80}; give bytes, or text such as 64MiB")
-    return parse_bytes(value)
-
-
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 0},
-        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp]?[iI]?[bB])?\s*$"},
-    ]
-}
+def _plain(section: StrictModel | tuple[StrictModel, ...]) -> Any:
+    """A section as plain data, which equals that of another class with the same keys."""
+    if isinstance(section, tuple):
+        return [one.model_dump(mode="json") for one in section]
+    return section.model_dump(mode="json")
 
 
 def _is_within(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}/")
-
-
-PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
-
-
-def _share(value: object) -> float | int:
-    """Convert a share to a float ("0.1%" is 0.001), or a number of documents to an int."""
-    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", value)):
-        value = float(found[1]) / 100
-    if isinstance(value, float) and 0 < value < 1:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40:
-        return value
-    raise ValueError(f"write a share such as 0.1% or 0.001, or a number of documents, not {value!r}")
-
-
-def _short_split(given: object) -> object:
-    """Expand `{validation: 0.1%}`, which is short for `{parts: {validation: 0.1%}}`."""
-    if isinstance(given, dict) and "parts" not in given:
-        settings = {key: given[key] for key in ("similarity",) if key in given}
-        return {"parts": {key: value for key, value in given.items() if key not in settings}} | settings
-    return given
-
-
-Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
-
-
-class TiktokenConfig(StrictModel):
-    """The parts of a tiktoken encoding that a file of byte pairs and ranks does not contain."""
-
-    pattern: str = Field(min_length=1, description="The regular expression that splits texts (`pat_str`).")
-    special_tokens: dict[str, int] = Field(default={}, description="Ids of special tokens.")
-
-
-class TokenizerConfig(StrictModel):
-    """The tokenizer that turns documents into token ids."""
-
-    omitted_at_default = frozenset({"bos", "chat_template", "encoding"})
-
-    path: LocalPath = Field(
-        description="A Hugging Face tokenizer.json, a SentencePiece model or a .tiktoken file, relative to "
-        "the recipe's folder; a folder with one of these; or the name of a model whose tokenizer is in the "
-        "cache of Hugging Face on this machine, such as gpt2."
-    )
-    eos: str = Field(
-        min_length=1,
-        description="The special token that ends every document.",
-        examples=["<|endoftext|>", "</s>"],
-    )
-    bos: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="The special token that begins every document, as Llama models expect; null: no token.",
-        examples=["<s>", "<|begin_of_text|>"],
-    )
-    encoding: EncodingName | TiktokenConfig | None = Field(
-        default=None,
-        description="For files of byte pairs and ranks (tiktoken): the name of a published encoding, or its "
-        "pattern and special tokens; null: the encoding that the file is named after.",
-        examples=["cl100k_base", {"pattern": "\\S+|\\s+", "special_tokens": {"<|end|>": 512}}],
-    )
-    chat_template: LocalPath | None = Field(
-        default=None,
-        description="File with the Jinja template of conversations; null: chat_template.jinja or "
-        "tokenizer_config.json in the tokenizer's folder.",
-    )
-    chat_template_kwargs: TemplateVariables = Field(
-        default={},
-        description="Variables of the chat template, as in transformers and TRL; a record's own variables "
-        "take precedence. strftime_now: the date that a template uses as today.",
-        examples=[{"enable_thinking": False}, {"date_string": "26 Jul 2024"}],
-    )
-
-
-class PackConfig(StrictModel):
-    """How documents are packed into sequences of equal length."""
-
-    omitted_at_default = frozenset({"row_bos", "max_repetitions"})
-
-    sequence_length: int = Field(default=2048, ge=2, le=1 << 24, description="Tokens per sequence.")
-    strategy: Literal["best_fit", "concat", "best_fit_truncate", "best_fit_crop"] = Field(
-        default="best_fit",
-        description="best_fit: no avoidable cut, little padding; concat: cut anywhere, no padding. Two "
-        "others begin every row with a document and drop tokens: best_fit_truncate cuts documents at the "
-        "row length, as TRL does; best_fit_crop drops all that does not fit, so no row is padded, as "
-        "nanochat does.",
-    )
-    row_bos: bool = Field(
-        default=False,
-        description="Whether a row that continues a document begins with `tokenizer.bos` again, so that each "
-        "row begins with it (best_fit and concat).",
-    )
-    max_repetitions: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
-        default=None,
-        description="Rows get a loss mask that excludes spans in which the same 1 to 13 tokens are repeated "
-        "more often than this; null: no such mask. 31 finds the repetitions for which OLMo 2 excludes the "
-        "whole row.",
-    )
-
-    @property
-    def crops(self) -> bool:
-        """Whether the strategy drops tokens."""
-        return self.strategy in ("best_fit_truncate", "best_fit_crop")
-
-    @model_validator(mode="after")
-    def _begins_rows_once(self) -> Self:
-        if self.row_bos and self.crops:
-            raise ValueError(
-                f"row_bos: is not needed with {self.strategy}, as every row begins with a document already"
-            )
-        return self
-
-
-TEXT_FORMATS = ("parquet", "jsonl")
-Share = Annotated[float | int, BeforeValidator(_share)]
-
-
-class SplitConfig(StrictModel):
-    """Parts of the documents that become separate datasets, such as a validation set; the rest is train.
-
-    Documents are selected after duplicate removal by a hash of the document, so that a part does not depend
-    on later parts. A document that is similar to another stays in train, so that no part leaks into another;
-    other documents are selected in its place.
-    """
-
-    parts: dict[PartName, Share | dict[FieldName, Share]] = Field(
-        min_length=1,
-        max_length=8,
-        description="Size of each part by name: a share such as 0.1% or 0.001, a number of documents, or one "
-        "of these per source; other sources give none. `split: {validation: 0.1%}` is short for this.",
-        examples=[{"validation": "0.1%"}, {"validation": {"docs": "1%", "code": 500}}],
-    )
-    similarity: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.8,
-        description="A document stays in train if the similarity of its n-grams to another's (Jaccard), or "
-        "the share of its n-grams that another contains, is at least this.",
-    )
-
-    @model_validator(mode="after")
-    def _leave_something(self) -> Self:
-        if TRAIN in self.parts:
-            raise ValueError(f"{TRAIN} is the name of the rest; list only the parts that are taken from it")
-        if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
-            raise ValueError("the shares of the parts add up to 1 or more; nothing is left to train on")
-        return self
-
-
-class OutputConfig(StrictModel):
-    """The place and the format of a dataset."""
-
-    not_content = frozenset({"path", "pack"})  # `Recipe.datasets` puts an output's `pack` into its recipe
-    omitted_at_default = frozenset({"prefixes", "where"})
-
-    path: Annotated[Place, DecidesNoByte("tasks write into folders of their own")] = Field(
-        description="Folder of the finished dataset, relative to the recipe's folder, or s3://bucket/prefix."
-    )
-    format: Literal["mds", "wds", "parquet", "jsonl", "tokens"] = Field(
-        default="mds",
-        description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
-        "tokens: whole documents as MDS, for `shardkit pack`.",
-    )
-    where: Annotated[
-        dict[FieldName, Listed[str] | Bounds] | None, DecidesNoByte("tasks that select get a `Selection`")
-    ] = Field(
-        default=None,
-        description="Only documents with one of these values of `source`, of `language` (needs that filter), "
-        "of a field in `metadata`, of the label of `buckets`, or of `copies`, the number of documents that "
-        "this one represents. Numbers may have bounds instead; null: all documents.",
-        examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}, {"copies": {"min": 2}}],
-    )
-    pack: Annotated[PackConfig | None, DecidesNoByte("tasks that pack get it")] = Field(
-        default=None,
-        description="How documents are packed in this output; null: by the recipe's `pack`.",
-    )
-    shard_bytes: Annotated[Size, Field(ge=1 << 10, lt=1 << 32)] = Field(
-        default=1 << 26, description="Target size of a shard before compression, bytes (or 64MiB)."
-    )
-    compression: Annotated[str, AfterValidator(_known_compression)] | None = Field(
-        default=None,
-        description="MDS: zstd, zstd:7, gz, bz2, br, snappy; null: none, the fastest to load. JSON lines: "
-        "zstd or gz. (Parquet files always use zstd internally.)",
-    )
-    hashes: Listed[Annotated[str, AfterValidator(_known_hash)]] = Field(
-        default=("xxh64",),
-        max_length=8,
-        description="Hash functions whose value for every shard is in the index.",
-    )
-    prefixes: Annotated[
-        Annotated[int, Field(ge=2, le=4096)] | None, DecidesNoByte("publishing names the shards")
-    ] = Field(
-        default=None,
-        description="Number of folders to spread shards over, for stores that limit requests per prefix.",
-    )
-
-    @property
-    def is_text(self) -> bool:
-        """Whether documents are written as text."""
-        return self.format in TEXT_FORMATS
-
-    @model_validator(mode="after")
-    def _fits_the_format(self) -> Self:
-        if self.format == "wds" and self.compression is not None:
-            raise ValueError("compression is for mds and jsonl; tar shards are never compressed")
-        if self.format == "parquet" and self.compression is not None:
-            raise ValueError("compression is for mds and jsonl; Parquet files always use zstd internally")
-        if self.format == "jsonl" and self.compression not in (None, "zstd", "gz"):
-            raise ValueError("compression of JSON lines must be zstd or gz")
-        if self.pack is not None and self.format not in ("mds", "wds"):
-            raise ValueError(f"pack is for rows of tokens, but an output of format {self.format} has no rows")
-        return self
 
 
 class Recipe(StrictModel):
@@ -307,7 +73,7 @@ class Recipe(StrictModel):
 
     # Not content: a dataset has one output, and its ledger, not its recipe, shows the failed splits.
     not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
-    omitted_at_default = frozenset({"group", "limit", "split", "tokenizer"})
+    omitted_at_default = frozenset({"group", "limit", "split", "steps", "tokenizer"})
 
     inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
@@ -316,12 +82,21 @@ class Recipe(StrictModel):
         examples=["data/*.jsonl", [{"path": "data/*.jsonl", "text": "text"}]],
     )
     filters: Annotated[
-        Listed[Annotated[FilterEntry, Shorthand(text=entry_named)]], AfterValidator(with_known_languages)
+        Listed[Annotated[FilterEntry, Shorthand(text=filter_named)]], AfterValidator(with_known_languages)
     ] = Field(
         default=(),
         max_length=64,
         description="Applied in order; the first rule that fails drops a document.",
         examples=[["gopher_quality", {"length": {"min_words": 50}}]],
+    )
+    steps: Annotated[
+        Listed[Annotated[StepEntry, Shorthand(text=step_named)]], AfterValidator(with_known_languages)
+    ] = Field(
+        default=(),
+        max_length=64,
+        description="In place of `filters` and `dedup`: filters and duplicate removal in the order in which "
+        "they run, such as an expensive filter behind duplicate removal.",
+        examples=[["gopher_quality", "exact", {"near": 0.8}, {"python": {"function": "my_filters:keep"}}]],
     )
     annotate: bool = Field(
         default=False,
@@ -338,7 +113,7 @@ class Recipe(StrictModel):
         "repository; null: none.",
         examples=["repo", {"by": "repo", "separator": "<file_sep>", "title": "path"}],
     )
-    split: Annotated[SplitConfig, BeforeValidator(_short_split)] | None = Field(
+    split: Annotated[SplitConfig, BeforeValidator(short_split)] | None = Field(
         default=None,
         description="Parts that become separate datasets, such as {validation: 0.1%}; null: none.",
         examples=[{"validation": "0.1%"}],
@@ -415,6 +190,8 @@ class Recipe(StrictModel):
             raise ValueError("give `output`, or a list of `outputs`")
         if self.outputs:
             self.__dict__["output"] = self.outputs[0]
+        if self.steps:
+            self._take_steps()
         places = [output.path for output in self.outputs]
         for number, place in enumerate(places):
             if any(_is_within(place, other) or _is_within(other, place) for other in places[:number]):
@@ -441,6 +218,24 @@ class Recipe(StrictModel):
         if self.tokenizer is None and not all(output.is_text for output in self._all()):
             raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl do not need it")
         return self
+
+    def _take_steps(self) -> None:
+        """Set `filters` and `dedup` to what `steps` lists. Raises ValueError if the recipe says otherwise."""
+        filters = tuple(step for step in self.steps if step.scheme is None)
+        dedup = removal_of(self.steps, self.dedup)
+        for key, given, derived in (
+            ("filters", self.filters, filters),
+            ("dedup", self.dedup if self.dedup.asked else dedup, dedup),
+        ):
+            if given and [given] != [derived] and _plain(given) != _plain(derived):
+                raise ValueError(f"{key}: `steps` lists all of it in order; leave out {key} or `steps`")
+        self.__dict__["filters"], self.__dict__["dedup"] = filters, dedup
+        behind = [step for filters in self.passes[1:] for step in filters]
+        if behind and self.annotate:
+            raise ValueError(
+                f"annotate: the filter {behind[0][0]} stands behind duplicate removal and judges only what "
+                "is left; annotate in a build with all filters first"
+            )
 
     def _check_buckets(self) -> None:
         """Raise ValueError if `buckets` uses a score that does not exist, or a name that is taken."""
@@ -603,11 +398,31 @@ class Recipe(StrictModel):
             del found["pack"]
         if self.part is not None:
             found["part"] = self.part
-        return found | {"filters": [config.entry(name) for name, config in self.filter_chain()]}
+        found["filters"] = [config.entry(name) for name, config in self.filter_chain()]
+        if "steps" in found:
+            found["steps"] = [entry for step in self.steps for entry in step.contents()]
+        if len(self.passes) == 1:
+            found.pop("steps", None)  # the order that `filters` and `dedup` stand for
+        return found
 
-    def filter_chain(self) -> tuple[tuple[str, FilterSettings], ...]:
+    def filter_chain(self) -> FilterPass:
         """Return (name, settings) of every filter in order, with profiles expanded."""
         return tuple(step for entry in self.filters for step in entry.filters())
+
+    @property
+    def passes(self) -> list[FilterPass]:
+        """The passes of filters among `moves`."""
+        return [move for move in self.moves if not isinstance(move, str)]
+
+    @property
+    def moves(self) -> tuple[FilterPass | str, ...]:
+        """Passes of filters, and between them the names of schemes that remove duplicates.
+
+        The first one is the pass over what is read.
+        """
+        if self.steps:
+            return moves_of(self.steps)
+        return self.filter_chain(), *(name for name in self.dedup.schemes() if name in self.dedup.asked)
 
 
 def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> Recipe:

@@ -49,19 +49,20 @@ class Dropped:
 class Filtered:
     """The result of filters for a batch: the kept documents, edited, and counts by "<filter>/<name>".
 
-    `removed` has the documents that each rule dropped, `dropped` their counts by rule, `cut` the bytes that
-    each edit removed, `counts` further statistics of editors. `alone` counts, among `sampled` documents, how
-    many fail each rule, whether or not they fail others too. `excerpts` has up to EXCERPTS excerpts per rule.
-    `annotations`, if requested, has the value of every rule for every document of the batch, and under
-    "dropped" the rule that dropped the document; `failed` has bool[n] per rule, whether each document fails
-    it. `side_rows` has rows for files next to the dataset, by file name. `languages`, object[n], has the
-    labels of the kept documents if the recipe has a language filter; `scores`, float64[n, scores], the scores
-    of a `buckets` filter. If settings differ by language, `by_language` counts the documents of each language
-    by the rule that dropped them, "" for kept ones; documents dropped before the language was known are not
-    counted.
+    `stays`, bool[n], marks the kept documents of the batch. `removed` has the documents that each rule
+    dropped, `dropped` their counts by rule, `cut` the bytes that each edit removed, `counts` further
+    statistics of editors. `alone` counts, among `sampled` documents, how many fail each rule, whether or not
+    they fail others too. `excerpts` has up to EXCERPTS excerpts per rule. `annotations`, if requested, has
+    the value of every rule for every document of the batch, and under "dropped" the rule that dropped the
+    document; `failed` has bool[n] per rule, whether each document fails it. `side_rows` has rows for files
+    next to the dataset, by file name. `languages`, object[n], has the labels of the kept documents if the
+    pass has a language filter; `scores`, float64[n, scores], the scores of a `buckets` filter. If settings
+    differ by language, `by_language` counts the documents of each language by the rule that dropped them, ""
+    for kept ones; documents dropped before the language was known are not counted.
     """
 
     kept: pa.RecordBatch
+    stays: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(0, np.bool_))
     removed: list[Dropped] = field(default_factory=list)
     dropped: dict[str, Count] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ excerpts chosen by the lowest hashes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -180,33 +180,43 @@ class FilterCounts:
             self.excerpts[reason] = sorted([*self.excerpts.get(reason, ()), *shown])[:EXCERPTS]
 
 
-def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:
-    """Sum the counts of all splits for the card; None for a recipe without filters."""
+def filters_card(passes: Iterable[Sequence[FilterCounts]]) -> FilterFacts | None:
+    """Sum the counts of each pass over its splits for the card. Returns None without filters."""
+    totals = [total for splits in passes if (total := _total(splits)).reasons or total.edits]
+    if not totals:
+        return None
+    whole = FilterCounts()
+    for total in totals:
+        whole.add(total)
+    return FilterFacts(
+        sampled=totals[0].sampled,
+        one_in=SAMPLE,
+        rules=[rule for total in totals for rule in _rules(total)],
+        cut=[EditFacts(edit, total.cut[edit]) for total in totals for edit in total.edits],
+        counts=[CounterFacts(name, whole.counts[name]) for name in sorted(whole.counts)],
+        languages=_languages(whole, _distinct(reason for total in totals for reason in total.reasons)),
+    )
+
+
+def _total(splits: Sequence[FilterCounts]) -> FilterCounts:
     total = FilterCounts()
     for counts in splits:
         total.reasons, total.edits = counts.reasons, counts.edits  # the same for all splits of a recipe
         total.add(counts)
-    if not total.reasons and not total.edits:
-        return None
-    rules = []
+    return total
+
+
+def _rules(total: FilterCounts) -> Iterator[RuleFacts]:
     for reason in total.reasons:
         dropped = total.dropped.get(reason, Count())
         shown = [ExcerptFacts(x.file, x.record, x.text) for x in total.excerpts.get(reason, ())]
-        rules.append(RuleFacts(rule=reason, alone=total.alone[reason], excerpts=shown, **asdict(dropped)))
-    return FilterFacts(
-        sampled=total.sampled,
-        one_in=SAMPLE,
-        rules=rules,
-        cut=[EditFacts(edit, total.cut[edit]) for edit in total.edits],
-        counts=[CounterFacts(name, total.counts[name]) for name in sorted(total.counts)],
-        languages=_languages(total),
-    )
+        yield RuleFacts(rule=reason, alone=total.alone[reason], excerpts=shown, **asdict(dropped))
 
 
-def _languages(total: FilterCounts) -> dict[str, dict[str, int]]:
+def _languages(total: FilterCounts, reasons: Sequence[str]) -> dict[str, dict[str, int]]:
     """Return counts by language, most documents first: kept documents, then reasons in their order."""
     order = sorted(total.by_language.items(), key=lambda item: (-item[1].total(), item[0]))
-    names = ("", *total.reasons)
+    names = ("", *reasons)
     return {label: {name: counts[name] for name in names if counts[name]} for label, counts in order}
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.outcomes import SplitRemovals
+from shardkit.writers.dedup.population import RowFiles
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import plain
 from shardkit.writers.execution.stage import Stage
@@ -43,9 +44,10 @@ def fit_buckets(documents: Documents, build: Build) -> Documents:
     """Compute the edges from a sample of the documents that are left."""
     config, parts = documents.recipe.buckets, []
     assert config is not None
-    for number, (first, removed) in enumerate(zip(documents.cleaned, documents.removals, strict=True)):
-        parts.append(SplitScores(first.file(BUCKETS_FILE), documents.rows(number), removed))
-    size = sum(commit.outputs[BUCKETS_FILE].bytes for commit in documents.cleaned)
+    step = documents.step_with(BUCKETS_FILE)
+    for number, (first, removed) in enumerate(zip(step.commits, documents.removals, strict=True)):
+        parts.append(SplitScores(first.file(BUCKETS_FILE), documents.rows_since(step, number), removed))
+    size = sum(commit.outputs[BUCKETS_FILE].bytes for commit in step.commits)
     task = BUCKETS.task("buckets", size, parts, len(config.scores), config.bins, config.fit_documents)
     [[commit]] = build.run([task])
     found = BUCKETS.result(commit)
@@ -54,10 +56,10 @@ def fit_buckets(documents: Documents, build: Build) -> Documents:
 
 @dataclass(frozen=True, slots=True)
 class SplitScores:
-    """The scores of a split's documents; `rows` leads from those left after line dedup to them."""
+    """The scores of a split's documents; `rows` lead from those that are left to them."""
 
     file: Artifact
-    rows: Artifact | None
+    rows: RowFiles
     removed: SplitRemovals
 
     @property

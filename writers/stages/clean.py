@@ -1,15 +1,9 @@
 """Stage `clean`: read and filter a split, and write what later stages need, with a ledger that adds up.
 
-One task a split, named after its file and its start in the file, so that a new file costs only its own tasks;
-of a group of small files (`group_small_files`) after the first one.
-The folder of a task receives
-  documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, zstd)
-  keys.run          KEYS, one row for each kept document: what exact dedup needs
-  url_keys.run      with `dedup.url`: the same of each kept document with a URL, by its URL
-  quarantine.jsonl  unreadable records; often empty
-  languages.npy     with a language filter: the language of each kept document (languages.py)
-  buckets.npy       with a buckets filter: the scores of each kept document (buckets.py)
-  dropped.parquet  with filters: the documents that they drop, and why (removed.py)
+One task per split, named after its file and its start in the file, so that a new file costs only its own
+tasks; of a group of small files (`group_small_files`) after the first one. The folder of a task receives the
+files of a pass of filters (passes.py), and
+  quarantine.jsonl     unreadable records; often empty
   annotations.parquet  with `annotate`: the value of every filter for every document (rows/annotations.py)
 Memory is one batch, one record and a run of keys, for a split of any size.
 
@@ -24,51 +18,34 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
-import orjson
 import pyarrow as pa
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.outcomes import SplitRemovals
-from shardkit.writers.dedup.signatures import word_keys
-from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
-from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Fallback, RunTasks, Stage
-from shardkit.writers.filters.base import FilterSettings
-from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields, check_named_fields, warn_of_notes
 from shardkit.writers.inputs.files import version_now
 from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError, read_parts
 from shardkit.writers.inputs.scan import Split, hash_split, parts_of
-from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.kernels.words import normalization_version
-from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.rows.documents import (
-    DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
-    DOCUMENTS_FILE,
     MARKED_SCHEMA,
-    content_ranks,
-    text_digests,
 )
-from shardkit.writers.rows.dropped_file import DROPPED_FILE, DroppedFile
-from shardkit.writers.rows.filtered import Filtered
-from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import (
     FAILED_SPLIT,
     BadRecord,
@@ -78,10 +55,10 @@ from shardkit.writers.rows.ledger import (
     check_bad_fraction,
     first_of,
 )
-from shardkit.writers.stages.flow import Build, Cleaned, Documents, Step
-from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile, Buckets
-from shardkit.writers.stages.languages import LANGUAGES_FILE, LanguageFile
+from shardkit.writers.stages.flow import Build, Cleaned, Documents, Step, Written
+from shardkit.writers.stages.labels import Buckets
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
+from shardkit.writers.stages.passes import PassFiles, PassSettings
 from shardkit.writers.stages.record_counts import count_records
 from shardkit.writers.stages.score_tables import ScoreTable
 
@@ -89,42 +66,28 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 JOINED_AT_ONCE = 64
 
-_KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
-
 
 @dataclass(frozen=True, slots=True)
 class CleanSettings:
-    """What cleaning reads of a recipe for the splits of one input.
-
-    `exact_text` is "raw", or the version of the normalization that keys are made with. `url_parameters` is
-    None in builds that compare no URLs. `seed` selects the documents that filters count and show, None
-    without filters.
-    """
+    """What cleaning reads of a recipe for the splits of one input."""
 
     input: Annotated[InputConfig, RecipeKey("inputs")]
-    filters: tuple[tuple[str, FilterSettings], ...]
+    first_pass: Annotated[PassSettings, RecipeKey()]
     annotate: bool
-    exact_text: Annotated[str, RecipeKey("dedup.exact.text")]
-    url_parameters: Annotated[Sequence[str] | None, RecipeKey("dedup.url.drop_parameters")]
     max_bad_fraction: float
     max_record_bytes: int
-    seed: int | None
     memory_bytes: MemoryBytes
 
     @classmethod
     def of(cls, recipe: Recipe, source: int) -> CleanSettings:
         """Return those of an input, without what says where its files are, which splits know."""
-        exact, url, filters = recipe.dedup.exact, recipe.dedup.url, recipe.filter_chain()
         elsewhere = {"path": "", "exclude": (), "base": None, "source": None, "format": None}
         return cls(
             recipe.inputs[source].model_copy(update=elsewhere),
-            filters,
+            PassSettings.of(recipe),
             recipe.annotate,
-            normalization_version() if exact is not None and exact.text == "normalized" else "raw",
-            None if url is None else url.drop_parameters,
             recipe.max_bad_fraction,
             recipe.max_record_bytes,
-            recipe.seed if filters else None,
             recipe.memory,
         )
 
@@ -145,7 +108,8 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
     for split in splits:
         own = settings[split.source]
         render = None if inputs.masking is None else inputs.masking.of_input(own.input)
-        args = split, own, inputs.filter_files, folder, render, documents.scores
+        scores = own.first_pass.scores_of(recipe, documents.scores)
+        args = split, own, inputs.files_of(own.first_pass.filters), folder, render, scores
         made.append(replace(CLEAN.task(split.task_name, split.bytes, *args), fallback=fallback))
     beside, cleaned = build.run(build.beside, made)
     counts = [CLEAN.result(commit) for commit in cleaned]
@@ -154,9 +118,9 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
         documents,
         splits=splits,
         beside=beside,
-        cleaned=cleaned,
         counts=counts,
-        files=cleaned,
+        written=[Written("cleaning", cleaned, [one.ledger for one in counts], counts)],
+        single=sum(one.ledger.kept.documents for one in counts),
         removals=[SplitRemovals() for _ in splits],
         labels=_given_labels(recipe),
     )
@@ -213,7 +177,9 @@ def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
     A commit has one file, by its name in the dataset. Files are joined by 64, and these again, down to one.
     """
     names = sorted({name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")})
-    made = {name: [commit for commit in cleaned if commit.outputs[name].bytes] for name in names}
+    made = {
+        name: [one for one in cleaned if name in one.outputs and one.outputs[name].bytes] for name in names
+    }
     open_names = [name for name in names if made[name] or name != QUARANTINE_FILE]
     level = 0
     while open_names:
@@ -264,10 +230,10 @@ def clean_split(
         if not Path(name).is_absolute():
             (filter_folder / name).local()
     chain = FilterChain(
-        settings.filters,
+        settings.first_pass.filters,
         filter_folder.path,
         annotate=settings.annotate,
-        seed=settings.seed or 0,
+        seed=settings.first_pass.seed or 0,
         lookups=[table.open() for table in scores],
     )
     try:
@@ -303,95 +269,28 @@ def _clean(
     failure: str | None = None,
 ) -> Cleaned:
     ledger, fields = Ledger(), [NamedFields(settings.input) for _ in split.parts]
-    counts = FilterCounts.of_rules(chain.reasons, chain.edits)
     allowed = settings.max_bad_fraction if failure is None else 1.0
     schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
     versions = [version_now(part.input) for part in split.parts]
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
-        _KeyFiles(folder, settings) as keys,
-        DroppedFile(folder / DROPPED_FILE) if settings.filters else nullcontext() as dropped,
         AnnotationFile(folder / ANNOTATIONS_FILE) if settings.annotate else nullcontext() as annotations,
-        LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
-        _bucket_file(folder, settings) as buckets,
-        ExitStack() as stack,
-        pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
-        pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS) as documents,
+        PassFiles(folder, settings.first_pass, chain, schema) as files,
     ):
-        sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
         for batch in _read(split, settings, ledger, quarantine, fields, suspects, masking, failure):
             filtered = chain.apply(batch)
-            kept = filtered.kept
-            _book(filtered, ledger)
-            counts.add(filtered)
-            for name, rows in filtered.side_rows.items():
-                sides[name].writelines(orjson.dumps(row) + b"\n" for row in rows)
-            if dropped is not None:
-                for one in filtered.removed:
-                    dropped.write(one)
+            files.write(filtered, ledger)
             if annotations is not None:
                 annotations.write(batch, filtered)
-            if kept.num_rows:
-                documents.write_batch(kept)
-                keys.write(kept)
-                if languages is not None:
-                    assert filtered.languages is not None
-                    languages.write(filtered.languages)
-                if buckets is not None:
-                    assert filtered.scores is not None
-                    buckets.write(kept, filtered.scores)
             PULSE.tell(ledger)
     ledger.check(f"{split.file} (split {split.index})")
-    labels = None if languages is None else languages.labels
     found, hashes = [one.to_dict() for one in fields], [hash_split(part) for part in split.parts]
     # The hashes must be those of what was read just now. That this is what was found is checked at the end.
     for part, before in zip(split.parts, versions, strict=True):
         if version_now(part.input) != before:
             raise BuildError(f"{part.path}: changed while it was read; run the build again")
-    return Cleaned(ledger, counts, found, hashes, labels, keys.urls)
-
-
-class _KeyFiles:
-    """Writes the keys of documents, and those of their URLs if these are compared; `urls` have one."""
-
-    def __init__(self, folder: Path, settings: CleanSettings) -> None:
-        self.urls = self._rows = 0
-        self._normalized = settings.exact_text != "raw"
-        self._stack, memory_bytes = ExitStack(), _KEYS_MEMORY_BYTES
-        self._texts = self._stack.enter_context(
-            RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes)
-        )
-        self._urls: RunWriter | None = None
-        if settings.url_parameters is not None:
-            self._tracking = Tracking.of(settings.url_parameters)
-            urls = RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=memory_bytes)
-            self._urls = self._stack.enter_context(urls)
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Append the keys of the next documents."""
-        keys = exact_keys(batch, self._normalized, first_row=self._rows)
-        self._texts.write(keys)
-        self._rows += len(keys)
-        if self._urls is not None:
-            keys = url_keys(keys, batch.column("url"), self._tracking)
-            self._urls.write(keys)
-            self.urls += len(keys)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
-
-
-def _bucket_file(folder: Path, settings: CleanSettings) -> AbstractContextManager[BucketFile | None]:
-    for _, config in settings.filters:
-        if isinstance(config, BucketsConfig):
-            assert settings.seed is not None
-            return BucketFile(folder / BUCKETS_FILE, len(config.scores), settings.seed)
-    return nullcontext()
+    made = files.result(ledger)
+    return Cleaned(made.ledger, made.filters, made.languages, made.urls, found, hashes)
 
 
 def _read(
@@ -428,46 +327,11 @@ def _read(
     ledger.quarantine(FAILED_SPLIT, 1, split.bytes)
 
 
-def _book(filtered: Filtered, ledger: Ledger) -> None:
-    """Book what was kept, dropped, and cut out of documents."""
-    for reason, count in filtered.dropped.items():
-        ledger.drop(reason, count.documents, count.bytes)
-    for reason, size in filtered.cut.items():
-        if size:
-            ledger.drop(reason, 0, size)
-    kept = filtered.kept
-    ledger.kept += Count(kept.num_rows, int(np.diff(text_offsets(kept.column("text"))).sum()))
-
-
-def exact_keys(
-    batch: pa.RecordBatch, normalized: bool = False, *, first_row: int = 0
-) -> npt.NDArray[np.void]:
-    """Rows of KEYS: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
-
-    Each row also has the source, the size, the row in the split and, as `id`, the content rank. A text
-    without words equals only the same text.
-    """
-    texts = batch.column("text")
-    keys = np.empty(len(texts), KEYS.dtype)
-    hashes = digests = text_digests(texts)
-    if normalized:
-        words, some = word_keys(texts)
-        hashes = np.where(some[:, None], words, digests)
-    keys["key"], keys["low"] = hashes.view(">u8").T
-    keys["id"] = content_ranks(digests, batch.column("document_id")).view(">u8")
-    keys["row"] = np.arange(first_row, first_row + len(texts))
-    keys["split"] = -1  # its number, once the exchange reads it
-    keys["source"] = batch.column("source").to_numpy()
-    keys["bytes"] = np.diff(text_offsets(texts))
-    return keys
-
-
 def needs(n: Needs) -> None:
     """State what cleaning writes; raw files are read from where they are."""
     c = n.corpus
     keys_bytes = (1 + ("url" in c.dedup)) * c.documents * KEYS.dtype.itemsize
-    shape = c.shape
-    files = 3 + sum(("url" in c.dedup, shape.scores > 0, shape.has_buckets, shape.annotates))
+    files = 3 + ("url" in c.dedup) + c.shape.side_files
     written = c.text_bytes * DOCUMENTS + keys_bytes
     n.add(CLEAN, c.splits, n.looked_up * c.splits, 0, files=files, written=written)
 

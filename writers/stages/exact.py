@@ -24,11 +24,13 @@ from shardkit.writers.dedup.outcomes import (
     GROUP_SIZES,
     OUTCOME,
     OUTCOMES,
+    SplitRemovals,
     SplitTable,
     SplitTables,
     by_split,
     count_groups,
     document_keys,
+    latest_outcomes,
     outcomes,
     write_tables,
 )
@@ -61,7 +63,8 @@ def drop_equal_urls(documents: Documents, build: Build) -> Documents:
     """Remove all but one of the documents with the same URL; RecipeError if none has a URL."""
     config = documents.recipe.dedup.url
     assert config is not None
-    urls = sum(one.urls for one in documents.counts)
+    step = documents.step_with(URL_KEYS.file)
+    urls = sum(one.urls for one in step.filtering)
     if not urls:
         raise RecipeError(
             "dedup.url: no document has a URL; name the field that has it by inputs[].url, or leave out "
@@ -69,7 +72,7 @@ def drop_equal_urls(documents: Documents, build: Build) -> Documents:
         )
     order: Order = "longest" if config.keep == "longest" else "first"
     removed = remove_equal(
-        build.run, EQUAL_URLS, URL_KEYS, documents.cleaned, urls, order, build.memory_bytes, build.limits
+        build.run, EQUAL_URLS, URL_KEYS, step.commits, urls, order, build.memory_bytes, build.limits
     )
     return _without(URL_DUPLICATE, removed, documents)
 
@@ -80,22 +83,26 @@ def drop_equal_texts(documents: Documents, build: Build) -> Documents:
     Of documents with equal URLs, the one that stayed is compared, and stands for those that lost to it.
     """
     run, memory_bytes, limits = build.run, build.memory_bytes, build.limits
-    table, written = KEYS, documents.cleaned
+    step = documents.step_with(KEYS.file)
+    table, written = KEYS, step.commits
     if URL_DUPLICATE in documents.lost:
-        urls = [removed.tables[URL_DUPLICATE] for removed in documents.removals]
-        table, written = WEIGHTED_KEYS, keys_left(run, written, urls, memory_bytes, limits)
+        table, written = WEIGHTED_KEYS, keys_left(run, written, documents.removals, memory_bytes, limits)
     removed = remove_equal(
-        run, EQUAL_TEXTS, table, written, documents.kept.documents, "first", memory_bytes, limits
+        run, EQUAL_TEXTS, table, written, step.kept.documents, "first", memory_bytes, limits
     )
     return _without(EXACT_DUPLICATE, removed, documents)
 
 
 def keys_left(
-    run: RunTasks, cleaned: Sequence[Commit], urls: Sequence[SplitTable], memory_bytes: int, limits: Limits
+    run: RunTasks,
+    written: Sequence[Commit],
+    removals: Sequence[SplitRemovals],
+    memory_bytes: int,
+    limits: Limits,
 ) -> list[Commit]:
-    """Write WEIGHTED_KEYS of the documents of each split that are left; `urls` are the outcomes of URLs."""
+    """Write WEIGHTED_KEYS of the documents of each split that are left."""
     tasks = []
-    for commit, removed in zip(cleaned, urls, strict=True):
+    for commit, removed in zip(written, removals, strict=True):
         piece = exchange(run, URL_LEFT, KEYS, [commit], readers=1, limits=limits).slice(0, 1 << 64)
         tasks.append(URL_LEFT.task(commit.name, piece.bytes, piece, removed, memory_bytes))
     [left] = run(tasks)
@@ -134,7 +141,7 @@ def _without(
     counted = [documents.groups, *(one.groups for one in found)]
     return replace(
         documents.without(reason, tables),
-        equal=(*documents.equal, reason),
+        single=documents.left.documents - sum(one.losers for one in found),
         groups=[sum(classes) for classes in zip_longest(*counted, fillvalue=0)],
         largest_group=max(documents.largest_group, *(one.largest_group for one in found)),
     )
@@ -171,10 +178,9 @@ class Left:
     documents: int
 
 
-def write_left(folder: Path, keys: Slice, urls: SplitTable, memory_bytes: MemoryBytes) -> Left:
-    """Write the WEIGHTED_KEYS of one split into `folder`: its KEYS without what `urls` removed."""
-    decided = urls.read(OUTCOME)
-    decided = decided[np.argsort(decided["row"])]
+def write_left(folder: Path, keys: Slice, removals: SplitRemovals, memory_bytes: MemoryBytes) -> Left:
+    """Write the WEIGHTED_KEYS of one split into `folder`: its KEYS without what was removed before."""
+    decided = latest_outcomes(table.read(OUTCOME) for table in removals.tables.values())
     documents = 0
     file, limits = folder / WEIGHTED_KEYS.file, keys.limits
     with RunWriter(file, WEIGHTED_KEYS, memory_bytes=memory_bytes // 4, limits=limits) as writer:

@@ -5,11 +5,11 @@ A step is what a recipe asks for, in stages/graph.py's order; a stage is a kind 
 of them, with what it found out:
 
     documents = Documents(recipe, splits)
-    for step in STEPS:
+    for step in steps_of(recipe):
         documents = step.run(documents, build)
 
-Nothing is copied from step to step: a document that a step removes stays in its file, and `removals` says
-which rows are gone. Only steps that edit texts write new files.
+A document that a step removes stays in its file, and `removals` says which rows are gone. Steps that edit
+texts, and filters behind duplicate removal, write what is left anew (`Written`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from shardkit.card import Count, NearFacts
 from shardkit.settings import TRAIN
-from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
-from shardkit.writers.dedup.population import LanguageLabels, SplitDocuments
+from shardkit.writers.dedup.population import LanguageLabels, RowFiles, SplitDocuments
+from shardkit.writers.dedup.rewriting import ROWS_FILE
 from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
@@ -63,19 +63,46 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleaned:
-    """Result of a split: its checked ledger, counts of each filter, and the meaning of language codes.
-
-    `fields` are named fields that no record had (`NamedFields.to_dict`), and `inputs` are `hash_split`, both
-    of each part of the split. `urls` are kept documents with a URL, in builds that compare these.
+class Filtering:
+    """What a pass of filters did with a split: its checked ledger, counts of each filter, and the meaning of
+    language codes. `urls` are kept documents with a URL, if these are compared behind the pass.
     """
 
     ledger: Ledger
     filters: FilterCounts
-    fields: Sequence[Mapping[str, Any]]
-    inputs: Sequence[str]
     languages: Sequence[str] | None = None
     urls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned(Filtering):
+    """The same of the pass over what is read.
+
+    `fields` are named fields that no record had (`NamedFields.to_dict`), and `inputs` are `hash_split`, both
+    of each part of the split.
+    """
+
+    fields: Sequence[Mapping[str, Any]] = ()
+    inputs: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of documents that a step wrote, by split, and what became there of the documents before.
+
+    `filtering` is of passes of filters. The folders of `commits` have documents.arrow, and, but for the first
+    step of a build, ROWS_FILE.
+    """
+
+    title: str
+    commits: Sequence[Commit]
+    ledgers: Sequence[Ledger]
+    filtering: Sequence[Filtering] = ()
+
+    @property
+    def kept(self) -> Count:
+        """The documents and bytes that are in the files."""
+        return sum((one.kept for one in self.ledgers), Count())
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +147,24 @@ class Outputs:
 class Documents:
     """The documents of a build between two steps; all sequences are by split.
 
-    `files` are the commits that have documents.arrow: `cleaned`, unless a step edited texts after cleaning.
-    `removals` are the rows of each file that steps removed, and `pending` the counts by reason that writing
-    the rest will book. `lost` are documents and bytes of each split that duplicate removal took away, by
-    reason in the order of steps; `cut` the ledgers of the step that cut lines.
+    `written` are the steps that wrote documents: cleaning, and those that edited texts or filtered what was
+    left. `removals` are the rows of the last one's files that steps removed since, and `pending` the counts
+    by reason that writing the rest will book. `lost` are documents and bytes of each split that duplicate
+    removal took away, by reason in the order of steps.
     """
 
     recipe: Recipe
     splits: Sequence[Split]
     scores: Sequence[ScoreTable] = ()
     """The tables of `scores` filters, in their order."""
-    cleaned: Sequence[Commit] = ()
     counts: Sequence[Cleaned] = ()
-    files: Sequence[Commit] = ()
+    written: Sequence[Written] = ()
     removals: Sequence[SplitRemovals] = ()
     pending: Mapping[str, Count] = field(default_factory=dict)
     lost: Mapping[str, Sequence[Count]] = field(default_factory=dict)
-    cut: Sequence[Ledger] = ()
     beside: Sequence[Commit] = ()
-    equal: Sequence[str] = ()
-    """The reasons among `lost` of documents that equal another one."""
+    single: int = 0
+    """Documents that the last step over equal URLs or texts compared, less those that it removed."""
     groups: Sequence[int] = ()
     """Documents that represent 1, 2, … ones, in the classes of `count_groups`; without `near`, [0] is 0."""
     largest_group: int = 1
@@ -151,9 +176,21 @@ class Documents:
     outputs: Sequence[Outputs] = ()
 
     @property
-    def kept(self) -> Count:
-        """The documents and bytes that the filters kept."""
-        return sum((one.ledger.kept for one in self.counts), Count())
+    def cleaned(self) -> Sequence[Commit]:
+        """The tasks that read and filtered the splits."""
+        return self.written[0].commits
+
+    @property
+    def files(self) -> Sequence[Commit]:
+        """The commits that have the documents."""
+        return self.written[-1].commits
+
+    @property
+    def left(self) -> Count:
+        """The documents and bytes of the files that no step has removed since."""
+        removed = sum(self.pending.values(), Count())
+        kept = self.written[-1].kept
+        return Count(kept.documents - removed.documents, kept.bytes - removed.bytes)
 
     @property
     def input_hashes(self) -> list[str]:
@@ -164,23 +201,31 @@ class Documents:
         """Return the Arrow file of a split's documents."""
         return self.files[number].file(DOCUMENTS_FILE)
 
-    def rows(self, number: int) -> Artifact | None:
-        """Return what leads from a split's documents to what cleaning wrote; None: they are the same."""
-        commit = self.files[number]
-        return None if commit is self.cleaned[number] else commit.file(ROWS_FILE)  # some may be gone
+    def step_with(self, name: str) -> Written:
+        """Return the last step whose commits have a file of this name."""
+        return next(step for step in reversed(self.written) if name in step.commits[0].outputs)
+
+    def rows_since(self, step: Written, number: int) -> RowFiles:
+        """Return what leads from a split's documents to those that `step` wrote."""
+        first = self.written.index(step) + 1
+        return tuple(later.commits[number].file(ROWS_FILE) for later in self.written[first:])
 
     def languages(self, number: int) -> LanguageLabels | None:
         """Return the languages of a split's documents, if they are known."""
-        labels = self.counts[number].languages
-        if labels is None:
-            return None
-        return LanguageLabels(self.cleaned[number].file(LANGUAGES_FILE), tuple(labels), self.rows(number))
+        for step in reversed(self.written):
+            if step.filtering and (labels := step.filtering[number].languages) is not None:
+                codes = step.commits[number].file(LANGUAGES_FILE)
+                return LanguageLabels(codes, tuple(labels), self.rows_since(step, number))
+        return None
 
     def bucket_labels(self, number: int) -> BucketLabels | None:
         """Return what labels a split's documents get, if any."""
         if self.labels is None:
             return None
-        return BucketLabels(self.labels, self.cleaned[number].file(BUCKETS_FILE), self.rows(number))
+        step = self.step_with(BUCKETS_FILE)
+        return BucketLabels(
+            self.labels, step.commits[number].file(BUCKETS_FILE), self.rows_since(step, number)
+        )
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:
         """Return where each split's documents are, with their `languages` where these are compared."""
@@ -203,6 +248,18 @@ class Documents:
             removals=removals,
             pending={**self.pending, reason: sum(lost, Count())},
             lost={**self.lost, reason: lost},
+        )
+
+    def rewritten(self, step: Written, left: Sequence[SplitTable]) -> Documents:
+        """Return the documents as a step wrote them anew, without those that were removed before.
+
+        `left` say by split how many documents those that stay stand for.
+        """
+        return replace(
+            self,
+            written=[*self.written, step],
+            removals=[SplitRemovals({step.title: table}) for table in left],
+            pending={},
         )
 
     def with_outputs(self, outputs: Sequence[Outputs]) -> Documents:

@@ -3,6 +3,8 @@
     read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> buckets -> split
                     -> rows of tokens, files of text -> what was removed
 
+with passes of filters between and behind the steps that remove duplicates, where the recipe has them.
+
 A recipe may ask for several datasets: several outputs, each for every part of a split. They share all steps,
 and datasets of tokens also what is tokenized; each has the bytes that it would have alone. `run` returns the
 commits of tasks: a runner skips finished tasks and has an engine run the others; to explain a build or to
@@ -13,14 +15,26 @@ recipe give the same bytes, and a changed recipe redoes exactly what depends on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
 from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.recipe.recipe import Recipe
-from shardkit.writers.stages import buckets, clean, exact, lines, near, removed, rows, scores, split, text
+from shardkit.writers.stages import (
+    buckets,
+    clean,
+    exact,
+    filter_left,
+    lines,
+    near,
+    removed,
+    rows,
+    scores,
+    split,
+    text,
+)
 from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.losses import check_losses
@@ -28,20 +42,31 @@ from shardkit.writers.stages.needs import Corpus, Needs, StageNeeds
 from shardkit.writers.stages.publish import _TASK_BYTES, _TASK_FILES, UPLOAD
 from shardkit.writers.stages.tokenize import tokenizer_task
 
-DEDUPLICATING: Sequence[Step] = (
-    scores.STEP,
-    clean.STEP,
-    exact.URLS_STEP,
-    exact.TEXTS_STEP,
-    lines.STEP,
-    near.STEP,
-)
-STEPS: Sequence[Step] = (*DEDUPLICATING, buckets.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
+FIRST: Sequence[Step] = (scores.STEP, clean.STEP)
+REMOVING: Mapping[str, Step] = {  # by the name of what `dedup` and `steps` of a recipe ask for
+    "url": exact.URLS_STEP,
+    "exact": exact.TEXTS_STEP,
+    "lines": lines.STEP,
+    "near": near.STEP,
+}
+MAKING: Sequence[Step] = (buckets.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
+
+
+def steps_of(recipe: Recipe) -> list[Step]:
+    """Return the steps of a recipe's build that find what is left, in their order."""
+    found, passes = [*FIRST], 0
+    for number, move in enumerate(recipe.moves[1:], 1):
+        if isinstance(move, str):
+            found.append(REMOVING[move])
+        else:
+            passes += 1
+            found.append(filter_left.step_of(number, passes))
+    return found
 
 
 def stages_of(recipe: Recipe) -> list[Stage[..., Any]]:
     """Return the stages of a recipe's build in order, without merges, of which data may need any number."""
-    return [stage for step in STEPS for stage in step.stages(recipe)]
+    return [stage for step in (*steps_of(recipe), *MAKING) for stage in step.stages(recipe)]
 
 
 def find_survivors(build: Build) -> Documents:
@@ -50,7 +75,8 @@ def find_survivors(build: Build) -> Documents:
     RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
     unreadable, if nothing is left, or if a source is mostly duplicates.
     """
-    documents = _run(DEDUPLICATING, Documents(build.inputs.recipe, build.inputs.splits), build)
+    recipe = build.inputs.recipe
+    documents = _run(steps_of(recipe), Documents(recipe, build.inputs.splits), build)
     check_losses(documents)
     return documents
 
@@ -61,7 +87,7 @@ def run_build(inputs: BuildInputs, run: RunTasks) -> Documents:
     build = Build(inputs, run, () if tokenizer is None else (tokenizer_task(inputs.recipe, tokenizer),))
     documents = find_survivors(build)
     outputs = [Outputs(one) for one in inputs.recipe.datasets()]
-    return _run(STEPS[len(DEDUPLICATING) :], documents.with_outputs(outputs), build)
+    return _run(MAKING, documents.with_outputs(outputs), build)
 
 
 def _run(steps: Sequence[Step], documents: Documents, build: Build) -> Documents:
@@ -77,7 +103,10 @@ def stage_needs(corpus: Corpus) -> list[StageNeeds]:
     RecipeError if the build cannot be made with the memory that a task has.
     """
     needs = Needs(corpus)
-    for step in STEPS:
+    for step in (*FIRST, *REMOVING.values()):
+        step.needs(needs)
+    filter_left.needs(needs)
+    for step in MAKING:
         step.needs(needs)
     if corpus.is_sent:
         _upload_needs(needs)

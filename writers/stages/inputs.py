@@ -22,7 +22,10 @@ from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
 from shardkit.writers.inputs.small_files import group_small_files
-from shardkit.writers.recipe.recipe import InputConfig, Recipe, TiktokenConfig
+from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.outputs import TiktokenConfig
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import FilterPass
 from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
 
 
@@ -70,6 +73,10 @@ class BuildInputs:
             scores=scores,
             read_files=files | {name: digest for one in scores for name, digest in one.digests().items()},
         )
+
+    def files_of(self, filters: FilterPass) -> dict[str, str]:
+        """Return the digests of the files of some filters, by their paths in the recipe."""
+        return {path: self.filter_files[path] for _, config in filters for path in config.files()}
 
 
 def filter_files(recipe: Recipe) -> dict[str, str]:

@@ -18,6 +18,7 @@ import orjson
 import pyarrow as pa
 
 from shardkit.hashing import digest_of, keyed_hashes
+from shardkit.writers.dedup.population import RowFiles, in_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -91,19 +92,18 @@ class Buckets:
         return [names[number] for number in found.tolist()]
 
 
-def read_scores(file: Artifact, rows: Artifact | None, scores: int) -> npt.NDArray[np.void]:
-    """Return the scores of documents; `rows` leads from those left after line dedup to them."""
-    found: npt.NDArray[np.void] = Rows(file, score_rows(scores)).read()
-    return found if rows is None else found[Rows(rows, np.int64).read()]
+def read_scores(file: Artifact, rows: RowFiles, scores: int) -> npt.NDArray[np.void]:
+    """Return the scores of documents; `rows` lead from those that are left to them."""
+    return in_rows(Rows(file, score_rows(scores)).read(), rows)
 
 
 @dataclass(frozen=True)
 class BucketLabels:
-    """Where the scores of a split's documents lie: `rows` leads from those left after line dedup to them."""
+    """Where the scores of a split's documents lie: `rows` lead from those that are left to them."""
 
     buckets: Buckets
     scores: Artifact
-    rows: Artifact | None
+    rows: RowFiles
 
     def open(self) -> list[bytes]:
         """Return what each document's metadata gets: JSON of its label without the opening brace."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
-from shardkit.writers.dedup.outcomes import SplitRemovals
+from shardkit.writers.dedup.rewriting import left_of
 from shardkit.writers.rows.ledger import Count
-from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.flow import Build, Documents, Step, Written
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 
 DUPLICATE_LINES = "duplicate_lines"  # as ledgers name it
@@ -23,14 +23,9 @@ def cut_lines(documents: Documents, build: Build) -> Documents:
         build.run, documents.described(), documents.removals, config, build.memory_bytes, limits=build.limits
     )
     cut = [commit.ledger() for commit in files]
-    return replace(
-        documents,
-        files=files,
-        cut=cut,
-        removals=[SplitRemovals({DUPLICATE_LINES: lines.remaining(commit)}) for commit in files],
-        pending={},
-        lost={**documents.lost, DUPLICATE_LINES: [one.dropped.get(DUPLICATE_LINES, Count()) for one in cut]},
-    )
+    left = documents.rewritten(Written("cutting lines", files, cut), [left_of(commit) for commit in files])
+    lost = [one.dropped.get(DUPLICATE_LINES, Count()) for one in cut]
+    return replace(left, lost={**documents.lost, DUPLICATE_LINES: lost})
 
 
 def needs(n: Needs) -> None:

@@ -36,8 +36,7 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
     compared, removed = _by_source(documents)
     groups = list(documents.groups) or [0] * len(_CLASSES)
     if documents.near is None:
-        equal = sum((loss for name in documents.equal for loss in documents.lost[name]), Count())
-        groups[0] = documents.kept.documents - equal.documents - sum(groups)
+        groups[0] = documents.single - sum(groups)
     stages = {reason: sum(losses, Count()) for reason, losses in documents.lost.items()}
     return DedupFacts(
         near=documents.near_facts,

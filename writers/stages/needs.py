@@ -21,6 +21,7 @@ from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
 from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
 from shardkit.writers.execution.stage import Stage
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.selection import Selection
@@ -54,12 +55,16 @@ class Shape:
     """Filters that look up scores."""
     stores: int = 0
     """Datasets of tokens that hold whole documents."""
+    passes: int = 0
+    """Passes of filters behind duplicate removal."""
     has_buckets: bool = False
-    annotates: bool = False
+    side_files: int = 0
+    """Files of scores and annotations that cleaning writes beside documents and keys, for each split."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Shape:
         """Return the shape of a recipe's build."""
+        first = {type(config) for _, config in recipe.passes[0]}
         packed = [one for one in recipe.datasets() if not one.output.is_text]
         return cls(
             tokenized=len({(one.part, Selection.of(one)) for one in packed}),
@@ -67,9 +72,10 @@ class Shape:
             texts=len(recipe.datasets()) - len(packed),
             parts=0 if recipe.split is None else len(recipe.split.parts),
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
+            passes=len(recipe.passes) - 1,
             stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
-            annotates=recipe.annotate,
+            side_files=recipe.annotate + sum(kind in first for kind in (ScoresConfig, BucketsConfig)),
         )
 
 

@@ -32,7 +32,8 @@ from shardkit.writers.exchange.exchange import Exchanged, Slice
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.stage import Stage, Task, partition_name
 from shardkit.writers.kernels.repetitions import mask_repetitions
-from shardkit.writers.recipe.recipe import OutputConfig, PackConfig, Recipe
+from shardkit.writers.recipe.outputs import OutputConfig, PackConfig
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
 from shardkit.writers.tokens.groups import Groups, Joined, join_groups

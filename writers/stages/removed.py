@@ -10,6 +10,7 @@ from math import ceil
 
 from shardkit.writers.dedup.duplicates import DUPLICATES, DUPLICATES_OF_FILE, TWINS, join_duplicates
 from shardkit.writers.dedup.outcomes import SPLIT
+from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES, join_side_files
 from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
 from shardkit.writers.stages.needs import LOSERS, Needs
@@ -20,8 +21,10 @@ from shardkit.writers.stages.text import TEXT
 def join_removed(documents: Documents, build: Build) -> Documents:
     """Join the files of removed documents, which tasks of all splits wrote."""
     first = documents.outputs[0]
-    lost = documents.kept.documents - _written(first)
-    cut = documents.files if documents.cut else ()
+    filtered = (ledger for step in documents.written[1:] if step.filtering for ledger in step.ledgers)
+    judged = sum(_filtered(ledger) for ledger in filtered)
+    lost = documents.written[0].kept.documents - judged - _written(first)
+    cut = [commit for step in documents.written[1:] for commit in step.commits]
     duplicates = join_duplicates(
         build.run,
         [*cut, *(first.tokenized or first.texts)],
@@ -29,12 +32,20 @@ def join_removed(documents: Documents, build: Build) -> Documents:
         build.memory_bytes,
         limits=build.limits,
     )
-    side_files = join_side_files(build.run, documents.cleaned)
+    side_files = join_side_files(
+        build.run,
+        [commit for step in documents.written if step.filtering for commit in step.commits],
+    )
     outputs = [
         replace(one, duplicates=duplicates, side_files=side_files) if one.has_removed else one
         for one in documents.outputs
     ]
     return replace(documents, outputs=outputs)
+
+
+def _filtered(ledger: Ledger) -> int:
+    """Return how many documents filters dropped. Their reasons have a slash, those of duplicates do not."""
+    return sum(count.documents for reason, count in ledger.dropped.items() if "/" in reason)
 
 
 def _written(made: Outputs) -> int:

@@ -55,7 +55,7 @@ from shardkit.writers.kernels.hash_tables import fill_places, find_matches, tabl
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe.recipe import SplitConfig
+from shardkit.writers.recipe.outputs import SplitConfig
 from shardkit.writers.stages.flow import Build, Documents, PartsFound, Step
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 

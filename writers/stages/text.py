@@ -28,15 +28,15 @@ from shardkit.hashing import hash_file
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import SplitRemovals
-from shardkit.writers.dedup.population import LanguageLabels
-from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.dedup.population import LanguageLabels, RowFiles, in_rows
 from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe.recipe import OutputConfig, Recipe
+from shardkit.writers.recipe.outputs import OutputConfig
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE, annotation_values
 from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Build, Documents, Step
@@ -86,7 +86,7 @@ class SplitText:
     source: str
     languages: LanguageLabels | None
     annotations: Artifact | None
-    rows: Artifact | None
+    rows: RowFiles
     buckets: BucketLabels | None
 
 
@@ -116,7 +116,7 @@ def _tasks(recipe: Recipe, documents: Documents, limits: Limits) -> list[Task]:
                 recipe.sources[split.source],
                 documents.languages(number),
                 annotations,
-                None if annotations is None else documents.rows(number),
+                () if annotations is None else documents.rows_since(documents.written[0], number),
                 documents.bucket_labels(number),
             )
         )
@@ -213,8 +213,9 @@ def _beside(split: SplitText) -> dict[str, pa.Array]:
         with split.annotations.open_arrow() as source:
             values = annotation_values(source)
         if values.type.num_fields:  # Parquet has no structs without fields
-            rows = None if split.rows is None else pa.array(Rows(split.rows, np.int64).read())
-            columns["filters"] = values if rows is None else values.take(rows)
+            if split.rows:
+                values = values.take(pa.array(in_rows(np.arange(len(values)), split.rows)))
+            columns["filters"] = values
     return columns
 
 

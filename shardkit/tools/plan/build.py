@@ -31,7 +31,8 @@ from shardkit.storage.object_file import MOST_RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.card import content_of
 from shardkit.writers.dedup.config import DedupConfig
-from shardkit.writers.recipe.recipe import TEXT_FORMATS, recipe_from_mapping
+from shardkit.writers.recipe.outputs import TEXT_FORMATS
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
 

@@ -79,7 +79,7 @@ def filters(batches: list[pa.RecordBatch], request: Request) -> int:
 
 
 def keys(batches: list[pa.RecordBatch], request: Request) -> int:
-    from shardkit.writers.stages.clean import exact_keys
+    from shardkit.writers.stages.passes import exact_keys
 
     return sum(len(exact_keys(batch)) for _ in range(request["repeat"]) for batch in batches)
 

@@ -1,0 +1,257 @@
+"""`steps` of a recipe: filters and duplicate removal in the order of the user."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardkit
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers import BuildResult, build
+from shardkit.writers.recipe.recipe import recipe_from_mapping
+from support.small_build import EOS, text_of, train_bpe, tree
+from support.small_models import model_bytes
+
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
+Step = str | dict[str, Any]
+FILTER = """
+import pathlib
+def keep(batch, remainder):
+    with pathlib.Path(__file__).with_name("seen").open("a") as seen:
+        seen.write("x" * batch.num_rows)
+    return [len(text) % 3 != remainder for text in batch.column("text").to_pylist()]
+"""
+PYTHON: Step = {"python": {"file": "filters.py", "function": "keep", "parameters": {"remainder": 0}}}
+LENGTH: Step = {"length": {"min_words": 4}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """240 documents of 60 texts, with URLs that some share; every fourth text is a near copy of another."""
+    rng = random.Random(3)
+    long = [" ".join(f"word{rng.randrange(400)}" for _ in range(120)) for _ in range(15)]
+    texts = [text_of(n) for n in range(45)] + [f"{text} added {n}" for n, text in enumerate(long)]
+    rows = [
+        {"text": texts[n % 60] if n < 180 else long[n % 15], "id": n, "url": f"https://a.org/{n % 150}"}
+        for n in range(240)
+    ]
+    for part in range(3):
+        lines = [json.dumps(row) + "\n" for row in rows[part::3]]
+        (tmp_path / f"part-{part}.jsonl").write_text("".join(lines))
+    (tmp_path / "filters.py").write_text(FILTER)
+    train_bpe(texts[:20]).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def run(folder: Path, name: str, **keys: Any) -> BuildResult:
+    recipe = {
+        "inputs": [{"path": "part-*.jsonl", "url": "url"}],
+        "tokenizer": {"path": "tokenizer.json", "eos": EOS},
+        "pack": {"sequence_length": 64},
+        "output": name,
+        "memory": "256MiB",
+    }
+    (folder / "seen").write_text("")
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe | keys))
+    return build(folder / f"{name}.yaml", progress=False)
+
+
+def texts_of(folder: Path, name: str, **keys: Any) -> list[str]:
+    """The texts that a build leaves, sorted."""
+    run(folder, name, **keys, output={"path": name, "format": "jsonl"})
+    files = sorted((folder / name).glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sorted(row["text"] for row in rows if "text" in row)
+
+
+@pytest.mark.parametrize(
+    ("filters", "dedup", "steps"),
+    [
+        ([LENGTH], {"exact": True}, [LENGTH, "exact"]),
+        (
+            [PYTHON, LENGTH],
+            {"url": True, "exact": True, "near": 0.8},
+            [PYTHON, LENGTH, "url", "exact", {"near": 0.8}],
+        ),
+        ([], {"exact": {"text": "normalized"}, "lines": True}, [{"exact": {"text": "normalized"}}, "lines"]),
+        ([{"profile": "minimal"}], {}, ["minimal"]),
+    ],
+)
+def test_steps_in_the_order_of_the_short_form_give_its_bytes(
+    folder: Path, filters: list[Step], dedup: dict[str, Any], steps: list[Step]
+) -> None:
+    run(folder, "out", filters=filters, dedup=dedup)
+    short = tree(folder / "out")
+    run(folder, "again", steps=steps)
+    assert tree(folder / "again") == short
+
+
+def kept_by(steps: Sequence[Step], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The texts that steps leave in plain Python; rows are in the order of priority."""
+    left = list(rows)
+    for step in steps:
+        if step == LENGTH:
+            left = [row for row in left if len(row["text"].split()) >= 4]
+        elif step == PYTHON:
+            left = [row for row in left if len(row["text"]) % 3 != 0]
+        else:
+            key, seen, stays = {"url": "url", "exact": "text"}[str(step)], set(), []
+            for row in left:
+                if row[key] not in seen:
+                    stays.append(row)
+                seen.add(row[key])
+            left = stays
+    return sorted(row["text"] for row in left)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["exact", LENGTH],
+        [LENGTH, "exact", PYTHON],
+        ["url", PYTHON, "exact", LENGTH],
+        [PYTHON, "url", LENGTH, "exact"],
+        ["url", "exact", PYTHON, LENGTH],
+    ],
+)
+def test_steps_leave_what_plain_python_leaves(folder: Path, steps: list[Step]) -> None:
+    files = sorted(folder.glob("part-*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    # Of equal URLs the document of the lowest content rank stays, so texts of one URL are made equal here.
+    first: dict[str, str] = {}
+    for row in rows:
+        row["text"] = first.setdefault(row["url"], row["text"])
+    for file in folder.glob("part-*.jsonl"):
+        file.unlink()
+    (folder / "part-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert texts_of(folder, "out", steps=steps) == kept_by(steps, rows)
+
+
+def test_a_filter_behind_duplicates_judges_only_what_is_left(folder: Path) -> None:
+    before = run(folder, "before", filters=[PYTHON], dedup={"exact": True})
+    judged = len((folder / "seen").read_text())
+    behind = run(folder, "behind", steps=["exact", PYTHON])
+    exact = behind.funnel.dropped["exact_duplicate"].documents
+    assert len((folder / "seen").read_text()) <= judged - exact + 240 // 50  # and a sample for the report
+    assert before.funnel.kept == behind.funnel.kept
+    assert behind.funnel.dropped.keys() == {"exact_duplicate", "python/rejected"}
+
+
+TEXT_FILTERS: dict[str, Step] = {
+    "length": LENGTH,
+    "python": PYTHON,
+    "ratios": {"ratios": {"max_digit_ratio": 0.9}},
+    "gopher_quality": {
+        "gopher_quality": {"min_doc_words": 5, "min_stop_words": 0, "max_avg_word_length": 20.0}
+    },
+    "repetition": {"gopher_repetition": {"top_n_grams": [[2, 0.5]], "dup_n_grams": [[5, 0.8]]}},
+}
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(sorted(TEXT_FILTERS)), min_size=1, max_size=3, unique=True), st.integers(0, 3)
+)
+def test_filters_of_the_text_alone_leave_the_same_texts_before_and_behind_exact(
+    folder: Path, names: list[str], place: int
+) -> None:
+    filters = [TEXT_FILTERS[name] for name in names]
+    at = min(place, len(filters))
+    first = texts_of(folder, "first", filters=filters, dedup={"exact": True}, work="first-work")
+    moved = texts_of(folder, "moved", steps=[*filters[:at], "exact", *filters[at:]], work="moved-work")
+    assert first == moved
+    for name in ("first", "moved"):
+        for path in sorted((folder / name).rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        (folder / name).rmdir()
+
+
+def test_what_each_pass_dropped_is_told_with_its_reason(folder: Path) -> None:
+    behind: Step = {"length": {"max_words": 100}}
+    steps = [LENGTH, "url", PYTHON, "exact", "lines", {"near": 0.7}, behind]
+    result = run(folder, "out", steps=steps)
+    dropped = pq.read_table(folder / "out" / "dropped").column("rule").to_pylist()
+    counts = result.funnel.dropped
+    of_filters = {reason: count.documents for reason, count in counts.items() if "/" in reason}
+    assert {reason: dropped.count(reason) for reason in set(dropped)} == of_filters
+    assert set(of_filters) == {"length/too_few_words", "length/too_many_words", "python/rejected"}
+    table = pq.read_table(folder / "out" / "duplicates")
+    removed = [reason for reason in table.column("reason").to_pylist() if reason is not None]
+    duplicates = {reason: count.documents for reason, count in counts.items() if "/" not in reason}
+    assert {reason: removed.count(reason) for reason in set(removed)} == {
+        reason: count for reason, count in duplicates.items() if count
+    }
+    card = shardkit.open(folder / "out").card
+    assert card is not None
+    assert card.filters is not None
+    assert [rule.rule for rule in card.filters.rules][:1] == ["length/too_few_words"]
+    assert [next(iter(step)) for step in card.recipe["steps"]] == [
+        *("length", "url", "python", "exact", "lines", "near", "length")
+    ]
+
+
+def test_languages_that_a_later_pass_finds_route_documents(folder: Path) -> None:
+    labels = ("eng_Latn", "deu_Latn", "zho_Hans")
+    model = model_bytes(labels=[f"__label__{one}".encode() for one in labels], seed=9)
+    (folder / "model.bin").write_bytes(model)
+    language: Step = {"language": {"model": "model.bin", "threshold": 0.0}}
+    keys: dict[str, Any] = {"dedup": {"exact": True}}
+    first = run(folder, "first", filters=[language], **keys)
+    later = run(folder, "later", steps=["exact", language, "lines", {"near": {"scope": "language"}}, LENGTH])
+    assert later.funnel.read == first.funnel.read
+    for name, result in (("first", first), ("later", later)):
+        card = shardkit.open(folder / name).card
+        assert card is not None
+        found = sum(counts.documents for counts in card.languages().values())
+        assert found == result.funnel.kept.documents
+    by_language: Step = {"length": {"min_words": 2}, "by_language": {"eng_Latn": {"min_words": 6}}}
+    assert texts_of(folder, "one", filters=[language, by_language], **keys) == texts_of(
+        folder, "two", steps=[language, "exact", by_language]
+    )
+
+
+def test_a_changed_filter_behind_duplicates_redoes_only_its_pass(folder: Path) -> None:
+    steps: list[Step] = [LENGTH, "exact", {"near": 0.8}, {"length": {"max_words": 90}}]
+    run(folder, "out", steps=steps, work="work")
+    steps[-1] = {"length": {"max_words": 80}}
+    again = run(folder, "other", steps=steps, work="work")
+    ran = {stage.stage for stage in again.stages if stage.tasks > stage.tasks_reused}
+    assert "filter_left" in ran
+    assert not {"clean", "exact", "near", "signatures"} & ran
+
+
+def test_a_pass_that_leaves_nothing_names_its_filters(folder: Path) -> None:
+    with pytest.raises(BuildError, match=r"no document is left of \d+ behind length \(dropped: .* length/"):
+        run(folder, "out", steps=["exact", {"length": {"min_words": 5000}}])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"steps": [{"near": 0.8}, "exact"]}, "steps: exact stands behind near; .* url, exact, lines, near"),
+        ({"steps": ["exact", "exact"]}, "steps: exact stands behind exact"),
+        ({"steps": ["exact"], "filters": ["gopher_quality"]}, "filters: `steps` lists all of it in order"),
+        ({"steps": ["exact"], "dedup": {"near": 0.8}}, "dedup: `steps` lists all of it in order"),
+        ({"steps": ["exact", "pii"], "annotate": True}, "annotate: the filter pii stands behind"),
+        ({"steps": ["exakt"]}, r"steps\[0\]: there is no step 'exakt'; did you mean 'exact'"),
+        (
+            {"steps": [{"near": {"similarty": 0.8}}]},
+            r"steps\[0\]\.near\.similarty: unknown key; did you",
+        ),
+        ({"filters": ["exact"]}, r"filters\[0\]: there is no filter 'exact'; .*`steps`"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(keys: dict[str, Any], message: str) -> None:
+    recipe = {"inputs": "a.jsonl", "tokenizer": {"path": "t", "eos": "e"}, "output": "o"}
+    with pytest.raises(RecipeError, match=message):
+        recipe_from_mapping(recipe | keys, folder=Path("/x"))

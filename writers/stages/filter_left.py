@@ -1,0 +1,143 @@
+"""Step: filters behind duplicate removal, which read only what is left.
+
+One task per split and pass. Its folder receives the files of a pass (passes.py), and
+  rows.npy         int64[n]: the row that each kept document had
+  outcomes.bin     OUTCOME: how many documents those that stay stand for, with new rows
+  duplicates.run   documents that duplicate removal took since the files were written, and what stays for them
+The ledger: read = kept + dropped, by the reasons of earlier steps and by those of the filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pyarrow as pa
+
+from shardkit.errors import BuildError
+from shardkit.writers.dedup.duplicates import TwinsFile
+from shardkit.writers.dedup.outcomes import SplitRemovals
+from shardkit.writers.dedup.population import LanguageLabels
+from shardkit.writers.dedup.rewriting import RewrittenRows, left_of
+from shardkit.writers.exchange.sorted_runs import Limits
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
+from shardkit.writers.execution.progress import PULSE
+from shardkit.writers.execution.stage import Stage
+from shardkit.writers.filters.chain import FilterChain
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.ledger import Ledger
+from shardkit.writers.stages.flow import Build, Documents, Filtering, Step, Written
+from shardkit.writers.stages.needs import DOCUMENTS, Needs
+from shardkit.writers.stages.passes import PassFiles, PassSettings
+from shardkit.writers.stages.score_tables import ScoreTable
+from shardkit.writers.stages.selection import remaining
+
+
+def filter_left(
+    folder: Path,
+    documents: Artifact,
+    settings: Annotated[PassSettings, RecipeKey()],
+    removals: SplitRemovals,
+    filter_files: Mapping[str, str],
+    filter_folder: Annotated[Artifact, DecidesNoByte("where the files of filters are")],
+    scores: Sequence[ScoreTable],
+    languages: LanguageLabels | None,
+    memory_bytes: MemoryBytes,
+    limits: Limits,
+) -> Filtering:
+    """Filter the documents of a split that `removals` leave, and write the files into `folder`.
+
+    `filter_files` and `filter_folder` are as in `clean_split`; `languages` are those of an earlier pass.
+    """
+    for name in filter_files:
+        if not Path(name).is_absolute():
+            (filter_folder / name).local()
+    chain = FilterChain(
+        settings.filters,
+        filter_folder.path,
+        seed=settings.seed or 0,
+        lookups=[table.open() for table in scores],
+        labels=None if languages is None else languages.labels,
+    )
+    labels = None if languages is None else np.array(languages.labels, np.object_)[languages.read()]
+    removed, ledger, start = removals.load(), Ledger(), 0
+    with (
+        documents.open_arrow() as file,
+        TwinsFile(folder, memory_bytes=memory_bytes // 4, limits=limits) as twins,
+        RewrittenRows(folder) as rows,
+    ):
+        reader = pa.ipc.open_file(file)
+        with PassFiles(folder, settings, chain, reader.schema) as files:
+            for number in range(reader.num_record_batches):
+                whole = reader.get_batch(number)
+                here = removed.within(start, whole.num_rows)
+                numbered = whole.append_column("row", pa.array(np.arange(start, start + whole.num_rows)))
+                left, copies = remaining(numbered, here, ledger, twins)
+                at = left.column("row").to_numpy()
+                filtered = chain.apply(left.drop_columns(["row"]), None if labels is None else labels[at])
+                files.write(filtered, ledger)
+                rows.write(at[filtered.stays], copies[filtered.stays])
+                start += whole.num_rows
+                PULSE.tell(ledger)
+    ledger.check(str(folder))
+    return files.result(ledger)
+
+
+FILTER_LEFT = Stage("filter_left", "filter what is left", filter_left, cost=60)
+
+
+def _stage(nth: int) -> Stage[..., Filtering]:
+    return FILTER_LEFT if nth == 1 else FILTER_LEFT.step(str(nth))
+
+
+def step_of(number: int, nth: int) -> Step:
+    """Return the step of the pass that is `number` in `Recipe.moves`, the `nth` behind duplicate removal."""
+    stage = _stage(nth)
+    return Step(lambda recipe: (stage,), partial(_filter, stage, number), needs)
+
+
+def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, build: Build) -> Documents:
+    recipe, inputs = documents.recipe, build.inputs
+    settings = PassSettings.of(recipe, number)
+    folder = Artifact(recipe.folder) if inputs.filter_folder is None else inputs.filter_folder
+    files, scores = inputs.files_of(settings.filters), settings.scores_of(recipe, documents.scores)
+    tasks = []
+    for at, described in enumerate(documents.described(languages=True)):
+        args = documents.file(at), settings, documents.removals[at], files, folder, scores
+        tasks.append(
+            stage.task(
+                described.name, described.bytes, *args, described.languages, build.memory_bytes, build.limits
+            )
+        )
+    [commits] = build.run(tasks)
+    found = [stage.result(commit) for commit in commits]
+    if not sum(one.ledger.kept.documents for one in found):
+        raise BuildError(_nothing_left(recipe, number, found))
+    title = f"filtering what is left ({stage.name})"
+    written = Written(title, commits, [one.ledger for one in found], found)
+    return documents.rewritten(written, [left_of(commit) for commit in commits])
+
+
+def _nothing_left(recipe: Recipe, number: int, found: Sequence[Filtering]) -> str:
+    total = Ledger()
+    for one in found:
+        total.merge(one.ledger)
+    lost = sorted(total.dropped.items(), key=lambda item: (-item[1].documents, item[0]))
+    reasons = ", ".join(f"{count.documents:,} by {reason}" for reason, count in lost)
+    names = [name for name, _ in PassSettings.of(recipe, number).filters]
+    return (
+        f"no document is left of {total.read.documents:,} behind {', '.join(names)} (dropped: {reasons}); "
+        "loosen or remove a filter"
+    )
+
+
+def needs(n: Needs) -> None:
+    """State what the passes behind duplicate removal read and write; nothing is known of what they drop."""
+    c = n.corpus
+    text = c.text_bytes * DOCUMENTS
+    for nth in range(1, c.shape.passes + 1):
+        n.add(_stage(nth), c.splits, *n.scans(text, c.splits), files=5, written=text)

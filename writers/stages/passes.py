@@ -1,0 +1,217 @@
+"""A pass of filters over the documents of a split: the files that it writes, and what it counts.
+
+The folder of a task receives
+  documents.arrow   kept documents in their order (Arrow IPC file, DOCUMENT_SCHEMA, zstd)
+  keys.run          KEYS, one row for each kept document: what exact dedup needs, if it comes next
+  url_keys.run      the same of each kept document with a URL, by its URL, if these are compared next
+  languages.npy     with a language filter: the language of each kept document (languages.py)
+  buckets.npy       with a buckets filter: the scores of each kept document (labels.py)
+  dropped.parquet   with filters: the documents that they drop, and why (rows/dropped_file.py)
+and what filters report in lines. Memory is a batch and a run of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Self
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+
+from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.signatures import word_keys
+from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
+from shardkit.writers.exchange.exchange import RunWriter
+from shardkit.writers.execution.digests import RecipeKey
+from shardkit.writers.filters.buckets import BucketsConfig
+from shardkit.writers.filters.chain import FilterChain
+from shardkit.writers.filters.scores import ScoresConfig
+from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.words import normalization_version
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import FilterPass
+from shardkit.writers.rows.documents import DOCUMENT_OPTIONS, DOCUMENTS_FILE, content_ranks, text_digests
+from shardkit.writers.rows.dropped_file import DROPPED_FILE, DroppedFile
+from shardkit.writers.rows.filtered import Filtered
+from shardkit.writers.rows.funnel import FilterCounts
+from shardkit.writers.rows.ledger import Count, Ledger
+from shardkit.writers.stages.flow import Filtering
+from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile
+from shardkit.writers.stages.languages import LANGUAGES_FILE, LanguageFile
+from shardkit.writers.stages.score_tables import ScoreTable
+
+_KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
+
+
+@dataclass(frozen=True, slots=True)
+class PassSettings:
+    """What a pass reads of a recipe.
+
+    `exact_text` is "raw", or the version of the normalization that keys are made with; None: equal texts are
+    not compared next. `url_parameters` is None where URLs are not. `seed` selects the documents that filters
+    count and show, None without filters.
+    """
+
+    filters: FilterPass
+    exact_text: Annotated[str | None, RecipeKey("dedup.exact.text")]
+    url_parameters: Annotated[Sequence[str] | None, RecipeKey("dedup.url.drop_parameters")]
+    seed: int | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, number: int = 0) -> PassSettings:
+        """Return the settings of a pass, the first of `recipe.moves` or the one that is `number` there."""
+        moves = recipe.moves
+        filters = moves[number]
+        assert not isinstance(filters, str)
+        later = moves[number + 1 :]
+        until = next((n for n, move in enumerate(later) if not isinstance(move, str)), len(later))
+        exact, url = recipe.dedup.exact, recipe.dedup.url
+        # The first pass writes keys of texts in any case: what is compared later may change without it.
+        text = "raw" if number == 0 else None
+        if exact is not None and "exact" in later[:until]:
+            text = normalization_version() if exact.text == "normalized" else "raw"
+        return cls(
+            filters,
+            text,
+            url.drop_parameters if url is not None and "url" in later[:until] else None,
+            recipe.seed if filters else None,
+        )
+
+    def scores_of(self, recipe: Recipe, tables: Sequence[ScoreTable]) -> list[ScoreTable]:
+        """Return the tables of this pass's `scores` filters; `tables` are those of all."""
+        configs = [config for _, config in recipe.filter_chain() if isinstance(config, ScoresConfig)]
+        own = {id(config) for _, config in self.filters}
+        return [table for config, table in zip(configs, tables, strict=True) if id(config) in own]
+
+
+class PassFiles:
+    """Writes the files of a pass into `folder`, and counts. `schema` is that of the documents."""
+
+    def __init__(self, folder: Path, settings: PassSettings, chain: FilterChain, schema: pa.Schema) -> None:
+        self._counts = FilterCounts.of_rules(chain.reasons, chain.edits)
+        self._stack = ExitStack()
+        enter = self._stack.enter_context
+        self._keys = enter(_KeyFiles(folder, settings))
+        self._dropped = enter(DroppedFile(folder / DROPPED_FILE)) if settings.filters else None
+        self._languages = enter(LanguageFile(folder / LANGUAGES_FILE)) if chain.has_languages else None
+        scored = [config for _, config in settings.filters if isinstance(config, BucketsConfig)]
+        self._buckets = None
+        if scored:
+            assert settings.seed is not None
+            self._buckets = enter(BucketFile(folder / BUCKETS_FILE, len(scored[0].scores), settings.seed))
+        self._sides = {name: enter((folder / name).open("wb")) for name in chain.side_files}
+        file = enter(pa.OSFile(str(folder / DOCUMENTS_FILE), "wb"))
+        self._documents = enter(pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS))
+
+    def write(self, filtered: Filtered, ledger: Ledger) -> None:
+        """Write what was kept and dropped of a batch, and book it."""
+        _book(filtered, ledger)
+        self._counts.add(filtered)
+        for name, rows in filtered.side_rows.items():
+            self._sides[name].writelines(orjson.dumps(row) + b"\n" for row in rows)
+        if self._dropped is not None:
+            for one in filtered.removed:
+                self._dropped.write(one)
+        kept = filtered.kept
+        if not kept.num_rows:
+            return
+        self._documents.write_batch(kept)
+        self._keys.write(kept)
+        if self._languages is not None:
+            assert filtered.languages is not None
+            self._languages.write(filtered.languages)
+        if self._buckets is not None:
+            assert filtered.scores is not None
+            self._buckets.write(kept, filtered.scores)
+
+    def result(self, ledger: Ledger) -> Filtering:
+        """Return what became of all documents."""
+        labels = None if self._languages is None else self._languages.labels
+        return Filtering(ledger, self._counts, labels, self._keys.urls)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+class _KeyFiles:
+    """Writes the keys of documents, and those of their URLs if these are compared; `urls` have one."""
+
+    def __init__(self, folder: Path, settings: PassSettings) -> None:
+        self.urls = self._rows = 0
+        self._normalized = settings.exact_text not in (None, "raw")
+        self._stack, memory_bytes = ExitStack(), _KEYS_MEMORY_BYTES
+        self._texts: RunWriter | None = None
+        if settings.exact_text is not None:
+            texts = RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes)
+            self._texts = self._stack.enter_context(texts)
+        self._urls: RunWriter | None = None
+        if settings.url_parameters is not None:
+            self._tracking = Tracking.of(settings.url_parameters)
+            urls = RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=memory_bytes)
+            self._urls = self._stack.enter_context(urls)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append the keys of the next documents."""
+        if self._texts is None and self._urls is None:
+            return
+        keys = exact_keys(batch, self._normalized, first_row=self._rows)
+        self._rows += len(keys)
+        if self._texts is not None:
+            self._texts.write(keys)
+        if self._urls is not None:
+            keys = url_keys(keys, batch.column("url"), self._tracking)
+            self._urls.write(keys)
+            self.urls += len(keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _book(filtered: Filtered, ledger: Ledger) -> None:
+    """Book what was kept, dropped, and cut out of documents."""
+    for reason, count in filtered.dropped.items():
+        ledger.drop(reason, count.documents, count.bytes)
+    for reason, size in filtered.cut.items():
+        if size:
+            ledger.drop(reason, 0, size)
+    kept = filtered.kept
+    ledger.kept += Count(kept.num_rows, int(np.diff(text_offsets(kept.column("text"))).sum()))
+
+
+def exact_keys(
+    batch: pa.RecordBatch, normalized: bool = False, *, first_row: int = 0
+) -> npt.NDArray[np.void]:
+    """Rows of KEYS: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
+
+    Each row also has the source, the size, the row in the split and, as `id`, the content rank. A text
+    without words equals only the same text.
+    """
+    texts = batch.column("text")
+    keys = np.empty(len(texts), KEYS.dtype)
+    hashes = digests = text_digests(texts)
+    if normalized:
+        words, some = word_keys(texts)
+        hashes = np.where(some[:, None], words, digests)
+    keys["key"], keys["low"] = hashes.view(">u8").T
+    keys["id"] = content_ranks(digests, batch.column("document_id")).view(">u8")
+    keys["row"] = np.arange(first_row, first_row + len(texts))
+    keys["split"] = -1  # its number, once the exchange reads it
+    keys["source"] = batch.column("source").to_numpy()
+    keys["bytes"] = np.diff(text_offsets(texts))
+    return keys
