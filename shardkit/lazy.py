@@ -24,9 +24,9 @@ def imported(package: str, name: str, places: Mapping[str, str]) -> object:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would traverse many new objects that all stay, again and again.
+    """Context manager that pauses the garbage collector, for imports: none of their many objects is garbage.
 
-    This saves a seventh of the time to import the writers.
+    The collector would traverse them repeatedly; this saves a seventh of the time to import the writers.
     """
     collecting = gc.isenabled()
     gc.disable()

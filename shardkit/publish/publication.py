@@ -56,7 +56,7 @@ from shardkit.storage.store import (
     commits_of,
 )
 
-MAX_THREADS = 256  # each thread may hold 64 MiB and up to four connections
+MAX_THREADS = 256  # limit of `threads`; each thread may use 64 MiB and four connections
 MAX_MARKER_BYTES = 1 << 30  # maximum size of a marker: four million names
 MAX_ERRORS = 16  # a transfer stops after this many failed files
 _TAKEN_OVER = "the transfer of another dataset took over this target"
@@ -118,7 +118,10 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What was done, or with `dry_run` would be; threads fill it, each under names of its own files."""
+    """What was done, or with `dry_run` would be done; `sent` and `skipped` are {file name: bytes}.
+
+    Threads fill it without a lock, because no two of them handle the same file.
+    """
 
     sent: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class _Marker:
     obsolete: frozenset[str] | None
 
     def leaves(self, contents: Contents) -> frozenset[str]:
-        """Return the names to delete after the index of `contents`, whose claim this is, has been written."""
+        """Return the names of files to delete once the index of `contents`, which made this claim, exists."""
         return self.files - contents.names if self.obsolete is None else self.obsolete
 
 
@@ -271,7 +274,7 @@ class Publication:
             self._target.delete(MARKER_NAME)
             raise RefusedError(self._target.url, "another transfer has just finished; run this one again")
         self._claim_version = ""
-        self._check_claim()  # sets the version of the marker
+        self._check_claim()  # sets `_claim_version` to the marker's version
 
     def _move(self, listing: Listing) -> None:
         outcome, transport, dry_run = self._outcome, self._transport, self._settings.dry_run
@@ -323,7 +326,7 @@ class Publication:
             failed = f"{len(errors):,} of {count:,} files failed, " if len(errors) > 1 else ""
             done = f"{len(outcome.sent):,} files were sent, and {len(outcome.skipped):,} were there before"
             raise TransferError(
-                f"{failed}{errors[0][1]}; {done}; the same command continues",
+                f"{failed}{errors[0][1]}; {done}; run the same command again to continue",
                 tuple(error for _, error in errors),
             )
 
@@ -372,7 +375,10 @@ class Publication:
 
 
 def finish_publication(target: Store, contents: Contents) -> None:
-    """Clean up after a publication of `contents` that was interrupted after its index, if there is one."""
+    """Delete the obsolete files and the marker of a publication that was interrupted after its index.
+
+    Does nothing if the target has no marker of `contents`.
+    """
     marker = _read_marker(target)
     if marker is not None and marker.identity == contents.identity:
         _clean(target, sorted(marker.leaves(contents)), has_marker=True)
@@ -431,7 +437,8 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
     try:
         target.put(name, data, if_absent=True, metadata=metadata)
     except StoreError as error:
-        # A folder decides this by a hard link. Without hard links, the folder's lock excludes other writers.
+        # In a folder, `if_absent` needs a hard link. If the file system has none, checking first is enough,
+        # because the folder's lock excludes other writers.
         has_no_links = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_LINKS
         if not (isinstance(target, LocalStore) and has_no_links):
             raise
@@ -441,7 +448,7 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
 
 
 def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
-    """Delete files of earlier datasets, then the marker, which lists them in case this is interrupted."""
+    """Delete files of earlier datasets, and the marker last: after an interruption, it still lists them."""
     names = list(names)
     if (commits := commits_of(target)) is not None:
         if names or has_marker:
@@ -457,7 +464,7 @@ def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
 
 
 def _settle(target: Store, names: Iterable[str] = ()) -> None:
-    """Sync a folder's top and the parents of `names`, so that changes to these files are durable."""
+    """If the target is a folder, sync it and the subfolders of the files `names`, to make changes durable."""
     if isinstance(target, LocalStore):
         top = Path(target.url)
         folders = {parent for name in names for parent in (top / name).parents}

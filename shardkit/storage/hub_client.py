@@ -39,7 +39,7 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 _MOST_REDIRECTS = 5
 _MOST_ANSWER_BYTES = 64 << 20  # maximum size of a JSON answer; a listing page has less than 1 MiB
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Headers of the Hub about a file whose bytes come from another host.
+# Headers by which the Hub describes a file whose bytes another host sends.
 _FACTS = ("X-Linked-Etag", "X-Linked-Size", "X-Repo-Commit")
 _RESET_SECONDS = re.compile(r"\bt=(\d+)")
 
@@ -60,7 +60,7 @@ class HubAnswer:
         self.linked_bytes = facts.get("X-Linked-Size")
         self.facts = facts
         self.address = None if from_hub else address
-        """The URL of the bytes if they are not on the Hub; valid for minutes."""
+        """The signed URL of the bytes on another host, valid for a while; None if the Hub sent them."""
 
 
 class HubClient:
@@ -253,7 +253,7 @@ def connection_error(where: str, error: Exception) -> StoreError:
 
 
 def _reset_seconds(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds after which the Hub accepts requests again, if the headers have them."""
+    """Return the seconds after which the Hub accepts requests again, or None if no header tells."""
     stated = headers.get("Retry-After", "")
     if stated.isdigit():
         return float(stated)
