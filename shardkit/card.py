@@ -36,7 +36,7 @@ CARD_NAME = "dataset.json"
 FILES_NAME = "files.json"
 MAX_CARD_BYTES = 64 << 20  # maximum size of dataset.json; older versions listed up to 500,000 files in it
 MAX_FILES_BYTES = 1 << 30  # maximum size of files.json, enough for about eight million files
-MOST_LISTED = 1000  # maximum number of files that the card itself lists; files.json lists more
+MOST_LISTED = 1000  # maximum number of files that the card lists; files.json can list more
 _OTHERS = ("split", "output")  # drop reasons of documents that went to other datasets of the same build
 _DUPLICATES = ("url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
@@ -396,7 +396,7 @@ class DatasetCard:
         return all(self.data.get(key) not in (None, "", [], {}) for key in keys)
 
     def check_fingerprint(self, fingerprint: str) -> None:
-        """Raise ShardError if the card has another fingerprint, because it belongs to other shards then."""
+        """Raise ShardError if the card's fingerprint differs: then the card describes other shards."""
         stated = self.data.get("fingerprint", fingerprint)
         if stated != fingerprint:
             problem = f"is the card of another dataset: fingerprint {stated}, the index has {fingerprint}"

@@ -182,7 +182,7 @@ def file_version(status: os.stat_result) -> FileVersion:
 
 @contextmanager
 def not_for_everyone() -> Iterator[None]:
-    """Set the umask in the block so that at most owner and group can write new files, in children, too."""
+    """Set the umask in the block so that at most owner and group can write files that are created then."""
     before = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(before | stat.S_IWOTH)
     try:

@@ -24,9 +24,10 @@ def imported(package: str, name: str, places: Mapping[str, str]) -> object:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context manager that pauses the garbage collector, for imports: none of their many objects is garbage.
+    """Pause the garbage collector in the block, which imports modules.
 
-    The collector would traverse them repeatedly; this saves a seventh of the time to import the writers.
+    Imports create many objects that all stay, and the collector would traverse them again and again. Pausing
+    it saves a seventh of the time to import the writers.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -226,7 +226,7 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """One file per shard, as arrays: names that end in newlines, sizes in bytes, and digests by hash."""
+    """One file per shard, in arrays: `names` (each ends with a newline), `sizes` in bytes, and `digests`."""
 
     names: Bytes
     sizes: Ints

@@ -155,7 +155,7 @@ def _place(path: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Return whether a checked path is a URL. file:// URLs are paths by then (`_url_or_path`)."""
+    """Return whether a checked path is a URL; `_url_or_path` has changed file:// URLs to local paths."""
     return "://" in path
 
 

@@ -1,4 +1,4 @@
-"""`upload` sends a dataset to a store, `download` fetches one, `publish_files` places a build's files here.
+"""`upload` sends a dataset to a store, `download` fetches one, `publish_files` fills a local folder.
 
 A folder of tars without a list gets one when it is uploaded, because loaders cannot count the samples of tars
 that they have not fetched. The list contains sizes, counts and hashes, and is written only at the target.
@@ -244,7 +244,7 @@ def _contents_to_send(folder: Path, threads: int) -> tuple[Contents, Listing]:
 
 
 def _with_row_costs(contents: Contents, listing: Listing, store: Store) -> tuple[Contents, Listing]:
-    """Move the dataset's tables of row costs from the other files of `listing` to its `contents`."""
+    """Move the dataset's tables of row costs from `listing.others` to `contents.files`."""
     names = tables_among(listing.others, contents.manifest.fingerprint)
     tables = [FileInfo(name, store.head(name).bytes) for name in names]
     others = tuple(name for name in listing.others if name not in names)

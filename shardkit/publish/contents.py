@@ -119,7 +119,7 @@ class Listing:
 
     @classmethod
     def of(cls, store: Store, names: Set[str]) -> Listing:
-        """List the whole store once, for `names`; indexes, index.bin, marker and lock are no others."""
+        """List the store and look for `names`; indexes, index.bin, marker and lock do not count as others."""
         found: dict[str, ObjectInfo] = {}
         others: list[str] = []
         count = 0

@@ -57,7 +57,7 @@ from shardkit.storage.store import (
 )
 
 MAX_THREADS = 256  # limit of `threads`; each thread may use 64 MiB and four connections
-MAX_MARKER_BYTES = 1 << 30  # maximum size of a marker: four million names
+MAX_MARKER_BYTES = 1 << 30  # maximum size of a marker, which names up to four million files
 MAX_ERRORS = 16  # a transfer stops after this many failed files
 _TAKEN_OVER = "the transfer of another dataset took over this target"
 _NO_LINKS = (EPERM, ENOTSUP, ENOSYS, EXDEV)
@@ -464,7 +464,7 @@ def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
 
 
 def _settle(target: Store, names: Iterable[str] = ()) -> None:
-    """If the target is a folder, sync it and the subfolders of the files `names`, to make changes durable."""
+    """If the target is a folder, sync it and the folders of the files `names`, so that changes are durable."""
     if isinstance(target, LocalStore):
         top = Path(target.url)
         folders = {parent for name in names for parent in (top / name).parents}

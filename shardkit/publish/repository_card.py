@@ -132,7 +132,7 @@ def _header(datasets: Mapping[str, Contents], *, is_text: bool) -> str:
 
 
 def _patterns(names: Iterable[str], top: str) -> list[str]:
-    """Return glob patterns that match data files; "*" replaces a name's first number and folders in `top`."""
+    """Return globs for files; "*" replaces the first number in a name, and each folder below `top`."""
     found = set()
     for name in names:
         folder, base = posixpath.split(posixpath.relpath(name, top or "."))

@@ -66,7 +66,7 @@ class StagedFile(Protocol):
     """A file that an earlier stage made, on this machine or in a store."""
 
     def borrowed(self) -> AbstractContextManager[Path]:
-        """Context manager that lends a local path, fetching the file if necessary. Raises OSError."""
+        """Context manager: fetch the file if necessary, and yield a local path. Raises OSError on failure."""
 
     def committed_hash(self) -> str | None:
         """Return the xxh3-128 of the file's bytes if it is known without reading them, else None."""
@@ -136,7 +136,7 @@ class Sender:
         with self._files.open(name) as data:
             before = _state(data)
             if name not in self._digests:
-                known = self._files.known_digest(name)  # a fetched file is verified already
+                known = self._files.known_digest(name)  # if known, the file was verified when it was fetched
                 self._digests[name] = known or _checked_digest(file, data)
             info = self._target.put(name, data, metadata={METADATA_NAME: self._digests[name]})
             if _state(data) != before:
@@ -212,7 +212,7 @@ class CommitSender(Sender):
         return placed
 
     def _groups(self, files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
-        """Yield groups of files, one group per commit; a group ends once it has `_STAGED_BYTES` to fetch."""
+        """Yield groups of up to `COMMIT_FILES` files; a group ends when `_STAGED_BYTES` are to be fetched."""
         group: list[FileInfo] = []
         staged = 0
         for file in files:
@@ -305,7 +305,7 @@ class Placer:
         self._target = LocalStore(folder)
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Return whether the file has the known digest or is the same inode; any other file is replaced."""
+        """Return whether the folder's file has the known digest, else the same bytes or the same inode."""
         path = self._folder / file.basename
         if digest := self._files.known_digest(file.basename):
             return hash_file(path, [CONTENT_HASH]) == {CONTENT_HASH: digest}

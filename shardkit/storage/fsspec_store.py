@@ -130,7 +130,7 @@ class FsspecStore(BaseStore):
         self._found = None
 
     def read_block(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Return bytes of the object `info`; raise ObjectChangedError if its version is another by now."""
+        """Return bytes `start` to `stop` of an object. Raises ObjectChangedError if `info` is outdated."""
         path, where = self._path(info.key), self.where(info.key)
         try:
             data: bytes = self._system()[0].cat_file(path, start=start, end=stop)
@@ -245,7 +245,7 @@ def _translated(where: str, error: BaseException) -> StoreError:
         return error
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and cause is not None and getattr(cause, "status", None) != 404:
-        return _translated(where, cause)  # fsspec also hides unreachable HTTP servers in this error
+        return _translated(where, cause)  # fsspec raises it for unreachable HTTP servers, too
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ObjectNotFoundError(where, "there is no such file")
     status = next(

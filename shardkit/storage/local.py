@@ -217,9 +217,9 @@ def _moved(folder: Path, target: Path) -> bool:
 
 
 def _take_away(target: Path, last: str, beside: Path) -> None:
-    """Remove the incomplete folder `target`, by way of a temporary folder in the folder `beside`.
+    """Move the incomplete folder `target` into a temporary folder in `beside`, and delete it there.
 
-    If it turns out to contain the file `last`, another process has just completed it: move it back.
+    If it contains the file `last` after the move, another process has just completed it: move it back.
     """
     aside = Path(tempfile.mkdtemp(prefix="removed.", dir=beside))
     with contextlib.suppress(FileNotFoundError):

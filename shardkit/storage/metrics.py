@@ -23,7 +23,7 @@ Event = Literal[
     "bytes_read", "bytes_written", "retries", "outages", "hedges", "hedges_won",
     "resumed_bodies", "slow_bodies",
 ]  # fmt: skip
-_RATIO = 1.2  # upper edge / lower edge of a bucket; values differ from the mid by at most sqrt(1.2)
+_RATIO = 1.2  # upper edge / lower edge of a bucket, whose geometric mean is off by at most sqrt(1.2)
 _FIRST_EDGE_SECONDS = 1e-4
 _LAST_EDGE_SECONDS = 1e3
 _BUCKETS = 2 + math.ceil(math.log(_LAST_EDGE_SECONDS / _FIRST_EDGE_SECONDS, _RATIO))

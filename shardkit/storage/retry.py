@@ -83,7 +83,7 @@ class RetryPolicy:
     hedge_share: float = 0.05
     """Maximum ratio of hedges to reads, so that a store that is slow for all reads gets no double load."""
     floor_bytes_per_second: float = 100_000.0
-    """A body that arrives more slowly, on average over a window, is closed and opened again."""
+    """Minimum rate of a body, averaged over a window; a slower body is closed and opened again."""
     window_seconds: float = 10.0
     """Length of the window over which a body's rate is measured; doubled whenever the body is opened again,
     because a slow network slows all connections."""
@@ -230,7 +230,7 @@ class Upstream:
             self.metrics.in_flight(0, self.gate.limit)
 
     def retrying(self, operation: str, error: StoreError, began: float, left_seconds: float) -> None:
-        """Count a retry of an operation that has failed since `began`; log an outage if that is long ago."""
+        """Count a retry of an operation that has failed since `began`; log an outage if it lasts."""
         self.metrics.count("retries")
         advice = ""
         now = self.policy.clock()
@@ -273,7 +273,7 @@ class Call:
         self.restart(operation, policy.clock(), policy.deadline_seconds if seconds is None else seconds)
 
     def restart(self, name: str, began: float, seconds: float, progress: str = "") -> None:
-        """Forget failures; set the deadline to `began` + `seconds`. Errors contain `name` and `progress`."""
+        """Count failures from 0; set the deadline `seconds` after `began`, and the texts that errors show."""
         self._name, self._began, self._progress = name, began, progress
         self._deadline = began + seconds
         self._failures = 0
@@ -368,7 +368,7 @@ class Call:
         policy.sleep(delay)
 
     def _failed(self, error: TransientError, advice: str = "") -> TransientError:
-        """Return an error of the same class (callers recognize throttling by it) that counts the attempts."""
+        """Return `error` with the attempts in its message; the class stays, as callers recognize throttling."""
         kind = ThrottledError if isinstance(error, ThrottledError) else TransientError
         count, seconds = self._failures, self.upstream.policy.clock() - self._began
         attempts = f"{count} {'attempt' if count == 1 else 'attempts'} in {seconds:.1f} s"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from shardkit.storage.threads import remake_after_fork
 
-GAP_SECONDS = 5.0  # far more than the watching thread is late on an overloaded machine
+GAP_SECONDS = 5.0  # longer gaps between reads are suspensions; an overloaded machine causes shorter ones
 LOOK_SECONDS = 10.0  # longest single wait of `wait_until` between two reads of the clock
 _TICK_SECONDS = 1.0
 _IDLE_TICKS = 60  # the watching thread ends after this many ticks without other readers of the clock
@@ -27,7 +27,7 @@ class RunningClock:
     """Monotonic seconds minus the time in which the process was suspended; call it to read the clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, has_thread: bool = True) -> None:
-        """`has_thread`: a thread reads the clock every second, so that no gap is due to a lack of calls."""
+        """`has_thread`: start a thread that reads the clock every second; otherwise, only calls read it."""
         self._clock, self._has_thread = clock, has_thread
         self._lost = 0.0
         self.after_fork()
@@ -68,7 +68,7 @@ class RunningClock:
             self._ticks += 1
             self._look()
         with self._lock:
-            self._last = None  # while the thread is off, time without reads is not a suspension
+            self._last = None  # the thread is off, so the gap until the next read is not a suspension
             self._is_watched = False
 
 

@@ -50,7 +50,7 @@ _PAGE_BYTES = 1 << 16  # an error or web page in place of an object is at most t
 _ERROR_BYTES = 1 << 12  # an error with the content type of the object is at most this large
 _ERROR_START = re.compile(rb"\s*(?:<(?:[?E]|\Z)|\Z)")
 _HTML = re.compile(rb"\s*(?:<!doctype html|<html)", re.IGNORECASE)
-_TAIL_BYTES = 1 << 20  # end of a body that urllib3 reads; far more than buffers above the socket hold
+_TAIL_BYTES = 1 << 20  # size of a long body's end, which urllib3 reads; buffers above the socket are smaller
 
 
 class S3Store(BaseStore):
@@ -207,7 +207,7 @@ class S3Store(BaseStore):
     ) -> tuple[ObjectInfo, int]:
         """Check an answer's range and version; return (ObjectInfo, length of the answer's body in bytes)."""
         where, got = self.where(key), version_of(answer)
-        if version not in (None, got):  # a server without If-Match sends any version
+        if version not in (None, got):  # servers that do not support If-Match send any version
             raise ObjectChangedError(where, f"has version {got}, not {version}")
         length = size = self._length(key, answer)
         first = 0
@@ -317,7 +317,7 @@ class S3Body(BaseBody):
         return count
 
     def check_no_error(self) -> None:
-        """Read the first bytes, or the whole body if it begins like an S3 error; raise it if it is one."""
+        """Read the first bytes, or the whole body if it begins like an S3 error, and raise that error."""
         page, done = memoryview(bytearray(self._left)), 0
         while done < len(page) and _ERROR_START.match(page[:done]):
             done += self._receive(page[done:])

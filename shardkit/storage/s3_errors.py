@@ -192,7 +192,7 @@ def _redirected(headers: Mapping[str, str]) -> str:
     """Describe a redirect, with advice: another region, or a server that is not S3."""
     if region := headers.get(REGION_HEADER):
         return f"the bucket is in region {region}: set --storage region={region} or AWS_REGION"
-    place = headers.get("location", "an address that it does not name").partition("?")[0]  # no signatures
+    place = headers.get("location", "an address that it does not name").partition("?")[0]  # hides signatures
     advice = "check the endpoint, and whether a proxy or a login page answers in its place"
     return f"the server redirects to {place:.200}: {advice}"
 

@@ -272,7 +272,7 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             **target.condition,
         )
     except BaseException:
-        with contextlib.suppress(StoreError):  # fails if only the last answer was lost
+        with contextlib.suppress(StoreError):  # fails if the upload was completed but its answer was lost
             client.request("abort_multipart_upload", target.where, "write", **names)
         raise
     return answer, f"{_md5(b''.join(digest for _, digest in done)).hex()}-{len(done)}"

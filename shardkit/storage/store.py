@@ -100,7 +100,7 @@ class TransientError(StoreError):
 
 
 class ThrottledError(TransientError):
-    """The store gets too many requests and rejected this one (503, 429): retry later, and send fewer."""
+    """The store rejected a request because it gets too many (HTTP 503, 429): retry later, and send fewer."""
 
     retry_after_seconds: float | None = None
     """Seconds to wait before the retry; None if the store sent no number."""
@@ -254,14 +254,14 @@ class Store(Protocol):
 
 
 class CommitStore(Store, Protocol):
-    """A store that writes in commits. Each `put` is a commit, which costs as much as one of many files."""
+    """A store that writes in commits. A `put` is a commit of one file and costs as much as one of many."""
 
     has_commits: bool
 
     def commit(
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> Mapping[str, ObjectInfo]:
-        """Write `files` and delete the keys in `deleted` in one atomic step; return the written objects."""
+        """Write `files` and delete the keys `deleted` in one atomic step; return {key: object} of `files`."""
 
 
 def commits_of(store: Store) -> CommitStore | None:
@@ -270,7 +270,7 @@ def commits_of(store: Store) -> CommitStore | None:
 
 
 class BaseBody(Closing):
-    """Base class of bodies; implements `read`, which returns all remaining bytes, by `readinto`."""
+    """Base class of bodies; implements `read`, which returns all remaining bytes, by calls of `readinto`."""
 
     info: ObjectInfo
 
@@ -356,7 +356,7 @@ def checked_key(store_url: str, key: str) -> str:
 def checked_range(
     where: str, info: ObjectInfo, start: int, stop: int | None, version: str | None
 ) -> tuple[int, int]:
-    """Return the range (start, stop), limited to the object's size. Raises the errors of `Store.open`."""
+    """Return the range (start, stop), limited to the object's size. Raises errors as `Store.open` does."""
     if version not in (None, info.version):
         raise ObjectChangedError(where, f"has version {info.version}, not {version}")
     size = info.bytes
@@ -395,7 +395,7 @@ def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray
 
 
 def read_body(body: Body, where: str) -> npt.NDArray[np.uint8]:
-    """Return all bytes of a newly opened object as uint8[size]; errors call the object `where`."""
+    """Return all bytes of a newly opened object as uint8[size]; `where` names it in error messages."""
     data = np.empty(body.info.bytes, dtype=np.uint8)
     view, filled = data.data, 0
     while filled < len(data) and (count := body.readinto(view[filled : filled + _READ_BYTES])):
