@@ -140,7 +140,7 @@ class CounterFacts:
 class FilterFacts:
     """Filter rules in the order in which they were applied, and statistics about them.
 
-    All rules judged a sample of `sampled` documents, one in `one_in`. `languages` counts documents by
+    Every rule also judged a sample of `sampled` documents, one in `one_in`. `languages` counts documents by
     language and by the rule that dropped them ("" for kept documents); {} unless the recipe has settings by
     language.
     """
@@ -376,7 +376,7 @@ class DatasetCard:
 
     @classmethod
     def parse(cls, where: str, text: bytes) -> DatasetCard:
-        """Parse the bytes of a card. Raises ShardError if they are not a JSON object or are too many."""
+        """Parse the bytes of a card. Raises ShardError unless they are a JSON object of a permitted size."""
         if len(text) > MAX_CARD_BYTES:
             raise ShardError(where, f"is larger than {MAX_CARD_BYTES:,} bytes, the limit of a card")
         try:
@@ -426,7 +426,7 @@ class DatasetCard:
         return self.file(FILES_NAME) if FILES_NAME in self.file_names else None
 
     def with_files(self, table: bytes) -> DatasetCard:
-        """Return the card with the files in `table` (files.json). Raises ShardError if its hash is wrong."""
+        """Add the files that `table` (files.json) lists to a copy of the card. Raises ShardError if invalid."""
         stated = self.files_table
         where = f"{self.where.removesuffix(CARD_NAME)}{FILES_NAME}"
         if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):

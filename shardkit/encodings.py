@@ -127,7 +127,7 @@ def _decode_by_codec(data: bytes, encoding: str) -> str:
 
 
 def to_utf8(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Convert a stream in pieces to UTF-8; each byte that cannot be decoded becomes 0xFF."""
+    """Yield a stream of byte strings converted to UTF-8; each byte that cannot be decoded becomes 0xFF."""
     held = b""
     step = _incremental(encoding)
     for piece in pieces:

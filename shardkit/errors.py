@@ -163,7 +163,7 @@ class RecipeError(ShardkitError):
 
 
 class BuildError(ShardkitError):
-    """A build cannot continue; finished work is kept, and the same command resumes it."""
+    """A build cannot continue; finished work is kept, and running the same command again resumes it."""
 
 
 class ConservationError(BuildError):

@@ -45,7 +45,8 @@ LACKING = (
 """Error numbers of file systems that do not support a call (FUSE, 9p, NFS, FAT, shared folders of VMs)."""
 PART_SUFFIX = ".shardkit-part"
 _ZEROS = bytes(1 << 20)
-# A scheme has two letters or more, so that "a:/b" is a path. `pathlib.Path` removes the second slash.
+# A scheme has two letters or more, so that "a:/b" is a path. One slash is enough, because `pathlib.Path`
+# turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 FileVersion = tuple[int, int, int, int]
@@ -436,5 +437,5 @@ class _Map:
 
 
 def _unmap(address: int, size: int) -> None:
-    _addresses.discard(address)  # first: after munmap the system may give the address to another map
+    _addresses.discard(address)  # do this first: after munmap, another map may get the same address
     _libc.munmap(address, size)

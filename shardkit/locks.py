@@ -32,7 +32,7 @@ _Key = tuple[int, int, int]  # identifies a lock: process id, device and inode
 
 
 def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | None:
-    """Lock a file; return a descriptor that holds the lock until it is closed, or None if it is taken.
+    """Lock a file; return a descriptor that holds the lock until it is closed, or None after `wait_seconds`.
 
     The file is created if it does not exist. An exclusive holder may remove it; a waiter detects this and
     creates the file again. Raises OSError if the file system has no locks.
@@ -115,7 +115,7 @@ class FileLock:
         if self.held:
             if not self._keep:
                 with contextlib.suppress(OSError):  # a leftover file is harmless: it holds no lock
-                    self._file.unlink()  # while the lock is held, so that waiters see that the file is gone
+                    self._file.unlink()  # before the lock is released, so that waiters see it gone
             _unlock(self._descriptor)
             self._descriptor = -1
 
@@ -137,7 +137,7 @@ def _locked(descriptor: int, timeout_seconds: float) -> int | None:
     key = os.getpid(), status.st_dev, status.st_ino
     try:
         while True:
-            given_up = _given_up.get(key)  # read before flock: the waiter may release the lock in between
+            given_up = _given_up.get(key)  # read before flock, as the waiter may release the lock in between
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor

@@ -268,7 +268,7 @@ class Files:
         begins = np.concatenate([[0], ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
         if np.isin(names[begins], (_SLASH, _DOT, _NEWLINE)).any():
             return False
-        if int(lengths.min()) == int(lengths.max()):  # the usual case; sorting avoids a million objects
+        if int(lengths.min()) == int(lengths.max()):  # the usual case; needs no Python object per name
             ordered = np.sort(names.view(f"S{int(lengths[0]) + 1}"))
             return not bool((ordered[1:] == ordered[:-1]).any())
         return len(set(names.tobytes().split(b"\n"))) == count + 1

@@ -276,7 +276,7 @@ def _listed_tars(folder: Path, threads: int) -> Contents:
 
 
 def _index_table(contents: Contents) -> bytes | None:
-    """Return a new index.bin for the checked index of a large dataset, else None."""
+    """Return the bytes of index.bin, made from the index of a large MDS dataset; None for other datasets."""
     manifest = contents.manifest
     return table_bytes(manifest.shards, contents.index, manifest.blocks) if manifest.format == "mds" else None
 

@@ -198,12 +198,12 @@ class Publication:
             self._check()
         if claims:
             self._put_index()
-            self._check_claim()  # only the winner may delete files
+            self._check_claim()  # raises if another transfer won, because only the winner may delete files
         _clean(self._target, outcome.deleted, has_marker=claims or marker is not None)
         return outcome
 
     def _old_datasets(self) -> list[Contents] | None:
-        """Return the datasets at the target. If an index is invalid, return None with `replace`, or raise."""
+        """Return the datasets at the target. If an index is invalid, return None if `replace`, else raise."""
         try:
             return find_contents(self._target, strict=False)
         except ShardError as error:
@@ -312,7 +312,7 @@ class Publication:
     def _each(
         self, files: Sequence[FileInfo], counter: FileCounter, action: Callable[[FileInfo], bool | None]
     ) -> None:
-        """Run `action` on every file; it may return False if no bytes were moved. Raises TransferError."""
+        """Run `action` on every file; it returns False if it moved no bytes. Raises TransferError."""
         outcome, count = self._outcome, len(self._contents.files)
         errors = run_all(
             files,
@@ -464,7 +464,7 @@ def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
 
 
 def _settle(target: Store, names: Iterable[str] = ()) -> None:
-    """If the target is a folder, sync it and the folders of the files `names`, so that changes are durable."""
+    """If the target is a folder, sync it and the folders of the files `names` to make changes durable."""
     if isinstance(target, LocalStore):
         top = Path(target.url)
         folders = {parent for name in names for parent in (top / name).parents}

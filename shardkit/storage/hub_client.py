@@ -64,7 +64,7 @@ class HubAnswer:
 
 
 class HubClient:
-    """Makes requests without retries; a pickled copy keeps only the options."""
+    """Sends HTTP requests to the Hub, without retries; a pickled copy keeps only the options."""
 
     def __init__(self, options: StorageOptions) -> None:
         self._options = options
@@ -208,7 +208,7 @@ def status_error(
 ) -> StoreError:
     """Return the error for an answer with this status; `writes`: the request was to change the repository.
 
-    `from_hub`: the Hub itself answered, not the host of a content, whose address may have expired.
+    `from_hub`: the Hub itself answered, and not the host that stores a file, whose address may have expired.
     """
     code = headers.get("X-Error-Code", "")
     message = headers.get("X-Error-Message", "")[:200] or f"the server answers {status}"
@@ -247,7 +247,7 @@ def connection_error(where: str, error: Exception) -> StoreError:
     text = f"{error}"[:300] or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return StoreError(where, f"{text}: set SSL_CERT_FILE to the certificates to trust")
-    if isinstance(error, ValueError):  # the address or proxy is not http
+    if isinstance(error, ValueError):  # the URL or the proxy is not http:// or https://
         return StoreError(where, f"{text}: check HF_ENDPOINT and the proxies of the environment")
     return TransientError(where, f"{type(error).__name__}: {text}")
 

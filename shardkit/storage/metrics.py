@@ -35,9 +35,9 @@ class MetricsSnapshot:
     """All counts at one moment, or the counts of an interval (`minus`)."""
 
     requests: Mapping[str, int] = field(default_factory=dict)
-    """Number of requests sent to the store by operation, including retries and hedges."""
+    """Number of requests that were sent to the store, per operation; includes retries and hedges."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Number of errors by class name."""
+    """Number of failed requests and bodies, per class name of the error."""
     bytes_read: int = 0
     bytes_written: int = 0
     retries: int = 0

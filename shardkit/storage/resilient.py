@@ -328,7 +328,7 @@ class ResilientBody(BaseBody):
         if self._position >= self._stop:
             return 0
         try:
-            if raw is None:  # `_check_rate` has closed it
+            if raw is None:  # `_check_rate` has closed the connection
                 problem = f"the body arrives too slowly, at {self._rate:,.0f} bytes per second"
                 raise TransientError(self._call.where, problem)
             count = raw.readinto(buffer)

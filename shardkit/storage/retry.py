@@ -368,7 +368,7 @@ class Call:
         policy.sleep(delay)
 
     def _failed(self, error: TransientError, advice: str = "") -> TransientError:
-        """Return `error` with the attempts in its message; the class stays, as callers recognize throttling."""
+        """Return `error` with the number of attempts in its message; ThrottledErrors keep their class."""
         kind = ThrottledError if isinstance(error, ThrottledError) else TransientError
         count, seconds = self._failures, self.upstream.policy.clock() - self._began
         attempts = f"{count} {'attempt' if count == 1 else 'attempts'} in {seconds:.1f} s"

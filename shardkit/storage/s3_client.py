@@ -44,7 +44,7 @@ _DEFAULT_REGION = "us-east-1"  # the region that S3-compatible servers expect in
 
 
 class S3Client:
-    """Makes requests without retries; a pickled copy keeps only the options."""
+    """Sends requests to S3 by botocore, without retries; a pickled copy keeps only the options."""
 
     def __init__(
         self, url: str, options: StorageOptions, *, clock: Callable[[], float] = time.monotonic

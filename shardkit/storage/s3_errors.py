@@ -94,7 +94,7 @@ _ADVICE["InvalidToken"] = _ADVICE["ExpiredToken"]
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """Return all exception types of requests and bodies, for `except request_errors() as error`."""
+    """Return all exception types that requests and reads of bodies raise, for use in `except` clauses."""
     try:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
