@@ -426,7 +426,7 @@ class DatasetCard:
         return self.file(FILES_NAME) if FILES_NAME in self.file_names else None
 
     def with_files(self, table: bytes) -> DatasetCard:
-        """Add the files that `table` (files.json) lists to a copy of the card. Raises ShardError if invalid."""
+        """Add the files that `table` (files.json) lists to a copy of the card. Raises ShardError if bad."""
         stated = self.files_table
         where = f"{self.where.removesuffix(CARD_NAME)}{FILES_NAME}"
         if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):
