@@ -34,10 +34,10 @@ from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, stated_file
 
 CARD_NAME = "dataset.json"
 FILES_NAME = "files.json"
-MAX_CARD_BYTES = 64 << 20  # limit of dataset.json; older versions listed up to 500,000 files in it
-MAX_FILES_BYTES = 1 << 30  # limit of files.json: about eight million files
-MOST_LISTED = 1000  # files in the card itself; above, files.json lists them
-_OTHERS = ("split", "output")  # reasons of documents that went to other datasets of the same build
+MAX_CARD_BYTES = 64 << 20  # maximum size of dataset.json; older versions listed up to 500,000 files in it
+MAX_FILES_BYTES = 1 << 30  # maximum size of files.json, enough for about eight million files
+MOST_LISTED = 1000  # maximum number of files that the card lists; files.json can list more
+_OTHERS = ("split", "output")  # drop reasons of documents that went to other datasets of the same build
 _DUPLICATES = ("url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
 
@@ -77,7 +77,7 @@ class FunnelCounts:
 
 @dataclass(frozen=True, slots=True)
 class LanguageCounts:
-    """The number of kept documents in one language, and of their tokens."""
+    """The number of kept documents in one language, and the number of their tokens."""
 
     documents: int = 0
     tokens: int = 0
@@ -101,7 +101,7 @@ class InputFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExcerptFacts:
-    """The beginning of a document as it was when a rule dropped it."""
+    """The beginning of a dropped document's text, after the edits of the filters before the rule."""
 
     file: str
     record: int
@@ -110,7 +110,10 @@ class ExcerptFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts(Count):
-    """Documents that the rule "<filter>/<rule>" dropped first; `alone`: sampled documents that fail it."""
+    """Documents that the rule "<filter>/<rule>" dropped, being the first rule that they failed.
+
+    `alone` counts all documents of the sample that fail the rule, also after failing earlier rules.
+    """
 
     rule: str
     alone: int
@@ -137,7 +140,7 @@ class CounterFacts:
 class FilterFacts:
     """Filter rules in the order in which they were applied, and statistics about them.
 
-    All rules judged a sample of `sampled` documents, one in `one_in`. `languages` counts documents by
+    Every rule also judged a sample of `sampled` documents, one in `one_in`. `languages` counts documents by
     language and by the rule that dropped them ("" for kept documents); {} unless the recipe has settings by
     language.
     """
@@ -316,7 +319,7 @@ class Histogram:
 
 
 class _Stated(Generic[_T]):
-    """A key that builds write into the card, named like the attribute; validated at each read."""
+    """Descriptor that reads the card's key of the same name, which builds write, and validates its value."""
 
     def __init__(self, kind: type[_T] | UnionType) -> None:
         self._kind = kind
@@ -373,7 +376,7 @@ class DatasetCard:
 
     @classmethod
     def parse(cls, where: str, text: bytes) -> DatasetCard:
-        """Parse the bytes of a card. Raises ShardError if they are not a JSON object or are too many."""
+        """Parse the bytes of a card. Raises ShardError unless they are a JSON object of a permitted size."""
         if len(text) > MAX_CARD_BYTES:
             raise ShardError(where, f"is larger than {MAX_CARD_BYTES:,} bytes, the limit of a card")
         try:
@@ -393,7 +396,7 @@ class DatasetCard:
         return all(self.data.get(key) not in (None, "", [], {}) for key in keys)
 
     def check_fingerprint(self, fingerprint: str) -> None:
-        """Raise ShardError if the card has another fingerprint, so belongs to other shards."""
+        """Raise ShardError if the card's fingerprint differs: then the card describes other shards."""
         stated = self.data.get("fingerprint", fingerprint)
         if stated != fingerprint:
             problem = f"is the card of another dataset: fingerprint {stated}, the index has {fingerprint}"
@@ -423,7 +426,7 @@ class DatasetCard:
         return self.file(FILES_NAME) if FILES_NAME in self.file_names else None
 
     def with_files(self, table: bytes) -> DatasetCard:
-        """Return the card with the files in `table` (files.json). Raises ShardError if its hash is wrong."""
+        """Add the files that `table` (files.json) lists to a copy of the card. Raises ShardError if bad."""
         stated = self.files_table
         where = f"{self.where.removesuffix(CARD_NAME)}{FILES_NAME}"
         if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):
@@ -495,8 +498,8 @@ class DatasetCard:
 def block_checksums(manifest: Manifest, card: DatasetCard | None) -> FileInfo | None:
     """Return size and hashes of blocks.bin from the index, else from the card of these shards, else None.
 
-    Older versions recorded it in the card only. The index goes first because it is always read: a card that a
-    store fails to show once would hide blocks.bin, too.
+    Older versions recorded them in the card only. The index has priority because it is always read, whereas
+    a store may fail to show the card.
     """
     if manifest.blocks is not None or card is None:
         return manifest.blocks
@@ -505,9 +508,9 @@ def block_checksums(manifest: Manifest, card: DatasetCard | None) -> FileInfo | 
 
 
 def listed_files(files: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes | None]:
-    """Return (`files` for the card, files.json or None) for the files in {name: size and hashes}.
+    """Return (the card's `files`, the bytes of files.json) for `files`, {name: size and hashes}.
 
-    The second is None if the card lists all files. blocks.bin always stays in the card, because opening a
+    files.json is None if the card lists all files. blocks.bin always stays in the card, because opening a
     dataset reads the card but not files.json.
     """
     if len(files) <= MOST_LISTED:
@@ -530,7 +533,7 @@ def _adapter(kind: Any) -> Any:
 
 
 def _checked(kind: Any, data: object, key: str, where: str) -> Any:
-    """Validate plain data as `kind`. Raises ShardError that names the wrong key."""
+    """Convert plain data, the card's value at `key`, to `kind`. Raises ShardError that names a wrong key."""
     try:
         return _adapter(kind).validate_json(json.dumps(data), strict=True)
     except (ValueError, RecursionError) as error:

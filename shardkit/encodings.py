@@ -44,7 +44,8 @@ _MULTI_BYTE = {  # Python codecs that are closest to the standard's multi-byte e
     "shift_jis": "cp932",
 }
 # Bytes (hexadecimal) that some Python version decodes to another character than the standard, followed by the
-# standard's character, or `BAD` if it has none. No other bytes decode to the codec's character.
+# standard's character, or `BAD` if it has none. As no other bytes decode to the codec's character, it can be
+# replaced in decoded text.
 _OTHER_CHARACTERS = {
     "big5": "a145\u2027 a14e\ufe51 a1c2\u00af a1e3\uff5e a1f2\u2295 a1f3\u2299 "
     "a244\uffe5 a246\uffe0 a247\uffe1",
@@ -80,7 +81,7 @@ _SEQUENCE = {  # matches the bytes of one character
 _ISO_2022_JP = re.compile(rb"\x1b(\([BJI]|\$[@B])")
 _HIGH = bytes(byte | 0x80 if 0x20 < byte < 0x7F else byte for byte in range(256))
 _ROMAN = str.maketrans("\\~", "\u00a5\u203e")
-_SAFE = re.compile(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)")  # last byte that cannot be inside a character
+_SAFE = re.compile(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)")  # the last byte that cannot be inside a character
 
 
 def encoding_of(label: str) -> str | None:
@@ -92,7 +93,7 @@ def encoding_of(label: str) -> str | None:
 
 
 def keeps_newlines(encoding: str) -> bool:
-    """Return whether every byte 0x0A is a line end, so that a file can be cut at it."""
+    """Return whether every byte 0x0A in this encoding is a line end, so that a file can be cut after it."""
     return encoding not in PYTHON_NAMES and encoding != "iso-2022-jp"
 
 
@@ -126,7 +127,7 @@ def _decode_by_codec(data: bytes, encoding: str) -> str:
 
 
 def to_utf8(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Convert a stream in pieces to UTF-8; each byte that cannot be decoded becomes 0xFF."""
+    """Yield a stream of byte strings converted to UTF-8; each byte that cannot be decoded becomes 0xFF."""
     held = b""
     step = _incremental(encoding)
     for piece in pieces:
@@ -138,7 +139,7 @@ def to_utf8(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
 
 
 _Step = Callable[[bytes, bool], tuple[str, bytes]]
-"""A function (data, whether it is the last) -> (text, undecoded bytes to prepend to the next data)."""
+"""A function (data, is the data the last) -> (decoded text, undecoded bytes to put before the next data)."""
 
 
 def _incremental(encoding: str) -> _Step:
@@ -201,7 +202,7 @@ def _katakana(character: str) -> str:
 
 @cache
 def _table(encoding: str) -> str:
-    """Return the characters of the 256 bytes of an encoding, U+FFFE if undefined, for `charmap_decode`."""
+    """Return 256 characters for `charmap_decode`, one per byte of an encoding; U+FFFE marks invalid bytes."""
     python = _SINGLE_BYTE.get(encoding, encoding)
     table = [bytes([byte]).decode(python, "replace") for byte in range(256)]
     for byte in range(256):
@@ -215,7 +216,7 @@ def _table(encoding: str) -> str:
 
 @cache
 def _other_characters(encoding: str) -> tuple[dict[int, str], re.Pattern[str]]:
-    """Return {codec's character: standard's character}, and a pattern that matches any of the former."""
+    """Return {wrong code point from the codec: right character}, and a pattern that finds wrong ones."""
     made: dict[int, str] = {}
     for entry in filter(None, _OTHER_CHARACTERS.get(encoding, "").split(" ")):
         data = bytes.fromhex(entry[:-1])
@@ -229,7 +230,8 @@ def _other_characters(encoding: str) -> tuple[dict[int, str], re.Pattern[str]]:
 def _bad_handler(encoding: str = "") -> str:
     """Register a decoding error handler and return its name.
 
-    The handler returns the characters that the codec of `encoding` lacks, and `BAD` for each other byte.
+    For bytes that Python's codec rejects, the handler returns the characters that the standard has for them
+    (`_lacking`), and `BAD` for each other byte.
     """
     lacking = _lacking(encoding)
 

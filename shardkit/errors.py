@@ -33,7 +33,7 @@ __all__ = [
     "without_password",
 ]
 
-# User and password of a URL; also if pathlib.Path has removed the URL's second slash.
+# Matches user and password in a URL, even if pathlib.Path has removed the second slash after the scheme.
 _USER_INFO = re.compile(r"(?<=://)[^/\s\"'<>]*@|(?<=:/)[^/\s\"'<>@:]*:[^/\s\"'<>]*@")
 _SECRETS = re.compile(
     r"(?i)(\bbearer\s+|\bbasic\s+(?=[a-z0-9+/]{8})|\bx-amz-(?:signature|security-token|credential)\b[=:]\s*|"
@@ -163,7 +163,7 @@ class RecipeError(ShardkitError):
 
 
 class BuildError(ShardkitError):
-    """A build cannot continue; finished work is kept, and the same command resumes it."""
+    """A build cannot continue; finished work is kept, and running the same command again resumes it."""
 
 
 class ConservationError(BuildError):
@@ -224,9 +224,9 @@ def naming_extras(purpose: str) -> Iterator[None]:
 def warn_user(message: str) -> None:
     """Issue a RuntimeWarning at the line of the user's code (or of another library) that called shardkit.
 
-    The line is in the innermost frame outside shardkit and the standard library, which may call back into
-    shardkit (contextlib, threads). A thread of shardkit has no such frame; there, the line of this call is
-    used.
+    The line is in the innermost frame outside shardkit and the standard library (whose contextlib and threads
+    call back into shardkit). In a thread of shardkit, which has no such frame, the line of the `warn_user`
+    call is used.
     """
     here = frame = sys._getframe(1)
     while _is_passed_over(frame.f_globals.get("__name__", "")):

@@ -1,7 +1,7 @@
 """Local files: paths as users write them, durable writes, memory maps, and checks of who can write.
 
-A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder. A memory map holds
-no descriptor open.
+A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder. A memory map of
+this module keeps no file descriptor open.
 
 Another user who can write in a folder can put wrong data, links and pipes there and replace folders in it.
 `who_else_writes` reports whether another user can; it checks one folder, not its parents.
@@ -45,7 +45,8 @@ LACKING = (
 """Error numbers of file systems that do not support a call (FUSE, 9p, NFS, FAT, shared folders of VMs)."""
 PART_SUFFIX = ".shardkit-part"
 _ZEROS = bytes(1 << 20)
-# A scheme has two letters or more, so that "a:/b" is a path. `pathlib.Path` removes the second slash.
+# A scheme has two letters or more, so that "a:/b" is a path. One slash is enough, because `pathlib.Path`
+# turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 FileVersion = tuple[int, int, int, int]
@@ -71,7 +72,7 @@ class Closing:
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Return whether `url` is not a path on this machine (file:// is one)."""
+    """Return whether `url` is a URL other than file://; paths and file:// URLs are on this machine."""
     text = os.fspath(url)
     return "://" in text and not text.lower().startswith("file://")
 
@@ -139,7 +140,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def user_cache_folder() -> Path | None:
-    """Return the folder of files that builds share: $XDG_CACHE_HOME/shardkit (~/.cache/shardkit).
+    """Return the folder for files that all builds share: $XDG_CACHE_HOME/shardkit (~/.cache/shardkit).
 
     It may be deleted at any time. If it cannot be written (no home, a read-only root), return a private
     folder below the system's temporary folder ($TMPDIR); return None if neither can be written. A folder in
@@ -182,7 +183,7 @@ def file_version(status: os.stat_result) -> FileVersion:
 
 @contextmanager
 def not_for_everyone() -> Iterator[None]:
-    """Let only owner and group write files that this process and its children create, even if umask is 0."""
+    """Set the umask in the block so that at most owner and group can write files that are created then."""
     before = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(before | stat.S_IWOTH)
     try:
@@ -223,7 +224,7 @@ def part_of(path: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link `source` to the name `target`, or make a synced copy where the file system has no links.
+    """Give `source` a second name `target` by a hard link, or copy and sync it if it cannot be linked.
 
     An existing `target` is replaced atomically. The name is durable once its folder is synced.
     """
@@ -293,7 +294,7 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 _THIS_FOLDER, _NO_REPLACE = -100, 1  # AT_FDCWD and RENAME_NOREPLACE of Linux
-_addresses: set[int] = set()  # addresses of open maps; adding and discarding are atomic
+_addresses: set[int] = set()  # addresses of open maps; needs no lock, because its operations are atomic
 
 
 class NotRegularFileError(OSError):
@@ -415,7 +416,7 @@ def open_maps() -> int:
 
 
 class _Map:
-    """Owns a memory map; NumPy keeps it as the base of every array that shows the memory."""
+    """The owner of a memory map; every NumPy array that shows the memory keeps a reference to it."""
 
     def __init__(self, descriptor: int, size: int, start: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -436,5 +437,5 @@ class _Map:
 
 
 def _unmap(address: int, size: int) -> None:
-    _addresses.discard(address)  # first: after munmap the system may give the address to another map
+    _addresses.discard(address)  # do this first: after munmap, another map may get the same address
     _libc.munmap(address, size)

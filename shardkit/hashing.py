@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 20
 
 
 class Hasher(Protocol):
-    """The part of hashlib's interface that shardkit needs."""
+    """The part of the interface of hashlib's hash objects that shardkit uses."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
@@ -78,13 +78,13 @@ def digest_of(data: object) -> str:
 
 
 def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
-    """Return uint64[n], hash(seed, purpose, document id): the only source of randomness for documents."""
+    """Return uint64[n], a hash of (seed, purpose, id) per document: its only source of random decisions."""
     number = _hash_seed(seed, purpose)
     return np.fromiter((xxhash.xxh3_64_intdigest(d, number) for d in document_ids), dtype=np.uint64)
 
 
 def keyed_id_hashes(ids: npt.NDArray[np.uint8], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
-    """Return `keyed_hashes` of ids uint8[n, 16]: a vectorized form of XXH3 for 16 bytes, 20 times faster."""
+    """Return `keyed_hashes` of 16-byte ids uint8[n, 16], 20 times faster, by a vectorized form of XXH3."""
     number, words = _hash_seed(seed, purpose), np.ascontiguousarray(ids).view("<u8")
     low = words[:, 0] ^ np.uint64((_XXH3_FLIPS[0] + number) % (1 << 64))
     high = words[:, 1] ^ np.uint64((_XXH3_FLIPS[1] - number) % (1 << 64))

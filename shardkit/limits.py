@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use: those of the machine, or less in a container.
+"""The memory and the cores that this process may use: all of the machine, or less in a container.
 
 Containers and batch systems set limits by control groups. `/proc/self/cgroup` names the group of the process
 in each hierarchy; every group above it may set a lower limit, so all of them are read. If a group's folder is
@@ -18,21 +18,21 @@ _MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup
 
 
 def memory_bytes(system: Path = ROOT) -> int:
-    """Return the machine's memory or the lowest limit of a control group, in bytes. `system`: root folder."""
+    """Return the machine's memory or a lower control group limit, in bytes. `system`: folder of proc, sys."""
     found = re.search(r"^MemTotal:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
     whole = int(found[1]) << 10 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([whole, *_memory_limits(system)])
 
 
 def available_bytes(system: Path = ROOT) -> int:
-    """Return the bytes that are free or reclaimable, at most the lowest limit of a control group."""
+    """Return the machine's free or reclaimable memory in bytes, at most the lowest control group limit."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
     free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([free, *_memory_limits(system)])
 
 
 def usable_cores(system: Path = ROOT) -> int:
-    """Return the number of cores that this process may use, at most the lowest quota of a control group."""
+    """Return the number of cores that this process may run on, at most the lowest control group quota."""
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS does not have it
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([cores, *_quotas(system)]))

@@ -4,7 +4,7 @@ The kernel releases a flock when its last descriptor is closed, also after kill 
 processes of a machine, and between machines on file systems that support it (NFS 4, Lustre mounted with
 `flock`, CephFS, …).
 
-`held_file` locks a folder, exclusively or shared, and tries again every tenth of a second.
+`held_file` locks a file that represents a folder, exclusively or shared; it tries again every 0.1 seconds.
 
 A `FileLock` avoids duplicate work and protects no data: processes take one for each shard that they fetch.
 The waiter blocks in the kernel, so no time is lost between two attempts. A lock whose holder is stopped (kill
@@ -32,7 +32,7 @@ _Key = tuple[int, int, int]  # identifies a lock: process id, device and inode
 
 
 def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | None:
-    """Lock a file; return a descriptor that holds the lock until it is closed, or None if it is taken.
+    """Lock a file; return a descriptor that holds the lock until it is closed, or None after `wait_seconds`.
 
     The file is created if it does not exist. An exclusive holder may remove it; a waiter detects this and
     creates the file again. Raises OSError if the file system has no locks.
@@ -66,8 +66,8 @@ class FileLock:
     def __init__(self, file: Path, *, keep: bool = False, holder: bytes = b"") -> None:
         """`keep`: do not delete the file on release (for locks that are taken often).
 
-        `holder`: text that is written into the file while the lock is held, for `read_holder` of other
-        processes.
+        `holder`: text that is written into the file when the lock is granted; other processes read it by
+        `read_holder`.
         """
         self._file = file
         self._keep = keep
@@ -115,7 +115,7 @@ class FileLock:
         if self.held:
             if not self._keep:
                 with contextlib.suppress(OSError):  # a leftover file is harmless: it holds no lock
-                    self._file.unlink()  # while the lock is held, so that waiters see that the file is gone
+                    self._file.unlink()  # before the lock is released, so that waiters see it gone
             _unlock(self._descriptor)
             self._descriptor = -1
 
@@ -128,15 +128,16 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _locked(descriptor: int, timeout_seconds: float) -> int | None:
-    """Return a descriptor that holds the lock: the given one, or that of an earlier wait that had timed out.
+    """Return a descriptor that holds the lock, or None if the lock is not granted within the timeout.
 
-    Returns None if the lock is taken. The given descriptor is closed unless it is returned.
+    The result is `descriptor` or the one of an earlier wait, which timed out and was granted the lock since.
+    `descriptor` is closed unless it is returned.
     """
     status = os.fstat(descriptor)
     key = os.getpid(), status.st_dev, status.st_ino
     try:
         while True:
-            given_up = _given_up.get(key)  # read before flock: the waiter may release the lock in between
+            given_up = _given_up.get(key)  # read before flock, as the waiter may release the lock in between
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor
@@ -162,7 +163,7 @@ def _unlock(descriptor: int) -> None:
 
 
 class _Waiter:
-    """A thread that blocks in flock, and releases the lock if nobody wants it any more."""
+    """A thread that blocks in flock; it releases the lock at once if `wait` timed out before the grant."""
 
     def __init__(self, descriptor: int, key: _Key) -> None:
         self._descriptor, self._key = descriptor, key

@@ -139,7 +139,7 @@ class Manifest:
     format: Format
     shards: Sequence[ShardInfo]
     seen: str = ""
-    """Digest of facts read from the files if the index has no hashes; part of the fingerprint."""
+    """Digest of facts that were read from the files, if the index has no hashes; part of the fingerprint."""
     blocks: FileInfo | None = None
     """Size and hashes of blocks.bin, if the index has them; not part of the fingerprint."""
 
@@ -159,7 +159,7 @@ class Manifest:
 
     @cached_property
     def kinds(self) -> Sequence[ShardInfo]:
-        """One shard of each kind: for any shard, one of these has the same columns, compression and limit."""
+        """One shard of each kind; shards of one kind have the same columns, compression and size limit."""
         if isinstance(self.shards, ShardTable):
             return self.shards.kinds
         return list({(s.columns, s.compression, s.size_limit): s for s in self.shards}.values())
@@ -194,7 +194,7 @@ class Manifest:
 
 
 def stated_file(name: object, stated: object, where: str | os.PathLike[str]) -> FileInfo:
-    """Return size and hashes of a non-shard file from an index or card. Raises ShardError if not valid."""
+    """Return the FileInfo of a file whose size and hashes are `stated`. Raises ShardError if not valid."""
     basename = checked_basename(name, where)
     entry: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
     hashes = {kind: value for kind, value in entry.items() if kind != "bytes"}
@@ -226,7 +226,7 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """Files of all shards in arrays: newline-terminated names, sizes, and digests of one set of hashes."""
+    """One file per shard, in arrays: `names` (each ends with a newline), `sizes` in bytes, and `digests`."""
 
     names: Bytes
     sizes: Ints
@@ -235,7 +235,7 @@ class Files:
 
     @cached_property
     def _ends(self) -> Ints | range:
-        """The positions of the newlines that end names; a range if all names are equally long."""
+        """The positions in `names` of the newlines that end them; a range if all names are equally long."""
         ends = np.flatnonzero(self.names == _NEWLINE)
         width = int(ends[0]) + 1 if len(ends) else 1
         alike = range(width - 1, len(ends) * width, width)
@@ -268,7 +268,7 @@ class Files:
         begins = np.concatenate([[0], ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
         if np.isin(names[begins], (_SLASH, _DOT, _NEWLINE)).any():
             return False
-        if int(lengths.min()) == int(lengths.max()):  # the usual case; sorting avoids a million objects
+        if int(lengths.min()) == int(lengths.max()):  # the usual case; needs no Python object per name
             ordered = np.sort(names.view(f"S{int(lengths[0]) + 1}"))
             return not bool((ordered[1:] == ordered[:-1]).any())
         return len(set(names.tobytes().split(b"\n"))) == count + 1
@@ -287,7 +287,7 @@ class ShardTable(Sequence[ShardInfo]):
         fingerprint: str,
         blocks: FileInfo | None = None,
     ) -> None:
-        """`kinds`: one shard of each kind (columns, compression, limit); `kind`: each shard's index in it."""
+        """`kinds`: a shard of each kind (columns, compression, limit); `kind`: each shard's index into it."""
         self.kinds, self.kind = tuple(kinds), kind
         self.samples, self.raw, self.packed = samples, raw, packed
         self.fingerprint, self.blocks = fingerprint, blocks

@@ -21,7 +21,7 @@ from shardkit.units import format_bytes
 
 LINE_SECONDS = 5.0  # shortest time between two lines in a log file; events are printed at once
 TABLE_SECONDS = 0.3  # shortest time between updates of a notebook's table: each is a message to the browser
-QUIET_SECONDS = 2.0  # progress of `reading` is shown only after this time
+QUIET_SECONDS = 2.0  # `reading` shows its progress only if it takes longer than this
 
 
 class Report(Protocol):
@@ -37,7 +37,7 @@ class Report(Protocol):
     def total(self) -> int | None: ...
     @property
     def event(self) -> str:
-        """A change that is printed at once when first reported under this name; "" if there is none."""
+        """A change to print at once when it is first reported by this operation; "" if there is none."""
 
     def text(self) -> str:
         """Return the whole report on one line."""
@@ -91,7 +91,7 @@ class _Calls(Generic[R]):
 
 
 class Lines:
-    """Prints a line to stderr at each event, and otherwise one every few seconds."""
+    """Prints a line to stderr at each event, and otherwise one line every five seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_SECONDS
@@ -108,7 +108,7 @@ class Lines:
 
 
 class _Bars:
-    """Shows one bar on the terminal for each name."""
+    """Shows one bar on the terminal for each name of an operation."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -144,7 +144,7 @@ def _in_notebook() -> bool:
 
 
 class _Table:
-    """Shows a table with one line for each name in the output of a notebook cell, updated in place."""
+    """Shows a table in the output of a notebook cell, with one row per operation, and updates it in place."""
 
     def __init__(self) -> None:
         from IPython.display import DisplayHandle
@@ -245,7 +245,7 @@ class FileCounter:
 
 @contextmanager
 def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the number of each file that was read; `sizes`: bytes by file number.
+    """Yield a function that counts a file as read, given its number; `sizes` is {file number: bytes}.
 
     Progress is shown after `QUIET_SECONDS`, and only by the first process of a machine (LOCAL_RANK 0).
     """
@@ -266,7 +266,7 @@ def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], Non
 
 @dataclass(frozen=True, slots=True)
 class CountProgress:
-    """The number of items that are done; `total` is None if unknown."""
+    """The number of finished items of one operation; `total` is None if it is unknown."""
 
     name: str
     done: int
@@ -287,7 +287,7 @@ class CountProgress:
 def counting(
     name: str, total: int | None, unit: str, *, progress: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the number of newly finished items, from one thread at a time."""
+    """Yield a function that adds to the number of finished items; call it in one thread at a time."""
     start, done = time.monotonic(), 0
     with make_listener(progress) as listener:
 

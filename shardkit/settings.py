@@ -27,9 +27,9 @@ from shardkit.files import is_remote, local_path
 
 T = TypeVar("T")
 
-ANNOTATIONS_FOLDER = "annotations"  # subfolder of a dataset with the values of all rules for all documents
+ANNOTATIONS_FOLDER = "annotations"  # subfolder of a dataset that holds every rule's value for every document
 TRAIN = "train"  # the part of a split that holds all documents that no other part took
-WHITE_SPACE = "whitespace"  # the default way of filters to split text into words: `str.split()`
+WHITE_SPACE = "whitespace"  # value of the setting `words`: filters split text by `str.split()` (default)
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -76,7 +76,7 @@ class Bounds(StrictModel):
         return self
 
     def fails(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_] | None:
-        """Return bool[n], which values are out of bounds (NaN never is); None if there are no bounds."""
+        """Return bool[n], True for values out of bounds (never for NaN), or None if there are no bounds."""
         if self.min is None and self.max is None:
             return None
         low = values < self.min if self.min is not None else np.zeros(len(values), np.bool_)
@@ -84,7 +84,7 @@ class Bounds(StrictModel):
 
 
 class _OneOrMany:
-    """Lets a list of one item be written as the item itself."""
+    """Annotation for a list type that accepts a single item without brackets as a list of one item."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         def listed(value: object) -> object:
@@ -155,7 +155,7 @@ def _place(path: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path that `_url_or_path` returned is a URL; no file:// URL is among these."""
+    """Return whether a checked path is a URL; `_url_or_path` has changed file:// URLs to local paths."""
     return "://" in path
 
 

@@ -1,4 +1,4 @@
-"""Conversion of numbers that users write: sizes such as "64MiB" to bytes and back, and integers."""
+"""Conversion of numbers that users write: sizes such as "64MiB" to bytes and back, and checks of integers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from shardkit.errors import RecipeError
 _MAX_RECIPE_BYTES = 1 << 20  # recipes are written by hand; a larger file is not a recipe
 _MAX_INTEGER_CHARACTERS = 40  # enough for 64-bit numbers; Python refuses to parse over 4,300 digits
 _KEY_PART = re.compile(r"([^.\[\]=]+)|\[([0-9]{1,6})\]")
-_MAX_SHOWN = 200  # maximum number of an override's characters in an error message
+_MAX_SHOWN = 200  # maximum number of characters of an override that an error message quotes
 # PyYAML does not wrap Python's errors about invalid dates and bytes (ValueError).
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 

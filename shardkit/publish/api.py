@@ -1,4 +1,4 @@
-"""`upload` a dataset's folder to a store, `download` one, and `publish_files` of a build on this machine.
+"""`upload` sends a dataset to a store, `download` fetches one, `publish_files` fills a local folder.
 
 A folder of tars without a list gets one when it is uploaded, because loaders cannot count the samples of tars
 that they have not fetched. The list contains sizes, counts and hashes, and is written only at the target.
@@ -189,7 +189,7 @@ def download(
                 clear_leftovers(path)
             outcome = Publication(target, contents, Receiver(store, path), settings, listener).run()
             if not dry_run and (table := _index_table(contents)) is not None:
-                publish_bytes(path / TABLE_NAME, table)  # may come last: it records the index it belongs to
+                publish_bytes(path / TABLE_NAME, table)  # may come last: it records which index it describes
         return _report(contents, listing, outcome, settings, str(path), start)
 
 
@@ -201,7 +201,7 @@ def publish_files(
     *,
     place: Callable[[Path, Path], None] = link_or_copy,
 ) -> Outcome:
-    """Place files of this machine in a folder, which must be locked (`locked_folder`).
+    """Publish `contents`, whose `files` are on this machine, in a folder that `locked_folder` has locked.
 
     Raises RefusedError if the folder holds files that are not a dataset, or another dataset and
     `settings.replace` is not set.
@@ -215,7 +215,7 @@ def publish_files(
 def _report(
     contents: Contents, listing: Listing, outcome: Outcome, settings: Settings, target: str, start: float
 ) -> TransferReport:
-    """Make the report of a transfer that began at `start`; `listing` is the listing of the source."""
+    """Return the report of a transfer that began at `start`; `listing` is the listing of the source."""
     return TransferReport(
         source=contents.where,
         target=target,
@@ -244,7 +244,7 @@ def _contents_to_send(folder: Path, threads: int) -> tuple[Contents, Listing]:
 
 
 def _with_row_costs(contents: Contents, listing: Listing, store: Store) -> tuple[Contents, Listing]:
-    """Add the tables of row costs in the dataset's folder, which `listing` counts as other files."""
+    """Move the dataset's tables of row costs from `listing.others` to `contents.files`."""
     names = tables_among(listing.others, contents.manifest.fingerprint)
     tables = [FileInfo(name, store.head(name).bytes) for name in names]
     others = tuple(name for name in listing.others if name not in names)
@@ -253,7 +253,7 @@ def _with_row_costs(contents: Contents, listing: Listing, store: Store) -> tuple
 
 
 def _listed_tars(folder: Path, threads: int) -> Contents:
-    """Return the dataset of a folder of tars without a list, with a new list."""
+    """Read all tars of a folder that has no shards.json; return them as a dataset with a new shards.json."""
     from shardkit.formats import tar
     from shardkit.formats.tar.shard_list import LIST_NAME
 
@@ -276,7 +276,7 @@ def _listed_tars(folder: Path, threads: int) -> Contents:
 
 
 def _index_table(contents: Contents) -> bytes | None:
-    """Return a new index.bin for the checked index of a large dataset, else None."""
+    """Return the bytes of index.bin, made from the index of a large MDS dataset; None for other datasets."""
     manifest = contents.manifest
     return table_bytes(manifest.shards, contents.index, manifest.blocks) if manifest.format == "mds" else None
 

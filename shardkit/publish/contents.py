@@ -1,8 +1,8 @@
 """Which files belong to a dataset: its index, the shards in it, its card, and the files that the card lists.
 
-They are read from any store, including a folder, and checked before anything is moved: names stay inside the
-dataset, no file is named twice, the card belongs to the same dataset, and every file exists with the size in
-index or card. Other files are not part of the dataset and are only counted. A large dataset also has
+Index and card are read from any store, including a folder, and checked before any file is sent: names stay in
+the dataset, no file is named twice, the card belongs to the same dataset, and every file exists with the size
+in index or card. Other files are not part of the dataset and are only counted. A large dataset also has
 index.bin (`shardkit.formats.mds.index`). Cards name neither index.bin nor the tables of row costs, which are
 transferred with the dataset.
 """
@@ -46,13 +46,13 @@ __all__ = [
 MARKER_NAME = ".shardkit-publishing.json"
 LOCK_NAME = ".shardkit-publishing.lock"
 CONTENT_HASH = "xxh3_128"
-MAX_TRIES = 3  # fetches of a file whose hash is wrong, in case the network damaged it
+MAX_TRIES = 3  # how often a file is fetched if its hash is wrong, in case the network damaged it
 MAX_FILES = 1 << 22  # maximum number of files of one transfer: four million, as in the largest index
 MAX_NAMED = 8  # maximum number of files that an error names
-MAX_LEFT = 1000  # maximum number of other files that a listing names; all are counted
+MAX_LEFT = 1000  # maximum number of files outside the dataset that a listing names; it counts all
 _HASH_NAME = "shardkit-dataset"
 _CONTROL_NAMES = frozenset({*INDEX_NAMES, MARKER_NAME, LOCK_NAME})
-# The hash names in order of speed; hashes that are not listed come after them, by name.
+# Hash names, fastest first; all other hashes count as slower, in alphabetical order.
 _QUICKEST = ("xxh3_128", "xxh128", "xxh3_64", "xxh64", "xxh32", "blake2b", "sha1", "sha256", "md5")
 
 
@@ -79,7 +79,7 @@ class Contents:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names to delete when another dataset replaces this one, always with the card and index.bin."""
+        """Names of files to delete when another dataset replaces this one; includes card and index.bin."""
         return self.names | {CARD_NAME, TABLE_NAME}
 
     @property
@@ -94,7 +94,10 @@ class Contents:
         return digest_of([_HASH_NAME, *(hash_bytes(part, ["blake2b"])["blake2b"] for part in parts)])
 
     def is_same(self, other: Contents) -> bool:
-        """Return whether both are one dataset: equal stored shards in equal order, and no different cards."""
+        """Return whether both have the same stored shards in the same order, and cards that do not differ.
+
+        If only one of them has a card, the cards do not differ.
+        """
         if self.identity == other.identity:
             return True
         if self.manifest.format != other.manifest.format or self.index_name != other.index_name:
@@ -105,7 +108,10 @@ class Contents:
 
 @dataclass(frozen=True)
 class Listing:
-    """The objects in a store: `found` has the requested names; `others` names and counts the rest."""
+    """The objects in a store: `found` maps requested names to objects.
+
+    `others` names up to `MAX_LEFT` objects that were not requested; `other_count` counts all of them.
+    """
 
     found: Mapping[str, ObjectInfo]
     others: tuple[str, ...]
@@ -113,7 +119,7 @@ class Listing:
 
     @classmethod
     def of(cls, store: Store, names: Set[str]) -> Listing:
-        """List the whole store once; indexes, index.bin, marker and lock do not count as others."""
+        """List the store and look for `names`; indexes, index.bin, marker and lock do not count as others."""
         found: dict[str, ObjectInfo] = {}
         others: list[str] = []
         count = 0
@@ -127,7 +133,7 @@ class Listing:
         return cls(found, tuple(others), count)
 
     def find(self, store: Store, name: str) -> ObjectInfo | None:
-        """Return an object, even if the listing lacks it: a folder's does not follow links to folders."""
+        """Return an object or None; ask the store if it is not listed, since listings skip linked folders."""
         return self.found.get(name) or head_if_any(store, name)
 
 
@@ -236,7 +242,7 @@ def with_table(contents: Contents, table: bytes) -> Contents:
 
 
 def with_files(contents: Contents, files: Iterable[FileInfo]) -> Contents:
-    """Return the dataset with files added that neither its index nor its card names."""
+    """Return the dataset with `files` added, which neither its index nor its card names."""
     return replace(contents, files=(*contents.files, *files))
 
 

@@ -56,8 +56,8 @@ from shardkit.storage.store import (
     commits_of,
 )
 
-MAX_THREADS = 256  # each thread may hold 64 MiB and up to four connections
-MAX_MARKER_BYTES = 1 << 30  # maximum size of a marker: four million names
+MAX_THREADS = 256  # limit of `threads`; each thread may use 64 MiB and four connections
+MAX_MARKER_BYTES = 1 << 30  # maximum size of a marker, which names up to four million files
 MAX_ERRORS = 16  # a transfer stops after this many failed files
 _TAKEN_OVER = "the transfer of another dataset took over this target"
 _NO_LINKS = (EPERM, ENOTSUP, ENOSYS, EXDEV)
@@ -118,7 +118,10 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What was done, or with `dry_run` would be; threads fill it, each under names of its own files."""
+    """What was done, or with `dry_run` would be done; `sent` and `skipped` are {file name: bytes}.
+
+    Threads fill it without a lock, because no two of them handle the same file.
+    """
 
     sent: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class _Marker:
     obsolete: frozenset[str] | None
 
     def leaves(self, contents: Contents) -> frozenset[str]:
-        """Return the names to delete after the index of `contents`, whose claim this is, has been written."""
+        """Return the names of files to delete once the index of `contents`, which made this claim, exists."""
         return self.files - contents.names if self.obsolete is None else self.obsolete
 
 
@@ -195,12 +198,12 @@ class Publication:
             self._check()
         if claims:
             self._put_index()
-            self._check_claim()  # only the winner may delete files
+            self._check_claim()  # raises if another transfer won, because only the winner may delete files
         _clean(self._target, outcome.deleted, has_marker=claims or marker is not None)
         return outcome
 
     def _old_datasets(self) -> list[Contents] | None:
-        """Return the datasets at the target. If an index is invalid, return None with `replace`, or raise."""
+        """Return the datasets at the target. If an index is invalid, return None if `replace`, else raise."""
         try:
             return find_contents(self._target, strict=False)
         except ShardError as error:
@@ -271,7 +274,7 @@ class Publication:
             self._target.delete(MARKER_NAME)
             raise RefusedError(self._target.url, "another transfer has just finished; run this one again")
         self._claim_version = ""
-        self._check_claim()  # sets the version of the marker
+        self._check_claim()  # sets `_claim_version` to the marker's version
 
     def _move(self, listing: Listing) -> None:
         outcome, transport, dry_run = self._outcome, self._transport, self._settings.dry_run
@@ -309,7 +312,7 @@ class Publication:
     def _each(
         self, files: Sequence[FileInfo], counter: FileCounter, action: Callable[[FileInfo], bool | None]
     ) -> None:
-        """Run `action` on every file; it may return False if no bytes were moved. Raises TransferError."""
+        """Run `action` on every file; it returns False if it moved no bytes. Raises TransferError."""
         outcome, count = self._outcome, len(self._contents.files)
         errors = run_all(
             files,
@@ -323,7 +326,7 @@ class Publication:
             failed = f"{len(errors):,} of {count:,} files failed, " if len(errors) > 1 else ""
             done = f"{len(outcome.sent):,} files were sent, and {len(outcome.skipped):,} were there before"
             raise TransferError(
-                f"{failed}{errors[0][1]}; {done}; the same command continues",
+                f"{failed}{errors[0][1]}; {done}; run the same command again to continue",
                 tuple(error for _, error in errors),
             )
 
@@ -372,7 +375,10 @@ class Publication:
 
 
 def finish_publication(target: Store, contents: Contents) -> None:
-    """Clean up after a publication of `contents` that was interrupted after its index, if there is one."""
+    """Delete the obsolete files and the marker of a publication that was interrupted after its index.
+
+    Does nothing if the target has no marker of `contents`.
+    """
     marker = _read_marker(target)
     if marker is not None and marker.identity == contents.identity:
         _clean(target, sorted(marker.leaves(contents)), has_marker=True)
@@ -431,7 +437,8 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
     try:
         target.put(name, data, if_absent=True, metadata=metadata)
     except StoreError as error:
-        # A folder decides this by a hard link. Without hard links, the folder's lock excludes other writers.
+        # In a folder, `if_absent` needs a hard link. If the file system has none, checking first is enough,
+        # because the folder's lock excludes other writers.
         has_no_links = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_LINKS
         if not (isinstance(target, LocalStore) and has_no_links):
             raise
@@ -441,7 +448,7 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
 
 
 def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
-    """Delete files of earlier datasets, then the marker, which lists them in case this is interrupted."""
+    """Delete files of earlier datasets, and the marker last: after an interruption, it still lists them."""
     names = list(names)
     if (commits := commits_of(target)) is not None:
         if names or has_marker:
@@ -457,7 +464,7 @@ def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
 
 
 def _settle(target: Store, names: Iterable[str] = ()) -> None:
-    """Sync a folder's top and the parents of `names`, so that changes to these files are durable."""
+    """If the target is a folder, sync it and the folders of the files `names` to make changes durable."""
     if isinstance(target, LocalStore):
         top = Path(target.url)
         folders = {parent for name in names for parent in (top / name).parents}

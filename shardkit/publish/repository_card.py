@@ -43,7 +43,7 @@ _SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<
 
 
 def write_repository_card(store: Store, contents: Contents) -> None:
-    """Write the repository's page if the store is the repository's root, or the root's folder of one part.
+    """Write the repository's page if the store is its root, or a folder in it with one part of a split.
 
     Otherwise do nothing. A README.md that shardkit did not write is kept; if shardkit wrote it and somebody
     edited it, a warning is issued. Raises StoreError; ShardError if another part is damaged.
@@ -75,7 +75,7 @@ def _write_page(top: Store, page: bytes) -> None:
 
 
 def _parts(top: Store) -> dict[str, Contents]:
-    """Return the parts that exist in the repository by name, train first."""
+    """Return {folder: contents} of the parts of a split that are in the repository, train first."""
     folders = {
         info.key.partition("/")[0]
         for info in top.list()
@@ -91,7 +91,7 @@ def _parts(top: Store) -> dict[str, Contents]:
 
 
 def repository_card(datasets: Mapping[str, Contents], place: HubPlace) -> bytes:
-    """Return README.md for the dataset at the root of a repository (named ""), or for the parts by folder."""
+    """Return README.md for {folder: contents}: one dataset at the root (""), or the parts of a split."""
     texts = {name for name, contents in datasets.items() if contents.manifest.format not in _PACKED}
     is_text = len(texts) == len(datasets)
     parts = [_header(datasets, is_text=is_text), f"# {place.repository.partition('/')[2]}\n"]
@@ -132,7 +132,7 @@ def _header(datasets: Mapping[str, Contents], *, is_text: bool) -> str:
 
 
 def _patterns(names: Iterable[str], top: str) -> list[str]:
-    """Return globs for data files; "*" replaces the first number in a name, and each folder below `top`."""
+    """Return globs for files; "*" replaces the first number in a name, and each folder below `top`."""
     found = set()
     for name in names:
         folder, base = posixpath.split(posixpath.relpath(name, top or "."))

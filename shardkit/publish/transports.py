@@ -55,9 +55,9 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import is_remote, open_store
 
-COMMIT_FILES = 1000  # files per commit; the Hub's recommended maximum, since it limits commits per hour
-_COMMIT_THREADS = 8  # files of a commit that are hashed at a time
-_STAGED_BYTES = 16 << 30  # fetched files of one commit that may be on the local disk, in bytes
+COMMIT_FILES = 1000  # files per commit: the maximum that the Hub recommends; it limits commits per hour
+_COMMIT_THREADS = 8  # maximum number of files of a commit that are hashed in parallel
+_STAGED_BYTES = 16 << 30  # maximum bytes of a commit's fetched files on the local disk
 _READ_BYTES = 1 << 20
 _LEFTOVERS = (f".*{PART_SUFFIX}", ".shardkit-put-*")  # temporary files of transports and `LocalStore.put`
 
@@ -66,10 +66,10 @@ class StagedFile(Protocol):
     """A file that an earlier stage made, on this machine or in a store."""
 
     def borrowed(self) -> AbstractContextManager[Path]:
-        """Lend a path on this machine while the context is open. Raises OSError if the fetch fails."""
+        """Context manager: fetch the file if necessary, and yield a local path. Raises OSError on failure."""
 
     def committed_hash(self) -> str | None:
-        """Return the xxh3-128 of its bytes if it is known without reading them, else None."""
+        """Return the xxh3-128 of the file's bytes if it is known without reading them, else None."""
 
 
 class LocalFiles:
@@ -80,7 +80,10 @@ class LocalFiles:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Path | bytes]:
-        """Yield the file's bytes or a path to read meanwhile. Raises ShardError if it cannot be fetched."""
+        """Yield the file's bytes, or a local path that is valid inside the `with` block.
+
+        Raises ShardError if the file cannot be fetched.
+        """
         data = self._data[name]
         if isinstance(data, bytes | Path):
             yield data
@@ -111,7 +114,7 @@ class Sender:
         self._digests: dict[str, str] = {}
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Return whether the object has the file's xxh3-128 in its metadata, or else in its bytes."""
+        """Return whether the target's object has the file's xxh3-128, by its metadata or else its bytes."""
         if known := self._files.known_digest(file.basename):
             self._digests.setdefault(file.basename, known)  # a fetched file is verified when it is fetched
         digest = self._digest(file)
@@ -128,12 +131,12 @@ class Sender:
         return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        """Send a file. Raises ShardError if it is damaged or changes meanwhile."""
+        """Send a file. Raises ShardError if it is damaged, or changes while it is sent."""
         name = file.basename
         with self._files.open(name) as data:
             before = _state(data)
             if name not in self._digests:
-                known = self._files.known_digest(name)  # then the file was verified when it was fetched
+                known = self._files.known_digest(name)  # if known, the file was verified when it was fetched
                 self._digests[name] = known or _checked_digest(file, data)
             info = self._target.put(name, data, metadata={METADATA_NAME: self._digests[name]})
             if _state(data) != before:
@@ -174,7 +177,7 @@ class CommitSender(Sender):
             return content_version(data, len(found.version)) == found.version
 
     def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
-        """Send missing files in commits. Raises ShardError if a file is damaged or changes meanwhile."""
+        """Send missing files in commits. Raises ShardError if one is damaged or changes while it is sent."""
         listed = {info.key: info for info in self._target.list()}
         lock = threading.Lock()
         missing: set[str] = set()
@@ -209,7 +212,7 @@ class CommitSender(Sender):
         return placed
 
     def _groups(self, files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
-        """Yield groups of files for one commit each; limit the bytes of staged files on the local disk."""
+        """Yield groups of up to `COMMIT_FILES` files; a group ends when `_STAGED_BYTES` are to be fetched."""
         group: list[FileInfo] = []
         staged = 0
         for file in files:
@@ -235,7 +238,7 @@ class Receiver:
         self._source, self._folder, self._target = source, folder, LocalStore(folder)
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Return whether the file has the expected hash; False if none is known, so that it is fetched."""
+        """Return whether the file has the expected hash; if none is known, False, so that it is fetched."""
         expected = self._expected(file)
         if expected is None:
             return False
@@ -293,7 +296,7 @@ class Receiver:
 
 
 class Placer:
-    """Places files of this machine in a folder; `place` atomically gives a durable file its name there."""
+    """Places files of this machine in a folder: `place(source, target)` atomically creates a durable file."""
 
     def __init__(
         self, folder: Path, files: LocalFiles, place: Callable[[Path, Path], None] = link_or_copy
@@ -302,7 +305,7 @@ class Placer:
         self._target = LocalStore(folder)
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Return whether the file has the known digest or is the same inode; any other file is replaced."""
+        """Return whether the folder's file has the known digest, else the same bytes or the same inode."""
         path = self._folder / file.basename
         if digest := self._files.known_digest(file.basename):
             return hash_file(path, [CONTENT_HASH]) == {CONTENT_HASH: digest}
@@ -348,7 +351,7 @@ def transfer_store(
 
 
 def holds_dataset(folder: Path) -> bool:
-    """Return whether a folder has an index. Raises RefusedError if it has files of no dataset or transfer."""
+    """Return whether a folder has an index. Raises RefusedError if it has files, but no index or marker."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -367,8 +370,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Create a folder and lock it for writing a dataset. Raises RefusedError if another process holds the
     lock.
 
-    The lock is a file in the folder, because the folder may be all that machines share. A new folder that is
-    empty at the end is removed.
+    The lock is a file in the folder, because machines may have only this folder in common. A folder that was
+    created here and is empty at the end is removed.
     """
     lock, descriptor = folder / LOCK_NAME, None
     try:
@@ -390,7 +393,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             lock.unlink(missing_ok=True)
             if is_new:
-                with suppress(OSError):  # it contains files by now
+                with suppress(OSError):  # keep a folder that has files by now
                     folder.rmdir()
         finally:
             if descriptor is not None:

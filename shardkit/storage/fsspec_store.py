@@ -1,10 +1,10 @@
 """Any file system of fsspec (gs://, az://, hdfs://, sftp://, …) as a store, within its capabilities.
 
 Reads keep all guarantees of a store: bytes are fetched in blocks of 8 MiB, and a block is returned only if
-the object is unchanged after the read, so a replaced object ends in ObjectChangedError. That costs a status
-request before the first block and after each.
+the object is unchanged after the read. If it was replaced, the read raises ObjectChangedError. This costs one
+status request before the first block and one after each block.
 
-Writes depend on the file system: they are atomic if it supports a commit at the end (local files, s3fs,
+Writes depend on the file system: they are atomic if it can commit a file at the end (local files, s3fs,
 gcsfs, sftp), and `if_absent` is refused if it has no exclusive creation (mode "xb"). Metadata is not kept.
 fsspec's own timeouts apply.
 """
@@ -36,7 +36,7 @@ from shardkit.storage.store import (
 from shardkit.storage.threads import remake_after_fork
 
 _BLOCK_BYTES = 8 << 20
-# Fields that identify a file's content, best first; each file system has some of them.
+# Fields of `info` that identify a file's content, best first; each file system reports some of them.
 _CONTENT_FIELDS = ("ETag", "etag", "generation", "version_id", "checksum", "md5Hash", "content_md5", "md5")
 _TIME_FIELDS = (
     "mtime",
@@ -130,7 +130,7 @@ class FsspecStore(BaseStore):
         self._found = None
 
     def read_block(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Return bytes of the object that `info` describes. Raises ObjectChangedError if it has changed."""
+        """Return bytes `start` to `stop` of an object. Raises ObjectChangedError if `info` is outdated."""
         path, where = self._path(info.key), self.where(info.key)
         try:
             data: bytes = self._system()[0].cat_file(path, start=start, end=stop)
@@ -210,7 +210,7 @@ class FsspecStore(BaseStore):
 
 
 class FsspecBody(BaseBody):
-    """A body that fetches its range block by block."""
+    """A body that fetches its range in blocks of 8 MiB."""
 
     def __init__(self, store: FsspecStore, info: ObjectInfo, start: int, stop: int) -> None:
         self.info = info
@@ -234,18 +234,18 @@ class FsspecBody(BaseBody):
 
 
 def _text(fact: Any) -> str:
-    """Convert a field to text; a time gives the same text in all forms in which fsspec reports it."""
+    """Convert a field of `info` to text; a time as a datetime and as a number of seconds give equal texts."""
     fact = fact.timestamp() if isinstance(fact, datetime) else fact
     return f"{fact:.6f}" if isinstance(fact, float) else str(fact)
 
 
 def _translated(where: str, error: BaseException) -> StoreError:
-    """Translate errors of any file system, by Python's exception types, else by HTTP status."""
+    """Return the StoreError for an exception of any file system, by its type or else by its HTTP status."""
     if isinstance(error, StoreError):
         return error
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and cause is not None and getattr(cause, "status", None) != 404:
-        return _translated(where, cause)  # fsspec raises it for HTTP servers that it cannot reach
+        return _translated(where, cause)  # fsspec raises it for unreachable HTTP servers, too
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ObjectNotFoundError(where, "there is no such file")
     status = next(

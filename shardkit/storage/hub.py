@@ -12,9 +12,9 @@ commits do not affect it.
            already has is not sent again, no matter who sent it. `put` is a commit of one file; `commit`
            writes any number of files
 
-With `if_absent`, the commit names its parent, which did not have the file: the Hub refuses it if another
-commit came between, and the check is repeated. Metadata is not kept. Requests are made once: `ResilientStore`
-retries, and stops waiting for requests of `huggingface_hub`, which have no timeouts.
+With `if_absent`, a commit names its parent commit, which was checked not to have the file. If another commit
+came first, the Hub refuses this one, and the store checks again. Metadata is not kept. Requests are made
+once: `ResilientStore` retries, and stops waiting for requests of `huggingface_hub`, which have no timeouts.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _MOST_PAGES = 10_000  # maximum number of pages of a listing
 _MOST_FILES = 1_000_000  # maximum number of files of a listing; ten times what the Hub recommends
 _PATHS_AT_ONCE = 500  # files per request for sizes and versions
-_MOST_RACES = 64  # attempts of `if_absent`; each fails only because another commit succeeded
-_MOST_SKIPPED = 16 << 20  # maximum bytes to skip if a server ignores a range, as for some files in git
+_MOST_RACES = 64  # attempts of a write with `if_absent`; one fails only if another commit came first
+_MOST_SKIPPED = 16 << 20  # maximum bytes to discard if a server ignores a range and sends the file's start
 _SHA256_DIGITS = 64
 _ADDRESS_SECONDS = 300.0  # time for which to reuse a signed address, which is valid for an hour
 _MOST_ADDRESSES = 4096  # above this number, all remembered addresses are dropped
@@ -64,7 +64,7 @@ _MOST_ADDRESSES = 4096  # above this number, all remembered addresses are droppe
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """The parts of a hf:// URL: repository, branch, tag or commit (None: default), path ("": the root)."""
+    """A parsed hf:// URL. `revision`: a branch, tag or commit, None for main; `path`: "" for the root."""
 
     repository: str
     revision: str | None
@@ -72,7 +72,10 @@ class HubPlace:
 
     @classmethod
     def parse(cls, url: str) -> HubPlace:
-        """Parse a URL; REVISION has "/" as %2F, except in refs/pr/1. Raises StoreError if not a dataset's."""
+        """Parse the URL of a dataset repository or a folder in one. Raises StoreError for other URLs.
+
+        A "/" in the revision must be written %2F, except in refs/pr/… and refs/convert/….
+        """
         scheme, _, rest = url.partition("://")
         kind, *parts = rest.rstrip("/").split("/")
         if scheme.lower() != "hf" or kind != "datasets" or len(parts) < 2:
@@ -247,7 +250,7 @@ class HubStore(BaseStore):
         return commit
 
     def _described(self, revision: str, paths: Sequence[str]) -> dict[str, ObjectInfo]:
-        """Return {path: object} for those of `paths` that are files at a revision."""
+        """Return {path: ObjectInfo} for all of `paths` that are files at the given revision."""
         found: dict[str, ObjectInfo] = {}
         for start in range(0, len(paths), _PATHS_AT_ONCE):
             some = paths[start : start + _PATHS_AT_ONCE]
@@ -359,7 +362,7 @@ class HubStore(BaseStore):
 
 
 class HubBody(BaseBody):
-    """A body that reads the next `left` bytes of an answer, after `skipped` unneeded ones.
+    """A body that discards `skipped` bytes of an HTTP answer, and then reads the next `left` bytes.
 
     Reads return the bytes that have arrived. Another thread may call `close` to end a blocked read.
     """
@@ -368,7 +371,7 @@ class HubBody(BaseBody):
         self.info = info
         self._where, self._response = where, response
         self._skipped, self._left, self._bytes = skipped, left, left
-        self._is_whole = False  # whether the connection was returned after the last byte
+        self._is_whole = False  # whether the connection was returned to the pool after the last byte
 
     @property
     def left(self) -> int:
@@ -391,7 +394,7 @@ class HubBody(BaseBody):
                 self._response.drain_conn()
                 self._response.release_conn()
         elif not self._is_whole:
-            with contextlib.suppress(Exception):  # ends a read in another thread; else its timeout does
+            with contextlib.suppress(Exception):  # ends a blocked read; if this fails, its timeout does
                 self._response.shutdown()
             with contextlib.suppress(Exception):
                 self._response.close()
@@ -404,7 +407,7 @@ class HubBody(BaseBody):
         except (urllib3.exceptions.HTTPError, OSError) as error:
             found = connection_error(self._where, error)
             raise type(found)(self._where, f"{found.problem}, {self._progress}") from error
-        except (ValueError, AttributeError) as error:  # another thread has closed the file
+        except (ValueError, AttributeError) as error:  # another thread has closed the body
             raise TransientError(self._where, f"the body was closed {self._progress}") from error
         if not piece:
             raise TransientError(self._where, f"the body ended {self._progress}")

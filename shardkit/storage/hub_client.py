@@ -39,7 +39,7 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 _MOST_REDIRECTS = 5
 _MOST_ANSWER_BYTES = 64 << 20  # maximum size of a JSON answer; a listing page has less than 1 MiB
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Headers of the Hub about a file whose bytes come from another host.
+# Headers by which the Hub describes a file whose bytes another host sends.
 _FACTS = ("X-Linked-Etag", "X-Linked-Size", "X-Repo-Commit")
 _RESET_SECONDS = re.compile(r"\bt=(\d+)")
 
@@ -60,11 +60,11 @@ class HubAnswer:
         self.linked_bytes = facts.get("X-Linked-Size")
         self.facts = facts
         self.address = None if from_hub else address
-        """The URL of the bytes if they are not on the Hub; valid for minutes."""
+        """The signed URL of the bytes on another host, valid for a while; None if the Hub sent them."""
 
 
 class HubClient:
-    """Makes requests without retries; a pickled copy keeps only the options."""
+    """Sends HTTP requests to the Hub, without retries; a pickled copy keeps only the options."""
 
     def __init__(self, options: StorageOptions) -> None:
         self._options = options
@@ -208,7 +208,7 @@ def status_error(
 ) -> StoreError:
     """Return the error for an answer with this status; `writes`: the request was to change the repository.
 
-    `from_hub`: the Hub itself answered, not the host of a content, whose address may have expired.
+    `from_hub`: the Hub itself answered, and not the host that stores a file, whose address may have expired.
     """
     code = headers.get("X-Error-Code", "")
     message = headers.get("X-Error-Message", "")[:200] or f"the server answers {status}"
@@ -247,13 +247,13 @@ def connection_error(where: str, error: Exception) -> StoreError:
     text = f"{error}"[:300] or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return StoreError(where, f"{text}: set SSL_CERT_FILE to the certificates to trust")
-    if isinstance(error, ValueError):  # the address or proxy is not http
+    if isinstance(error, ValueError):  # the URL or the proxy is not http:// or https://
         return StoreError(where, f"{text}: check HF_ENDPOINT and the proxies of the environment")
     return TransientError(where, f"{type(error).__name__}: {text}")
 
 
 def _reset_seconds(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds after which the Hub accepts requests again, if the headers have them."""
+    """Return the seconds after which the Hub accepts requests again, or None if no header tells."""
     stated = headers.get("Retry-After", "")
     if stated.isdigit():
         return float(stated)

@@ -1,8 +1,8 @@
 """Commits to dataset repositories of the Hugging Face Hub, by `huggingface_hub`.
 
-The library asks the Hub which files it stores in git and which outside, uploads the contents of the latter
-that the Hub does not have (git LFS, in one request or in parts, or Xet), and then adds all files in one
-commit. If this is interrupted, no file is visible, and uploaded contents need not be sent again.
+The library asks the Hub which files it stores in git and which outside. It uploads the contents of the files
+outside of git, unless the Hub has them (by git LFS, in one request or in parts, or by Xet), and then adds all
+files in one commit. After an interruption, no file is visible, and uploaded contents need not be sent again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardkit.errors import MissingExtraError
 from shardkit.storage.hub_client import hub_endpoint, hub_token, status_error
 from shardkit.storage.store import StoreError, TransientError, open_source
 
-_UPLOADS = 8  # number of contents of one commit that are uploaded at a time
-_HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpcore")  # prefixes: "httpx" includes httpx2
+_UPLOADS = 8  # maximum number of files of a commit that are uploaded in parallel
+_HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpcore")  # prefixes of module names, such as httpx2
 
 
 class OtherCommitError(Exception):
-    """The given parent is no longer the branch's last commit."""
+    """The commit that was given as the parent is no longer the branch's last commit."""
 
 
 def make_commit(
@@ -85,7 +85,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _translated(where: str, error: Exception, parent: str | None) -> Exception:
-    """Translate the error of a commit, by the HTTP answer in its chain of causes if there is one."""
+    """Return the error to raise for a failed commit, by the HTTP answer in its causes if there is one."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.threads import remake_after_fork
 
-_URGENT_PART = 8  # one in this many connections is reserved for urgent requests
+_URGENT_PART = 8  # 1/8 of the limit is reserved for urgent requests
 
 
 class Ticket:
@@ -61,11 +61,11 @@ class Gate:
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self.inside: set[Ticket] = set()  # empty in a forked child: the parent's places stay in the parent
-        self.queue: list[Ticket] = []  # a heap
+        self.inside: set[Ticket] = set()  # admitted tickets; none in a forked child, which has no requests
+        self.queue: list[Ticket] = []  # waiting tickets, as a heap
 
     def ticket(self, metrics: StoreMetrics, *, urgent: bool = False) -> Ticket:
-        """Return the ticket of a new operation, the last of its priority; its requests count in `metrics`."""
+        """Return a ticket behind all earlier ones of its priority; `metrics` counts it while admitted."""
         return Ticket(metrics, urgent=urgent, number=next(self._numbers))
 
     def enter(self, ticket: Ticket, seconds: float = 0.0) -> bool:
@@ -73,7 +73,7 @@ class Gate:
         with self._lock:
             if ticket in self.inside:
                 return True
-            if self._has_room(ticket):  # may overtake waiting tickets by using the reserve for urgent ones
+            if self._has_room(ticket):  # urgent tickets may use the reserve and overtake others
                 self._admit(ticket)
                 return True
             if seconds <= 0:
@@ -91,7 +91,7 @@ class Gate:
         return ticket in self.inside
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove the ticket if it is admitted, and admit waiting ones."""
+        """Give up the place of a ticket if it is admitted, and admit waiting tickets."""
         with self._lock:
             if ticket in self.inside:
                 self.inside.remove(ticket)
@@ -107,7 +107,7 @@ class Gate:
                 self.limit, self._successes = max(1, self.limit // 2), 0
 
     def succeeded(self) -> None:
-        """Count a success; raise the limit by one after as many successes as the limit."""
+        """Count a successful request; once `limit` requests have succeeded, raise the limit by one."""
         now = self._clock()
         with self._lock:
             if now < self._calm_at or self.limit == self._connections:

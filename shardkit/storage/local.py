@@ -1,4 +1,4 @@
-"""A folder as a store: each write syncs a temporary file, then renames or links it to its name."""
+"""A folder as a store: a write syncs a temporary file, then renames or links it to its final name."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class LocalStore(BaseStore):
                 with temporary.open("xb") as handle:
                     shutil.copyfileobj(source, handle, 1 << 20)
                     handle.flush()
-                    # The kernel's file times have a resolution of milliseconds, but a version must not
-                    # repeat.
+                    # A version contains the mtime and must not repeat, but the kernel sets file times with
+                    # a resolution of milliseconds only.
                     with contextlib.suppress(OSError):  # some file systems cannot set times
                         os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
                     os.fsync(handle.fileno())
@@ -118,7 +118,7 @@ class LocalStore(BaseStore):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder, slash, name = prefix.rpartition("/")
-        if name != ".." and not (slash and {"", ".", ".."} & {*folder.split("/")}):  # else no key can match
+        if name != ".." and not (slash and {"", ".", ".."} & {*folder.split("/")}):  # else no key matches
             yield from self._walk(folder + slash, prefix)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
@@ -150,7 +150,7 @@ class LocalStore(BaseStore):
             raise _translated(file, error) from error
 
     def _file(self, key: str) -> Path:
-        try:  # a file name has more special cases than a key: drive letters, control characters
+        try:  # drive letters and control characters are allowed in keys, but not in file names
             return self._folder / checked_basename(checked_key(self.url, key), self.url)
         except ShardError as error:
             raise StoreError(self.url, f"bad key {key!r:.200}: {error.problem}") from error
@@ -199,7 +199,7 @@ def _translated(file: Path, error: OSError) -> StoreError:
 
 
 def _moved(folder: Path, target: Path) -> bool:
-    """Rename a folder; return False if the target exists and contains files."""
+    """Rename `folder` to `target`; return False if `target` exists and contains files."""
     try:
         folder.rename(target)
     except OSError as error:
@@ -208,7 +208,8 @@ def _moved(folder: Path, target: Path) -> bool:
                 f"{error.strerror}: this file system cannot rename folders; use a folder on a local disk"
             )
             raise OSError(error.errno, problem, str(target)) from error
-        # NFS may repeat a rename that succeeded: then the source is gone, and the error can be ignored.
+        # NFS may repeat a rename that has succeeded: then `folder` is gone, `target` exists, and the error
+        # of the second rename can be ignored.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and (folder.exists() or not target.exists()):
             raise
         return False
@@ -216,7 +217,10 @@ def _moved(folder: Path, target: Path) -> bool:
 
 
 def _take_away(target: Path, last: str, beside: Path) -> None:
-    """Remove an incomplete folder; keep it if it has `last`, which another process may just have put."""
+    """Move the incomplete folder `target` into a temporary folder in `beside`, and delete it there.
+
+    If it contains the file `last` after the move, another process has just completed it: move it back.
+    """
     aside = Path(tempfile.mkdtemp(prefix="removed.", dir=beside))
     with contextlib.suppress(FileNotFoundError):
         target.rename(aside)

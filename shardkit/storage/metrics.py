@@ -1,9 +1,10 @@
 """Counts of requests to a store and of their results, over all threads of a process.
 
 Counting takes one lock and about a microsecond. Times to the first byte are counted in fixed buckets, each
-1.2 times as wide as the one before, so a quantile is off by at most 9.6 % (from 0.1 ms to 1,000 s; outside,
-the nearest edge is reported) in constant memory. Snapshots are plain data; the difference of two snapshots is
-the count of the interval. A pickled copy counts from zero; a forked copy continues with nothing in flight.
+1.2 times as wide as the one before. So a quantile from 0.1 ms to 1,000 s is off by at most 9.6 %, in constant
+memory; times outside this range are reported as its nearest end. Snapshots are plain data; the difference of
+two snapshots counts the interval between them. A pickled copy of the counts starts from zero; a copy in a
+forked process keeps them, with no requests in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Event = Literal[
     "bytes_read", "bytes_written", "retries", "outages", "hedges", "hedges_won",
     "resumed_bodies", "slow_bodies",
 ]  # fmt: skip
-_RATIO = 1.2  # upper / lower edge of a bucket; its geometric mean is within sqrt(1.2) of every value
+_RATIO = 1.2  # upper edge / lower edge of a bucket, whose geometric mean is off by at most sqrt(1.2)
 _FIRST_EDGE_SECONDS = 1e-4
 _LAST_EDGE_SECONDS = 1e3
 _BUCKETS = 2 + math.ceil(math.log(_LAST_EDGE_SECONDS / _FIRST_EDGE_SECONDS, _RATIO))
@@ -34,9 +35,9 @@ class MetricsSnapshot:
     """All counts at one moment, or the counts of an interval (`minus`)."""
 
     requests: Mapping[str, int] = field(default_factory=dict)
-    """Number of requests sent to the store by operation, including retries and hedges."""
+    """Number of requests that were sent to the store, per operation; includes retries and hedges."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Number of errors by class name."""
+    """Number of failed requests and bodies, per class name of the error."""
     bytes_read: int = 0
     bytes_written: int = 0
     retries: int = 0
@@ -91,7 +92,7 @@ class MetricsSnapshot:
 
 
 class StoreMetrics:
-    """The counts of one or several stores; `concurrency_limit` is the one that was set last."""
+    """The counts of one or several stores; `concurrency_limit` is the limit that one of them set last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,7 +117,7 @@ class StoreMetrics:
             self._requests[operation] += 1
 
     def first_byte(self, seconds: float) -> None:
-        """Record the time until a request was answered."""
+        """Record the seconds from the sending of a request to the first byte of its answer."""
         with self._lock:
             self._buckets[_bucket(seconds)] += 1
 
@@ -153,7 +154,7 @@ class StoreMetrics:
 
 
 def _bucket(seconds: float) -> int:
-    """Return the bucket of a time: 0 is below the first edge, the last bucket begins at the last edge."""
+    """Return the index of a time's bucket: 0 below the first edge, `_BUCKETS` - 1 from the last edge on."""
     if seconds < _FIRST_EDGE_SECONDS:
         return 0
     return min(_BUCKETS - 1, 1 + int(math.log(seconds / _FIRST_EDGE_SECONDS) * _PER_LOG))

@@ -1,6 +1,6 @@
 """One version of an object as a read-only, seekable file, for libraries that need a file.
 
-Data is fetched in ranges that begin at 1 MiB and double up to 16 MiB during sequential reads; from the second
+Data is fetched in ranges of 1 MiB at first, doubled up to 16 MiB during sequential reads; from the second
 sequential range on, the next range is prefetched while the current one is read. So at most 32 MiB are held, a
 reader that seeks (a Parquet footer, then columns) fetches little unneeded data, and an idle file holds no
 connection. Errors are OSErrors with an errno, as for a disk: ESTALE if the object no longer has the requested
@@ -28,7 +28,7 @@ _BUFFER_BYTES = 1 << 16  # size of the buffer that serves small reads
 
 
 class Ranges(Protocol):
-    """The method of `Store` that an object file needs."""
+    """The only method of a `Store` that `open_object` uses."""
 
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
@@ -40,14 +40,14 @@ def open_object(
 ) -> io.BufferedReader:
     """Open the object as a file of `info.bytes` bytes; no request is made before the first read.
 
-    The first range has `first_bytes` bytes; `store` may return more than was requested. It must retry by
-    itself: pass a `ResilientStore`.
+    The first request is for `first_bytes` bytes; `store` may return more bytes than were requested. `store`
+    must retry by itself, as a `ResilientStore` does.
     """
     return io.BufferedReader(_ObjectFile(store, info, first_bytes), _BUFFER_BYTES)
 
 
 class _ObjectFile(io.RawIOBase):
-    """Holds one block in memory, and prefetches at most one more."""
+    """A raw file that holds one block of the object in memory, and prefetches at most one more block."""
 
     def __init__(self, store: Ranges, info: ObjectInfo, first_bytes: int) -> None:
         self._store, self._info = store, info
@@ -75,7 +75,7 @@ class _ObjectFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Read at most the rest of one block; return 0 only at the end of the file."""
+        """Fill `buffer` with at most the rest of the current block; return 0 only at the end of the file."""
         view = memoryview(buffer).cast("B")
         if not view or self._position >= self._info.bytes:
             return 0
@@ -92,13 +92,13 @@ class _ObjectFile(io.RawIOBase):
         super().close()
 
     def _load(self, wanted: int) -> None:
-        """Load the block at the position, and start to prefetch the next one if reads are sequential."""
+        """Load the block at the current position; if reads are sequential, start to prefetch the next one."""
         is_next = bool(self._block) and self._position == self._start + len(self._block)
         coming, self._coming = self._coming, None
         if not is_next:
             self._next_bytes = max(self._first_bytes, min(wanted, MOST_RANGE_BYTES))
         if is_next and coming is not None:
-            self._block = b""  # freed first: otherwise three blocks would be in memory
+            self._block = b""  # free the current block first, so that memory holds two blocks, not three
             block = coming.result()
         else:
             block = self._get(self._position, self._next_bytes)

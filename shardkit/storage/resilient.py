@@ -64,7 +64,8 @@ def connect(
 ) -> ResilientStore:
     """Open the store at `url` and retry for `options.retry_seconds`. Contacts no server yet.
 
-    `shares_limit`: share the limit on connections with other such stores of the bucket (`shared_gate`).
+    `shares_limit`: share one limit on connections with all stores of the bucket that also set this
+    (`shared_gate`).
     """
     options = options or StorageOptions()
     policy = policy or RetryPolicy.of(options)
@@ -73,7 +74,7 @@ def connect(
 
 
 class ResilientStore(BaseStore):
-    """A `Store` that retries. A pickled copy has its own counts, and the limits of its process."""
+    """A `Store` that retries. A pickled copy has new counts, and the shared limits of its new process."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class ResilientStore(BaseStore):
         return self._run("head", key, lambda: self._store.head(key))
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Read an object through `open`, so that it is resumed and hedged in the same way."""
+        """Return bytes of an object, read like an open body: resumed after failures, and hedged if slow."""
         with self._open("get", key, start, stop, version) as body:
             return body.read()
 
@@ -136,7 +137,7 @@ class ResilientStore(BaseStore):
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        """Put an object. Its size and `RetryPolicy.floor_bytes_per_second` determine the deadline.
+        """Write an object. Its size and `RetryPolicy.floor_bytes_per_second` determine the deadline.
 
         With `if_absent`, an object that exists after a failed attempt counts as ours if its bytes and
         metadata are equal to ours; two writers of an identical object may therefore both succeed.
@@ -157,7 +158,7 @@ class ResilientStore(BaseStore):
         except ObjectExistsError:
             found = None
             if may_be_ours:
-                with suppress(ObjectNotFoundError, ObjectChangedError):  # another writer's object, now gone
+                with suppress(ObjectNotFoundError, ObjectChangedError):  # another writer's object, gone since
                     found = self._find_same(key, data, size, metadata)
             if found is None:
                 raise
@@ -267,11 +268,11 @@ class ResilientBody(BaseBody):
     """A body that resumes after broken connections: it delivers one version of the object, or fails.
 
     A connection that breaks, ends early or is too slow is closed, and the range is opened again from the next
-    byte, on the version that was seen first: a replaced object ends in ObjectChangedError and never in a
-    mixture. The time limit of retries starts at the last byte that arrived; the total time of all reads is
-    limited according to the size of the range. Without failures a read costs two reads of the clock and a
-    count (two microseconds). A connection without data is detected only after the store's read timeout, which
-    this layer cannot shorten.
+    byte, on the version that was seen first. If the object was replaced, the read raises ObjectChangedError
+    and never returns a mixture. The time limit of retries starts at the last byte that arrived; the total
+    time of all reads is limited according to the size of the range. Without failures, each read takes about
+    two microseconds more than a read of the wrapped body. A connection without data is detected only after
+    the store's read timeout, which this layer cannot shorten.
     """
 
     def __init__(
@@ -327,7 +328,7 @@ class ResilientBody(BaseBody):
         if self._position >= self._stop:
             return 0
         try:
-            if raw is None:  # `_check_rate` has closed it
+            if raw is None:  # `_check_rate` has closed the connection
                 problem = f"the body arrives too slowly, at {self._rate:,.0f} bytes per second"
                 raise TransientError(self._call.where, problem)
             count = raw.readinto(buffer)
@@ -339,7 +340,7 @@ class ResilientBody(BaseBody):
         return count
 
     def _advance(self, count: int) -> None:
-        """Count received bytes; after the last, leave the gate, because the reader may close much later."""
+        """Count `count` received bytes. After the last byte, leave the gate: `close` may come much later."""
         self._position += count
         self._metrics.count("bytes_read", count)
         if self._position >= self._stop:

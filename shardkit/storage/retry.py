@@ -44,11 +44,11 @@ Operation = Literal["head", "get", "open", "put", "list", "delete"]
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _entropy = random.SystemRandom()
-_LEAST_ATTEMPT_SECONDS = 0.05  # an attempt is not started with less time left
+_LEAST_ATTEMPT_SECONDS = 0.05  # no attempt is started with less time left before the deadline
 _REPORT_EVERY_SECONDS = 60.0  # shortest time between two warnings per store, however many operations fail
-_THREADS_PER_CONNECTION = 4
+_THREADS_PER_CONNECTION = 4  # one for the current request and three for abandoned ones
 _RECENT_READS = 256  # number of reads whose latencies are kept
-_HEDGE_BURST = 32.0  # maximum number of unused hedges to save up, for many connections that hang at once
+_HEDGE_BURST = 32.0  # maximum number of hedges to save up, for connections that all hang at once
 
 
 def _jitter() -> float:
@@ -63,13 +63,15 @@ class RetryPolicy:
     """Longest wait before the second attempt, in seconds."""
     longest_backoff_seconds: float = 10.0
     deadline_seconds: float = 600.0
-    """Longest time without a result or new bytes. Transfers get bytes / floor_bytes_per_second on top."""
+    """Longest time without a result or new bytes, in seconds; a transfer of n bytes may take
+    n / floor_bytes_per_second longer."""
     first_contact_seconds: float = 5.0
-    """Time after which a store that has never answered gets at most one retry more."""
+    """Time after which an operation fails if the store has never answered, but not before two attempts."""
     report_seconds: float = 5.0
-    """Time after which a failing operation is logged; at once if the store has never answered."""
+    """Time for which an operation must fail before it is logged; 0 if the store has never answered."""
     answer_seconds: float = 30.0
-    """Time after which an unanswered request is abandoned and repeated; stores time out earlier."""
+    """Time after which an unanswered request is abandoned and repeated; the stores' own timeouts are
+    shorter."""
     hedge: bool = True
     """Whether to send a second request for a read that is slow to start; the first answer is used."""
     hedge_quantile: float = 0.95
@@ -79,11 +81,12 @@ class RetryPolicy:
     hedge_delay_seconds: float = 0.05
     """Shortest time after which a read is hedged, in seconds."""
     hedge_share: float = 0.05
-    """Maximum number of hedges per read, so that a store that is slow for everybody gets no double load."""
+    """Maximum ratio of hedges to reads, so that a store that is slow for all reads gets no double load."""
     floor_bytes_per_second: float = 100_000.0
-    """A body that is slower than this rate over the window is closed and opened again."""
+    """Minimum rate of a body, averaged over a window; a slower body is closed and opened again."""
     window_seconds: float = 10.0
-    """Length of the window; doubled at each reopening, because a slow network slows all connections."""
+    """Length of the window over which a body's rate is measured; doubled whenever the body is opened again,
+    because a slow network slows all connections."""
     clock: Callable[[], float] = running_seconds
     sleep: Callable[[float], None] = time.sleep
     jitter: Callable[[], float] = _jitter
@@ -134,7 +137,7 @@ class Hedging:
             self._recent.append(seconds)
 
     def delay(self) -> float | None:
-        """Return after how many seconds a read that starts now is hedged; None if it is not."""
+        """Return the seconds after which to hedge a read that starts now, or None for no hedge."""
         policy = self._policy
         if not policy.hedge:
             return None
@@ -172,7 +175,7 @@ class Upstream:
         gate: Gate | None = None,
         workers: Submitter | None = None,
     ) -> None:
-        """`gate`: by default a new one for `connections`; `workers`: run the requests, by default threads."""
+        """`gate` limits the requests (default: a new gate for `connections`); `workers` runs them."""
         self.policy, self.metrics = policy, metrics
         self.gate = gate or Gate(connections, clock=policy.clock)
         metrics.in_flight(0, self.gate.limit)
@@ -227,7 +230,7 @@ class Upstream:
             self.metrics.in_flight(0, self.gate.limit)
 
     def retrying(self, operation: str, error: StoreError, began: float, left_seconds: float) -> None:
-        """Count a retry of an operation that began to fail at `began`, and log an outage if it lasts."""
+        """Count a retry of an operation that has failed since `began`; log an outage if it lasts."""
         self.metrics.count("retries")
         advice = ""
         now = self.policy.clock()
@@ -270,7 +273,7 @@ class Call:
         self.restart(operation, policy.clock(), policy.deadline_seconds if seconds is None else seconds)
 
     def restart(self, name: str, began: float, seconds: float, progress: str = "") -> None:
-        """Reset retries, with a deadline `seconds` after `began`; errors contain `name` and `progress`."""
+        """Count failures from 0; set the deadline `seconds` after `began`, and the texts that errors show."""
         self._name, self._began, self._progress = name, began, progress
         self._deadline = began + seconds
         self._failures = 0
@@ -282,10 +285,10 @@ class Call:
         failure: TransientError | None = None,
         discard: Callable[[T], None] | None = None,
     ) -> T:
-        """Return the request's answer after as many attempts as necessary, and stay admitted at the gate.
+        """Make attempts until `request` succeeds, and return its answer; keep the place at the gate.
 
-        `failure`: the error of an earlier attempt, after which to back off first. If `discard` is given, the
-        request is hedged, and `discard` is called with each answer that comes too late.
+        `failure`: the error of an earlier attempt; if given, back off before the first attempt. If `discard`
+        is given, slow requests are hedged, and `discard` is called with each answer that comes too late.
         """
         gate = self.upstream.gate
         while True:
@@ -308,7 +311,7 @@ class Call:
                 raise
 
     def leave(self) -> None:
-        """Leave the gate if admitted."""
+        """Give up the place at the gate, if this call has one."""
         self.upstream.gate.leave(self._ticket)
 
     @property
@@ -316,7 +319,7 @@ class Call:
         return self._deadline - self.upstream.policy.clock()
 
     def _attempt(self, request: Callable[[], T], discard: Callable[[T], None] | None) -> T:
-        """Send the request, a second time if it is slow and may be hedged; the first good answer counts."""
+        """Send the request, and again if it is slow and may be hedged; return the first good answer."""
         upstream, gate = self.upstream, self.upstream.gate
         left = limit = max(0.0, min(self._left_seconds, self._attempt_seconds, threading.TIMEOUT_MAX))
         slow_seconds = None if discard is None else upstream.hedging.delay()
@@ -350,7 +353,7 @@ class Call:
         doubled = policy.backoff_seconds * 2.0 ** min(self._failures - 1, 60)
         delay = min(policy.longest_backoff_seconds, doubled) * policy.jitter()
         if isinstance(error, ThrottledError) and error.retry_after_seconds is not None:
-            delay += error.retry_after_seconds  # plus the jitter, because all processes get the same number
+            delay += error.retry_after_seconds  # keep the jitter, because all processes get the same number
         left = self._left_seconds
         # Without enough time, another attempt would only replace this error by a less helpful timeout.
         if delay + _LEAST_ATTEMPT_SECONDS >= left:
@@ -365,7 +368,7 @@ class Call:
         policy.sleep(delay)
 
     def _failed(self, error: TransientError, advice: str = "") -> TransientError:
-        """Add the attempts to an error; keep its class, so that callers can recognize throttling."""
+        """Return `error` with the number of attempts in its message; ThrottledErrors keep their class."""
         kind = ThrottledError if isinstance(error, ThrottledError) else TransientError
         count, seconds = self._failures, self.upstream.policy.clock() - self._began
         attempts = f"{count} {'attempt' if count == 1 else 'attempts'} in {seconds:.1f} s"

@@ -17,17 +17,17 @@ from collections.abc import Callable
 
 from shardkit.storage.threads import remake_after_fork
 
-GAP_SECONDS = 5.0  # much longer than a thread waits to be scheduled, even on an overloaded machine
+GAP_SECONDS = 5.0  # longer gaps between reads are suspensions; an overloaded machine causes shorter ones
 LOOK_SECONDS = 10.0  # longest single wait of `wait_until` between two reads of the clock
 _TICK_SECONDS = 1.0
-_IDLE_TICKS = 60  # the thread ends after this many ticks in which nobody else read the clock
+_IDLE_TICKS = 60  # the watching thread ends after this many ticks without other readers of the clock
 
 
 class RunningClock:
     """Monotonic seconds minus the time in which the process was suspended; call it to read the clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, has_thread: bool = True) -> None:
-        """`has_thread`: a thread reads the clock every second; otherwise, gaps between calls count."""
+        """`has_thread`: start a thread that reads the clock every second; otherwise, only calls read it."""
         self._clock, self._has_thread = clock, has_thread
         self._lost = 0.0
         self.after_fork()
@@ -68,7 +68,7 @@ class RunningClock:
             self._ticks += 1
             self._look()
         with self._lock:
-            self._last = None  # no reads are due while the thread is off, so the next gap is no suspension
+            self._last = None  # the thread is off, so the gap until the next read is not a suspension
             self._is_watched = False
 
 
@@ -76,14 +76,17 @@ _clock = RunningClock()
 
 
 def running_seconds() -> float:
-    """Return the seconds of this process's `RunningClock`."""
+    """Return monotonic seconds, without the time in which this process was suspended."""
     return _clock()
 
 
 def wait_until(
     wait: Callable[[float], bool], deadline: float, clock: Callable[[], float] = running_seconds
 ) -> bool:
-    """Call `wait(seconds)` until it returns true; return False if `deadline` of the clock passes first."""
+    """Call `wait(seconds)`, which waits up to `seconds`, until it returns True, and then return True.
+
+    Returns False if `clock` reaches `deadline` first.
+    """
     while not wait(max(0.0, min(deadline - clock(), LOOK_SECONDS))):
         if clock() >= deadline:
             return False

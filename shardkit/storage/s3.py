@@ -2,9 +2,9 @@
 
 An object's version is its ETag. A ranged read sends the version it wants (If-Match), and an answer that is
 not exactly the requested range is refused. With `if_absent`, the server decides (If-None-Match); each such
-write has a nonce in its metadata ("shardkit-nonce"). If the server says that the object exists, the nonce
-shows whether it is ours: if the acknowledgement of a write was lost, and the same store, or a caller with the
-same nonce in `metadata`, repeats the write, it succeeds. Requests are made once: `ResilientStore` retries.
+write has a nonce in its metadata ("shardkit-nonce"). If the server says that the object exists, its nonce
+shows whether this writer wrote it. So a write whose acknowledgement was lost can be repeated, by the same
+store or with the same nonce in `metadata`, and succeeds. Requests are made once: `ResilientStore` retries.
 
 A request takes about 2 milliseconds of CPU time (botocore), and the bytes are copied once.
 """
@@ -41,16 +41,16 @@ from shardkit.storage.store import (
 NONCE = "shardkit-nonce"
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.IGNORECASE | re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_MAX_UNANSWERED = 1024  # nonces of unacknowledged writes to remember; above this, all are forgotten
+_MAX_UNANSWERED = 1024  # maximum number of nonces of unacknowledged writes; at the limit, all are dropped
 _MAX_METADATA_BYTES = 2048  # S3's limit on the names and values of an object's metadata
-_FILLED_BYTES = 1 << 16  # size of pieces that are filled before a read returns (checksummed bodies)
-_LOW_WATER_BYTES = 1 << 17  # the kernel wakes a direct read only after this many bytes
-_MAX_EMPTY_PAGES = 1000  # in a row; S3 sends empty pages where many objects were deleted
-_PAGE_BYTES = 1 << 16  # maximum size of an error or web page; real ones are far smaller
-_ERROR_BYTES = 1 << 12  # maximum size of an error that is sent with an object's content type
+_FILLED_BYTES = 1 << 16  # size of the full pieces in which bodies with a checksum are read
+_LOW_WATER_BYTES = 1 << 17  # a direct read waits until the kernel has received this many bytes
+_MAX_EMPTY_PAGES = 1000  # limit of consecutive empty pages; S3 sends some where objects were deleted
+_PAGE_BYTES = 1 << 16  # an error or web page in place of an object is at most this large
+_ERROR_BYTES = 1 << 12  # an error with the content type of the object is at most this large
 _ERROR_START = re.compile(rb"\s*(?:<(?:[?E]|\Z)|\Z)")
 _HTML = re.compile(rb"\s*(?:<!doctype html|<html)", re.IGNORECASE)
-_TAIL_BYTES = 1 << 20  # far more than the buffers between the socket and this code can hold
+_TAIL_BYTES = 1 << 20  # size of a long body's end, which urllib3 reads; buffers above the socket are smaller
 
 
 class S3Store(BaseStore):
@@ -205,9 +205,9 @@ class S3Store(BaseStore):
     def _checked_answer(
         self, key: str, answer: Mapping[str, Any], start: int, stop: int | None, version: str | None
     ) -> tuple[ObjectInfo, int]:
-        """Check that an answer has the requested range and version; return (the object, bytes to follow)."""
+        """Check an answer's range and version; return (ObjectInfo, length of the answer's body in bytes)."""
         where, got = self.where(key), version_of(answer)
-        if version not in (None, got):  # the server does not support If-Match
+        if version not in (None, got):  # servers that do not support If-Match send any version
             raise ObjectChangedError(where, f"has version {got}, not {version}")
         length = size = self._length(key, answer)
         first = 0
@@ -263,9 +263,8 @@ class S3Store(BaseStore):
 def _page(answer: Mapping[str, Any], *, is_ranged: bool) -> bytes | None:
     """Return the body of an answer that may be an error in place of an object; None if it cannot be one.
 
-    Proxies may send errors with the object's content type. A partial answer to a ranged request is never an
-    error, and whole objects are checked when their bodies start (`S3Body.check_no_error`).
-    objects are looked at when they begin (`S3Body.check_no_error`).
+    Proxies may send errors with the object's content type, so a short answer without a Content-Range to a
+    ranged request may be one, too. Whole objects are checked by `S3Body.check_no_error`.
     """
     size, kind = answer.get("ContentLength", _PAGE_BYTES + 1), answer.get("ContentType", "").lower()
     is_page = "xml" in kind or "html" in kind or not version_of(answer)
@@ -318,7 +317,7 @@ class S3Body(BaseBody):
         return count
 
     def check_no_error(self) -> None:
-        """Read the first bytes, and all if they look like an S3 error. Raises the error if it is one."""
+        """Read the first bytes, or the whole body if it begins like an S3 error, and raise that error."""
         page, done = memoryview(bytearray(self._left)), 0
         while done < len(page) and _ERROR_START.match(page[:done]):
             done += self._receive(page[done:])
@@ -338,7 +337,7 @@ class S3Body(BaseBody):
                 buffer[:count] = piece
             self._left -= count
             if self._direct is not None and self._left < _TAIL_BYTES:
-                self._direct.wait_for(1)  # the rest may be shorter, and the connection is reused
+                self._direct.wait_for(1)  # fewer than 128 KiB may come, and the connection is reused
                 self._direct = None
             if not self._left and self._is_checked:
                 self._stream.read(1)  # reading past the end makes botocore compare the checksum
@@ -382,14 +381,14 @@ class S3Body(BaseBody):
 
 
 class _DirectReads:
-    """Reads a body's socket into the reader's buffer, keeping the counts of http.client and urllib3 right."""
+    """Receives a body directly into the reader's buffer; updates the counts of http.client and urllib3."""
 
     def __init__(self, raw: Any, response: Any, connection: socket.socket) -> None:
         self._raw, self._response, self._socket = raw, response, connection
 
     @classmethod
     def of(cls, stream: Any) -> _DirectReads | None:
-        """Return direct reads of botocore's `stream`, or None if the libraries' internals are unfamiliar."""
+        """Return direct reads of botocore's `stream`, or None if the libraries' internals are unknown."""
         raw = getattr(stream, "_raw_stream", None)
         response = getattr(raw, "_fp", None)
         if not isinstance(response, HTTPResponse) or response.chunked:

@@ -38,13 +38,13 @@ from shardkit.storage.threads import remake_after_fork
 # Shortest time between two look-ups of credentials: each may start a process or send a request, and hundreds
 # of requests may be refused at once.
 RENEWAL_SECONDS = 3.0
-# Time for which refused keys that have worked before cause retries: new keys may reach a machine late.
+# If access keys that have worked are refused, requests are retried for this time, until new keys arrive.
 GRACE_SECONDS = 60.0
 _DEFAULT_REGION = "us-east-1"  # the region that S3-compatible servers expect in signatures
 
 
 class S3Client:
-    """Makes requests without retries; a pickled copy keeps only the options."""
+    """Sends requests to S3 by botocore, without retries; a pickled copy keeps only the options."""
 
     def __init__(
         self, url: str, options: StorageOptions, *, clock: Callable[[], float] = time.monotonic
@@ -66,8 +66,8 @@ class S3Client:
     ) -> dict[str, Any]:
         """Call `operation`, a method of botocore's client; StoreErrors name `where`.
 
-        If keys that have worked are refused, they may be about to be replaced: for a while, raise
-        TransientError.
+        If access keys are refused that have worked before, new ones may arrive soon: raises TransientError
+        for `GRACE_SECONDS`.
         """
         try:
             client = self.botocore_client()
@@ -139,7 +139,7 @@ class S3Client:
 
 
 def version_of(answer: Mapping[str, Any]) -> str:
-    """Return the ETag without its quotes."""
+    """Return the ETag in an answer or in an entry of a listing, without its quotes; "" if it has none."""
     return str(answer.get("ETag", "")).strip('"')
 
 
@@ -156,7 +156,7 @@ def _new_session(url: str, options: StorageOptions) -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    """Return botocore's loader of API descriptions; shared, as loading is most of the work of a client."""
+    """Return botocore's loader of API descriptions, shared because loading dominates the cost of a client."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -199,7 +199,7 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
                 region_name=options.region or session.get_config_variable("region") or default_region,
                 config=Config(**config, **defaults),
             )
-        except ValueError as error:  # the endpoint is not a URL; `from None`, as it may hold a password
+        except ValueError as error:  # not a URL; `from None`, because the endpoint may hold a password
             raise StoreError(url, f"{error}; check --endpoint-url and AWS_ENDPOINT_URL") from None
         plain = without_password(made.meta.endpoint_url)  # the environment's URL may have a password
         if plain != made.meta.endpoint_url:
@@ -218,7 +218,7 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
 
 
 def _endpoint_of_environment() -> str | None:
-    """Return MosaicML's endpoint variable, unless one of AWS's is set, which botocore reads itself."""
+    """Return S3_ENDPOINT_URL (MosaicML's name); None if a variable of AWS is set, which botocore reads."""
     if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         return None
     return os.environ.get("S3_ENDPOINT_URL") or None
@@ -240,8 +240,8 @@ def _ignore_odd_redirects(
 ) -> None:
     """Keep botocore from following redirects of servers other than S3, such as a proxy with a login page.
 
-    botocore takes any text in the field of the region for a region's name. Without one, it requests the
-    bucket's region, and that request is redirected in turn, a few hundred times.
+    botocore takes any text in a redirect's region field for a region's name. If the redirect has no region,
+    botocore asks the server for it, and the answer to that is the next redirect, a few hundred times.
     """
     redirect = request_dict.get("context", {}).get("s3_redirect")
     if operation.name == "HeadBucket" and isinstance(redirect, dict):
@@ -257,7 +257,7 @@ def _ignore_odd_redirects(
 
 
 def _sign_md5_alone(request: Any, **_: Any) -> None:
-    """Sign only the MD5 of a body, not also its SHA-256, over HTTP too, as botocore does over HTTPS.
+    """Sign only a body's MD5 over HTTP, as botocore does over HTTPS, and not its SHA-256 as well.
 
     Does nothing if the AWS configuration sets `payload_signing_enabled`. The second hash would take as much
     CPU time as sending.

@@ -45,7 +45,7 @@ _STALE = {
 }  # fmt: skip
 
 
-# Codes that concern only the keys; the others of `_STALE` may concern one object.
+# Codes with which a server refuses the access keys; the other codes in `_STALE` may concern a single object.
 REFUSED_KEYS = _STALE - {"400", "401", "403", "AccessDenied"}
 
 
@@ -94,7 +94,7 @@ _ADVICE["InvalidToken"] = _ADVICE["ExpiredToken"]
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """Return all exception types of requests and bodies, for `except request_errors() as error`."""
+    """Return all exception types that requests and reads of bodies raise, for use in `except` clauses."""
     try:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
@@ -105,7 +105,7 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 def error_code(error: BaseException) -> str:
-    """Return S3's error code, "" if there is none; for HEAD, whose answers have no body, the status."""
+    """Return S3's error code, "" if there is none. For HEAD, whose answers have no body, it is the status."""
     response: Any = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
@@ -128,8 +128,9 @@ def translated(where: str, error: Exception, purpose: Purpose = "read") -> Store
     """Translate one of `request_errors` into a StoreError about `where`.
 
     Errors that may pass (timeouts, broken connections, 5xx, a metadata service that does not answer) become
-    TransientErrors, requests to slow down ThrottledErrors; other messages say what to check. An unknown
-    failure becomes a StoreError with its own message, so no botocore exception leaves a store.
+    TransientErrors. Answers that ask for fewer requests become ThrottledErrors. Other errors say what to
+    check. An unknown failure becomes a StoreError with its own message, so no botocore exception leaves a
+    store.
     """
     if isinstance(error, StoreError):
         return error

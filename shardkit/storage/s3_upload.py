@@ -33,9 +33,9 @@ PART_BYTES = 16 << 20  # size of a part; unconditional uploads up to this size a
 MAX_OBJECT_BYTES = 5 << 40  # S3's limit on the size of an object
 _MAX_REQUEST_BYTES = 5 << 30  # S3's limit on the size of an object that is sent in one request
 _MAX_PARTS = 10_000  # S3's limit on the number of parts
-_PART_ALIGNMENT = 1 << 20  # larger parts are a multiple of this
+_PART_ALIGNMENT = 1 << 20  # parts larger than PART_BYTES are a multiple of this size
 _PIECE_BYTES = 1 << 20  # size of reads when a file is only hashed
-_THREADS = 4  # number of parts that are sent at a time
+_THREADS = 4  # number of parts of an object that are sent in parallel
 _FORBIDDEN = 403
 _KEPT_BUFFERS = 8  # maximum number of unused buffers to keep, 128 MiB in all
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
@@ -52,7 +52,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def lend(self, size: int) -> Iterator[bytearray]:
-        """Lend a buffer of `size` bytes with arbitrary content; never wait for one."""
+        """Lend a buffer of `size` bytes with arbitrary content; if none is free, allocate one."""
         if size != PART_BYTES:
             yield bytearray(size)
             return
@@ -185,9 +185,9 @@ def upload(client: S3Client, target: Target, content: Content) -> str:
 def _withdraw_second(client: S3Client, target: Target, version_id: str) -> None:
     """Remove the version just stored and raise ObjectExistsError if the object existed before.
 
-    Of several concurrent writers, only the first finds no earlier version that is not deleted. Readers may
-    see the bytes of a later writer until it has removed them. If the caller may not list versions, trust the
-    server.
+    Of several concurrent writers, only the first one finds no earlier version, or only a deleted one, and
+    keeps its own. Readers may see the bytes of a later writer until it has removed them. If the credentials
+    may not list versions, do nothing and trust the server.
     """
     bucket, key = target.names["Bucket"], target.names["Key"]
     try:
@@ -209,7 +209,7 @@ def _withdraw_second(client: S3Client, target: Target, version_id: str) -> None:
 
 
 def _is_md5(answer: Mapping[str, Any], version: str) -> bool:
-    """Return whether the ETag is the content's MD5: not if a KMS or customer key encrypts the object."""
+    """Return whether the ETag `version` is an MD5. It is not if a KMS or customer key encrypts the object."""
     is_encrypted = str(answer.get("ServerSideEncryption", "")).startswith("aws:kms")
     return not is_encrypted and "SSECustomerAlgorithm" not in answer and bool(_MD5_ETAG.fullmatch(version))
 
@@ -272,14 +272,14 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             **target.condition,
         )
     except BaseException:
-        with contextlib.suppress(StoreError):  # the upload is complete if only its answer was lost
+        with contextlib.suppress(StoreError):  # fails if the upload was completed but its answer was lost
             client.request("abort_multipart_upload", target.where, "write", **names)
         raise
     return answer, f"{_md5(b''.join(digest for _, digest in done)).hex()}-{len(done)}"
 
 
 def part_bytes(total_bytes: int) -> int:
-    """Return the size of every part except the last, which may be smaller, in bytes."""
+    """Return the size in bytes of the parts of an object of `total_bytes`; the last part may be smaller."""
     least = -(-total_bytes // _MAX_PARTS)
     return max(PART_BYTES, -(-least // _PART_ALIGNMENT) * _PART_ALIGNMENT)
 

@@ -4,7 +4,7 @@ tests/storage/test_storage_conformance.py.
 A store maps keys (relative paths with "/", checked by `checked_key`) to objects. An object is replaced whole
 and atomically: a reader sees the old bytes or the new ones, never a mixture, and each content has its own
 `version`. A write is durable when `put` returns. Stores can be shared by threads, pickled, and used after a
-fork. They make each request once: `shardkit.storage.resilient` wraps any store and retries.
+fork. A store sends each request only once: `shardkit.storage.resilient` wraps any store and retries.
 
 Error classes tell callers what to do: `TransientError` and its subclass `ThrottledError` can be retried, the
 other errors persist until something is changed.
@@ -57,16 +57,17 @@ __all__ = [
 
 Checksums = Literal["when_supported", "when_required"]
 Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
-METADATA_NAME = "shardkit-xxh3-128"  # metadata key of published objects: the hash of their bytes
+METADATA_NAME = "shardkit-xxh3-128"  # key in an object's metadata; the value is the hash of its bytes
 _READ_BYTES = 1 << 20
-_THREADS = 8  # number of files that `put_folder` writes at a time
-_MOST_CHARACTERS = 2000  # maximum length of an error's texts, parts of which come from servers
+_THREADS = 8  # maximum number of files that `put_folder` writes in parallel
+_MOST_CHARACTERS = 2000  # maximum length of `where` and of `problem` in a StoreError
 
 
 class StoreError(ShardkitError):
     """A request to a store failed. `where` names the object, `problem` the reason, `status` the HTTP status.
 
-    Both texts are cleaned by `clean_message` and bounded, because servers supply parts of them.
+    `where` and `problem` are cleaned by `clean_message` and cut to 2,000 characters, because servers supply
+    parts of them.
     """
 
     def __init__(self, where: str, problem: str, *, status: int | None = None) -> None:
@@ -87,11 +88,11 @@ class ObjectNotFoundError(StoreError):
 
 
 class ObjectExistsError(StoreError):
-    """The object was to be created but exists already."""
+    """A write that may only create the object (`if_absent`) found that it exists already."""
 
 
 class ObjectChangedError(StoreError):
-    """The object does not have the requested version any more."""
+    """The object no longer has the requested version, because it was replaced."""
 
 
 class TransientError(StoreError):
@@ -99,7 +100,7 @@ class TransientError(StoreError):
 
 
 class ThrottledError(TransientError):
-    """The store rejected the request because of its rate (503 SlowDown, 429): retry later, and send fewer."""
+    """The store rejected a request because it gets too many (HTTP 503, 429): retry later, and send fewer."""
 
     retry_after_seconds: float | None = None
     """Seconds to wait before the retry; None if the store sent no number."""
@@ -131,8 +132,9 @@ class StorageOptions:
     retry_seconds: float = 600.0
     """Time for which a failing operation is retried, in seconds; shorter outages only cause a delay."""
     first_contact_seconds: float = 60.0
-    """Time to retry while the store has never answered, in seconds, since its address may be wrong.
-    Loaders use their batch timeout, commands that only read 5 seconds."""
+    """Time for which a failing operation is retried if the store has never answered, in seconds; it is
+    short, because the address may be wrong. Loaders use their batch timeout instead, and commands that only
+    read use 5 seconds."""
     connections: int = 32
     """Maximum number of connections per process to a store."""
     anonymous: bool = False
@@ -144,7 +146,7 @@ class StorageOptions:
     kms_key_id: str | None = None
     """ID of the key for aws:kms encryption; default: the bucket's key."""
     follow_urls: bool = False
-    """Allow a list of tars to name files outside its own folder or bucket: requests go to those places,
+    """Allow a list of tars to name files outside its own folder or bucket. The requests for those files are
     signed with these credentials."""
 
     def __post_init__(self) -> None:
@@ -186,8 +188,8 @@ class Body(Protocol):
     def readinto(self, buffer: memoryview, /) -> int:
         """Fill the start of `buffer` (at least 1 byte long) with the next bytes and return their number.
 
-        Returns as soon as some bytes are available (for bodies over 1 MiB, a store may wait until 128 KiB are
-        available), and 0 only at the end of the range. Raises TransientError if, before the end, the
+        Returns as soon as some bytes are available; for bodies over 1 MiB, a store may wait until 128 KiB
+        are available. Returns 0 only at the end of the range. Raises TransientError if, before the end, the
         connection breaks or no data arrives within the store's read timeout.
         """
 
@@ -209,10 +211,10 @@ class Store(Protocol):
         """Return size, version and metadata. Raises ObjectNotFoundError if there is no such object."""
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Return the bytes from `start` up to `stop` (exclusive); None or a larger value means the end."""
+        """Return the bytes from `start` to `stop` (exclusive; None: the end), or fewer if the object ends."""
 
     def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
-        """Open the same range as a stream.
+        """Open the object's bytes from `start` to `stop` (exclusive, as for `get`) as a stream.
 
         Raises ObjectNotFoundError; ObjectChangedError if the object does not have `version`; StoreError if
         `start` is not inside the object (0 is allowed for an empty one).
@@ -229,15 +231,16 @@ class Store(Protocol):
         """Write an object from memory or from a file, atomically; large files are sent in parts.
 
         With `if_absent`, raise ObjectExistsError if the object exists: the store decides in one atomic step.
-        This also holds if the acknowledgement of our own write was lost. `head` returns `metadata` (ASCII
-        values, lower-case names) if the store can keep it.
+        The object may be our own, if the acknowledgement of an earlier attempt was lost; `S3Store` and
+        `ResilientStore` detect that and succeed. `head` returns `metadata` (ASCII values, lower-case names)
+        if the store can keep it.
         """
 
     def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
         """Write all files of a local folder to `prefix/…`, and then `data` to `prefix/last` with `if_absent`.
 
-        So a reader that finds `prefix/last` finds all files. Raises ObjectExistsError if it exists. A store
-        on the same disk may move the local folder instead of copying it.
+        So a reader that finds `prefix/last` finds all files. Raises ObjectExistsError if `prefix/last`
+        exists. A store on the same disk may move the local folder instead of copying it.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -251,14 +254,14 @@ class Store(Protocol):
 
 
 class CommitStore(Store, Protocol):
-    """A store that writes in commits; one `put` is a commit, and costs as much as a commit of many files."""
+    """A store that writes in commits. A `put` is a commit of one file and costs as much as one of many."""
 
     has_commits: bool
 
     def commit(
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> Mapping[str, ObjectInfo]:
-        """Write and delete files in one atomic step; return {key: object} of the written files."""
+        """Write `files` and delete the keys `deleted` in one atomic step; return {key: object} of `files`."""
 
 
 def commits_of(store: Store) -> CommitStore | None:
@@ -267,7 +270,7 @@ def commits_of(store: Store) -> CommitStore | None:
 
 
 class BaseBody(Closing):
-    """Base class of bodies; adds `read`, which returns the rest in one piece."""
+    """Base class of bodies; implements `read`, which returns all remaining bytes, by calls of `readinto`."""
 
     info: ObjectInfo
 
@@ -353,7 +356,7 @@ def checked_key(store_url: str, key: str) -> str:
 def checked_range(
     where: str, info: ObjectInfo, start: int, stop: int | None, version: str | None
 ) -> tuple[int, int]:
-    """Return (start, stop) limited to the object's size, after the checks that `Store.open` defines."""
+    """Return the range (start, stop), limited to the object's size. Raises errors as `Store.open` does."""
     if version not in (None, info.version):
         raise ObjectChangedError(where, f"has version {info.version}, not {version}")
     size = info.bytes
@@ -383,7 +386,7 @@ def hash_object(store: Store, key: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray[np.uint8]:
-    """Return an object as uint8[size]. Raises ShardError if it does not have `expected_bytes` (-1: any)."""
+    """Return an object's bytes as uint8[n]. Raises ShardError if n is not `expected_bytes` (-1: any n)."""
     with store.open(key) as body:
         size = body.info.bytes
         if expected_bytes not in (-1, size):
@@ -392,7 +395,7 @@ def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray
 
 
 def read_body(body: Body, where: str) -> npt.NDArray[np.uint8]:
-    """Read all of a newly opened object into uint8[size]; errors name `where`."""
+    """Return all bytes of a newly opened object as uint8[size]; `where` names it in error messages."""
     data = np.empty(body.info.bytes, dtype=np.uint8)
     view, filled = data.data, 0
     while filled < len(data) and (count := body.readinto(view[filled : filled + _READ_BYTES])):

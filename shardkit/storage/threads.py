@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_remake_all)
 
 
 class Submitter(Protocol):
-    """Runs requests in threads: `Workers`, or a simulation in tests."""
+    """An object that runs tasks in threads: `Workers`, or a simulation in tests."""
 
     def submit(self, task: Callable[[], T]) -> Future[T]: ...
 
@@ -107,7 +107,7 @@ class Workers:
         self._running = 0
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Queue `task` to run in a thread, unless the returned future is canceled before it starts."""
+        """Run `task` in a thread, when one is free; return its future, which can be canceled until then."""
         future: Future[T] = Future()
 
         def run() -> None:

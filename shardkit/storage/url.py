@@ -11,7 +11,7 @@ __all__ = ["is_remote", "local_path", "open_store", "split_url"]
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Split the URL of a remote file into the URL of its folder and its name."""
+    """Return (URL of the folder, name) for the URL of a remote file; name is "" if the URL has no folder."""
     head, _, name = url.rstrip("/").rpartition("/")
     return (head, name) if "://" in head and not head.endswith(":/") else (url.rstrip("/"), "")
 
