@@ -47,7 +47,7 @@ from shardkit.loaders.pytorch import MapDataset
 from shardkit.order.order import Shuffle
 from shardkit.order.state import OnMismatch
 
-DATA_PARALLEL_DIMENSIONS = ("dp_replicate", "dp_shard")  # in accelerate's ParallelismConfig
+DATA_PARALLEL_DIMENSIONS = ("dp_replicate", "dp_shard")  # names in accelerate's mesh
 
 
 class Placement(TypedDict, total=False):

@@ -74,7 +74,7 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
         self._iterator: Iterator[Mapping[str, npt.NDArray[Any]]] | None = None
 
     def __iter__(self) -> MaxTextBatches:
-        """Return the iterator itself. With the option `restart`, it begins at the first batch again."""
+        """Return the iterator itself, at the next batch; with the option `restart`, at the first batch."""
         self._iterator = None
         return self
 

@@ -210,7 +210,7 @@ class DistributedDataGenerator:
             self._batches = iter(self._loader)
         batch = next(self._batches)
         tokens, labels = batch["tokens"], batch["labels"]
-        # modded-nanogpt's loss counts every target: an ignored one repeats its input, the end of a document.
+        # modded-nanogpt's loss counts every target: ignored targets repeat their input, an end of document.
         targets = torch.where(labels == IGNORED_LABEL, tokens.long(), labels)
         bounds = self._cum_lengths(batch["position_ids"])
         device = self._device

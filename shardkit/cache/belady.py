@@ -39,7 +39,7 @@ from shardkit.order.residency import ShardUses, shard_uses
 
 NEVER = int(np.iinfo(np.int64).max)  # the next use of a shard that is not used again
 
-_CHUNK = 4096  # number of uses processed at once: takes microseconds, rarely far more than needed
+_CHUNK = 4096  # number of uses that a plan processes at once, in microseconds; rarely far too many
 _EPOCHS = 2  # number of epochs known ahead: each shard's next use is in this epoch or the next
 
 _Numbers = npt.NDArray[np.intp]
@@ -156,11 +156,11 @@ def plan_fetches(
     capacity: int,
     limit: int,
 ) -> list[Fetch]:
-    """Plan the next fetches by deadline: `limit`, not counting shards needed now that do not fit.
+    """Return the next fetches by deadline: at most `limit`, plus shards needed now that do not fit.
 
     `cached`: size in bytes of each cached shard; a shard that is being fetched counts as cached. `sizes`: of
-    all shards, in bytes. `capacity`: bytes that these shards may occupy. The caller begins fetches in this
-    order and skips a fetch whose `start` is not reached: a later one may use space that it leaves free.
+    all shards, in bytes. `capacity`: bytes that these shards may occupy. The caller begins the fetches in
+    this order, because one may use space that an earlier one leaves, and skips those not at `start` yet.
     """
     if capacity < 0 or limit < 0:
         raise ValueError(f"capacity and limit must not be negative: {capacity:,}, {limit}")

@@ -26,7 +26,7 @@ from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 from shardkit.units import format_bytes
 
-READ_BYTES = 1 << 18  # size of one read from a store; its buffer fits a core's L2 cache
+READ_BYTES = 1 << 18  # bytes per read from a store; a buffer of this size fits a core's L2 cache
 MIN_PART_BYTES = 2 << 20  # minimum size of a parallel range: in smaller ones, latency outweighs the gain
 _threads = threading.local()
 
@@ -126,7 +126,7 @@ class Download:
             return self._running[-1]
 
     def split_part(self) -> Part | None:
-        """Cut the longest part that another thread fetches in two; return the second half, to be fetched.
+        """Split the longest part that another thread fetches; return its second half for `fetch_part`.
 
         Returns None if no part is long enough, or if parts are left that no thread fetches.
         """

@@ -95,7 +95,7 @@ def make_seal(raw: Bytes, name: str) -> bytes:
 
 
 def is_sealed(entry: Bytes, name: str) -> bool:
-    """Return whether `entry`, raw bytes and seal, is undamaged and named `name`; hashes it once or twice."""
+    """Return whether `entry` (raw bytes and seal) is the undamaged entry `name`; hashes it once or twice."""
     if len(entry) < SEAL_BYTES:
         return False
     raw = entry[:-SEAL_BYTES]
@@ -116,7 +116,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def name_digests(shards: Sequence[ShardInfo]) -> Bytes | None:
-    """Return the digests in which the entries' names end, uint8[shards, bytes]; None if names have none."""
+    """Return the digest at the end of each entry's name, uint8[shards, bytes]; None if names have none."""
     if not isinstance(shards, ShardTable):
         return None
     for files in (shards.raw, shards.packed):

@@ -59,7 +59,8 @@ class FetchLimits:
     """Time and size limits of a fetcher; tests use smaller values."""
 
     lease_seconds: float = 20.0
-    """Maximum wait for another process's lease. A shard takes less, at 5 MB/s: the holder was stopped."""
+    """Maximum wait for another process's lease. Fetching a shard takes less even at 5 MB/s, so a process that
+    holds a lease longer counts as stopped."""
     idle_seconds: float = 10.0
     """Time after which a thread without work ends; a new one is started when needed."""
     join_seconds: float = 2.0
@@ -138,7 +139,7 @@ class Fetcher:
         lanes: Sequence[int] | None = None,
         pace: Pace | None = None,
     ) -> FetchPlan:
-        """Return a plan for a loop. The fetcher follows it in turn with others, while the caller holds it.
+        """Make a plan for a loop and fetch by it, in turn with other plans, while the caller holds it.
 
         `parts`: datasets that share a cache; `uses`: the uses of their shards, numbered through all parts;
         `lanes`: the lanes that the loop reads (None: all).
@@ -293,7 +294,7 @@ class Fetcher:
 
     @contextlib.contextmanager
     def _connection(self, run: object) -> Iterator[None]:
-        """Free the connection that is counted for this task when the `with` block ends."""
+        """Context manager that frees the task's connection when its block ends."""
         try:
             yield
         finally:
@@ -415,7 +416,7 @@ class Fetcher:
             return job.download
 
     def _parts(self, job: Job) -> int:
-        """Return the number of parts of a download: more than one for idle threads if a reader waits."""
+        """Return the number of parts of a download: 1, or more if a reader waits and threads are idle."""
         idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
@@ -470,5 +471,5 @@ class Fetcher:
 
 
 def _least_recent(contents: Contents) -> Contents:
-    """Return the entries in the order of eviction without a plan: as they are, least recently used first."""
+    """Return the entries in the order in which to evict without a plan: least recently used first."""
     return contents

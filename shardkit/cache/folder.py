@@ -65,8 +65,8 @@ _KEPT_DAMAGED = 4
 LOCK_SECONDS = 10.0  # maximum wait for the folder's lock: held for milliseconds unless its holder was stopped
 REFRESH_SECONDS = 20.0  # how often to read when entries were last used; 1/3 of planner.IDLE_SECONDS
 _SPARE_SECONDS = 60.0  # when the disk has room again, entries in memory unused for this long are dropped
-_LISTING_SHARE = 50  # listings of the folder for a refresh may take 1/50 of the time
-_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # the smaller stays free on the disk
+_LISTING_SHARE = 50  # listing the folder may take at most 1/50 of the time; slow listings are made less often
+_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # bytes or share of the disk that stay free: the smaller
 
 _numbers = itertools.count()  # make the names of files being filled unique
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class CacheFolder:
                 return self._spare.lease(name, timeout_seconds)  # no room for a lock file: lease in memory
 
     def _acquire(self, lock: FileLock, timeout_seconds: float) -> bool:
-        """Acquire a lease; return whether it is held. Does not wait for a holder that timed out before."""
+        """Acquire a lease; return whether it is held. Never waits twice for a holder that has stopped."""
         if lock.acquire() or timeout_seconds <= 0:
             return lock.held
         holder = lock.read_holder()
@@ -229,7 +229,7 @@ class CacheFolder:
         self._used: dict[str, float] = {}  # last known use of each entry, as a Unix time
         self._touched: deque[str] = deque(maxlen=1 << 16)  # entries used since `_used` was last updated
         self._next_refresh = 0.0
-        self._holder = secrets.token_bytes(8)  # of this process; process ids of containers may be equal
+        self._holder = secrets.token_bytes(8)  # random: containers may have equal process ids
         self._stopped: dict[bytes, FileLock] = {}  # holder -> the lease that it did not release in time
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
@@ -312,7 +312,7 @@ class CacheFolder:
                 if not is_sealed(data, name):
                     raise _DamagedError
                 self._seen[name] = identity
-            with contextlib.suppress(OSError):  # other users' files keep the time of an older use
+            with contextlib.suppress(OSError):  # another user's file: its last use cannot be recorded
                 os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
             return data
         finally:

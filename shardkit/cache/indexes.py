@@ -53,7 +53,7 @@ from shardkit.manifest import Manifest
 
 _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
-TRUST_SECONDS = 60.0  # for this long, processes use an index that another has fetched: jobs start within it
+TRUST_SECONDS = 60.0  # age up to which an index fetched by another process is used; jobs start within it
 MAX_TAR_BYTES = 16 << 30  # maximum size of the indexes of all tars together: 500 million members
 
 T = TypeVar("T")

@@ -64,7 +64,7 @@ class Ledger:
     def follow(self, *, locked: bool) -> bool:
         """Read the lines that other processes have appended; return False if the log is missing or invalid.
 
-        `locked`: the caller holds the folder's lock. If not, an incomplete last line waits for the next call.
+        `locked`: the caller holds the folder's lock. If not, an incomplete last line is left to the next.
         """
         try:
             descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -178,7 +178,7 @@ class Ledger:
         return filled
 
     def entries(self) -> Contents:
-        """Return a view of the entries, least recently used first; an access reads the status of a file."""
+        """Return a view of the entries, least recently used first; access reads the status of their files."""
         return _Entries(self._root / "shards", self)
 
     def assume(self, sizes: Mapping[str, int]) -> None:

@@ -40,7 +40,7 @@ PLANNED = 64  # number of fetches planned at a time
 IDLE_SECONDS = 60.0  # time after which unused entries of other jobs count as abandoned
 REST_SECONDS = 5.0  # pause after a failed fetch: far longer than an attempt, far shorter than a plan lasts
 _LEAST_SECONDS, _MOST_SECONDS = 0.5, 60.0  # limits of the interval over which a loop's speed is measured
-_FREE_BYTES = 16 << 20  # credit that every loop may have: delaying smaller fetches is not worth it
+_FREE_BYTES = 16 << 20  # bytes that every loop may fetch ahead: delaying less is not worth it
 _GOLDEN_RATIO = 0.6180339887498949
 _STEPS_AN_EPOCH = 64  # how often per epoch a plan that has nothing to do is checked again
 # Shards are fetched ahead of their first use by 1/32 of the positions that the cache covers. Without this
@@ -172,7 +172,7 @@ class Planner:
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
         self._waiting: deque[Fetch] = deque()
         self.wake_at = loop.read
-        """`loop.read` from which there may be something to fetch; the plan need not be checked before."""
+        """Value of `loop.read` from which there may be something to fetch; before it, there is nothing."""
         self.unfit: frozenset[int] = frozenset()
         """Shards that had no room in the last plan, or were being fetched."""
         self._fruitful = True  # whether a fetch has begun since the last plan

@@ -131,13 +131,13 @@ class Fetchable(Protocol):
         """Return the size of each entry in bytes, int64[shards]; an unknown shard size counts as 0."""
 
     def known_objects(self) -> Iterable[tuple[int, str, int]]:
-        """Return (number, entry name, entry bytes) of the shards whose objects were looked up."""
+        """Return (number, entry name, entry bytes) of the shards looked up in the store."""
 
     def entry(self, number: int) -> str:
-        """Return the name of a shard's entry; looks up the object's version if the index has no hash."""
+        """Return the name of a shard's entry; asks the store for a version if the index has no hash."""
 
     def stored_file(self, number: int) -> FileInfo:
-        """Return name, size and hashes of a shard's object; looks up the size if the index has none."""
+        """Return name, size and hashes of a shard's object; asks the store for a size not in the index."""
 
     def version(self, number: int) -> str | None:
         """Return the version of a shard's object that must be read; None if any version may be read."""

@@ -183,7 +183,7 @@ class RowReader:
         return row_layout(self._manifest.format, self._manifest.shards[number])
 
     def can_read(self, number: int) -> bool:
-        """Return whether rows of a shard may be read singly: verified no less than by its whole shard."""
+        """Return whether rows of a shard can be read singly and verified as well as the whole shard is."""
         is_proved = self._blocks is not None or number in self._known
         # Flat token files have no hashes: reading whole shards of them would not verify anything either.
         return (is_proved or self._manifest.format == "tokens") and self.layout(number) is not None
@@ -191,7 +191,7 @@ class RowReader:
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
     ) -> dict[int, FetchedRows]:
-        """Read rows, `wanted` by shard and ascending, in one round of requests; shards must have a layout.
+        """Read the rows `wanted` (ascending, by shard) in one round of requests; shards need a layout.
 
         Raises FetchTimeoutError, or ObjectChangedError if an object has changed since its first row was read.
         """
@@ -248,7 +248,7 @@ class RowReader:
         layout = self.layout(place[0])
         assert layout is not None
         left = node.find(place, layout.size)
-        # If the row is of another version than earlier rows, read it here: the store shows if it changed.
+        # If the object's version differs from earlier rows', read the row: the store reports a change.
         if left is None or self._versions.setdefault(place[0], left[1]) != left[1]:
             return True
         requests.found[place] = left[0]
@@ -313,7 +313,7 @@ class RowReader:
             raise DamagedObjectError(self._where(number), problem)
 
     def trust(self, number: int, version: str) -> None:
-        """Require this version of a shard's object for all later rows: the index has verified it whole."""
+        """Require this version of a shard's object for all later rows: this version was verified whole."""
         self._versions[number] = version
 
     def verify_rows(self, number: int, raw: Bytes) -> None:
@@ -342,7 +342,7 @@ class RowReader:
             self._node.remove()
 
     def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
-        """Return the results of the reads, in order; raises FetchTimeoutError at `deadline`."""
+        """Return the results of the reads, in order; raises FetchTimeoutError if one misses `deadline`."""
         reads = [read for _, read in sent]
         wait_until(partial(_have_ended, reads), deadline)
         done, late = wait(reads, 0)
@@ -383,7 +383,7 @@ class RowReader:
         return data
 
     def _proved(self, place: Place, proof: Proof, data: bytes, deadline: float) -> bytes:
-        """Return the verified row in `data`, read again if wrong; raises DamagedObjectError in the end."""
+        """Return the verified row in `data`; reads wrong data again, and may raise DamagedObjectError."""
         if isinstance(proof, BlockProof):
             self._wait([(place, proof.checksums)], deadline)
         reads = 1
@@ -397,7 +397,7 @@ class RowReader:
         return row
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
-        """Return a row of which two reads are equal. `seen`: two reads. Raises ShardError if all differ."""
+        """Read a row until two reads are equal, and return it. `seen`: two reads. May raise ShardError."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"

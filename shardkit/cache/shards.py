@@ -292,12 +292,12 @@ class CachedShards:
         return self.info(number).compression is not None
 
     def stored_file(self, number: int) -> FileInfo:
-        """Return name, size and hashes of a shard's object; looks up the size if the index has none."""
+        """Return name, size and hashes of a shard's object; asks the store for a size not in the index."""
         file = self.info(number).stored
         return file if file.bytes >= 0 else replace(file, bytes=self._object(number)[0])
 
     def entry(self, number: int) -> str:
-        """Return the name of a shard's entry; looks up the object's version if the index has no hash."""
+        """Return the name of a shard's entry; asks the store for a version if the index has no hash."""
         name = self.known_entry(number)
         if not name:
             self._object(number)
@@ -348,7 +348,7 @@ class CachedShards:
         return len(shards), self.known_entry, name_digests(shards)
 
     def known_objects(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (number, entry name, entry bytes) of the shards whose objects were looked up."""
+        """Yield (number, entry name, entry bytes) of the shards looked up in the store."""
         for number in list(self._objects):
             yield number, self.known_entry(number), self.known_size(number)
 

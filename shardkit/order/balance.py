@@ -41,7 +41,7 @@ from shardkit.order.batches import BatchPlan, SampleOrder, Steps, StepSizes
 from shardkit.order.order import Located
 from shardkit.units import whole_number
 
-BALANCED_POSITIONS = 1 << 16  # maximum number of positions, of all ranks, in one plan: takes tens of ms
+BALANCED_POSITIONS = 1 << 16  # maximum number of positions, of all ranks, balanced at once: tens of ms
 MAX_ROWS = 1 << 24  # limit for a global batch or an optimizer step: sums of costs stay below 2**62
 _TOLERANCE = 32  # a rank may cost 1/32 more than the mean
 _ROUNDS = 32
@@ -85,7 +85,7 @@ def cost_model(balance: Balance) -> CostModel | None:
 
 @dataclass(frozen=True, slots=True)
 class DocumentIds:
-    """The token ids that mark documents in rows (loader options). They must not contradict."""
+    """The token ids that mark documents in rows (loader options). Raises ValueError if they conflict."""
 
     eos_id: int | None = None
     bos_id: int | None = None

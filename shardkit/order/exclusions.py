@@ -106,7 +106,7 @@ class Exclusions:
         return list(zip(self._begins.tolist(), self._ends.tolist(), strict=True))
 
     def kept_of_shards(self, shard_samples: npt.ArrayLike) -> Ints:
-        """Return the kept samples of each shard, int64[shards]; raises ValueError if a row is in none."""
+        """Return the kept rows per shard, int64[shards]; raises ValueError if excluded rows do not exist."""
         starts = np.concatenate([[0], np.cumsum(np.asarray(shard_samples, dtype=np.int64))])
         if len(self._ends) and self._ends[-1] > starts[-1]:
             raise ValueError(

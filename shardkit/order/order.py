@@ -56,12 +56,12 @@ VERSION = 2  # version of the arithmetic; saved in the state, so that a run keep
 _VERSIONS = (1, VERSION)
 _EPOCHS_KEPT = 2  # number of epochs kept in memory: a batch may cross into the next epoch
 
-_MANY_STARTS, _MANY_PLACES = 1 << 15, 1 << 10  # from these counts on, sorting pays off (L2 misses)
+_MANY_STARTS, _MANY_PLACES = 1 << 15, 1 << 10  # if both reach this, `_find` sorts to avoid L2 misses
 _NODES = 2048  # number of nodes that can each have a lane of their own, if the dataset has enough shards
-_SHARDS_OF_LANE = 32  # minimum number of shards per lane: two nodes fetch the shard between two lanes
+_SHARDS_OF_LANE = 32  # minimum number of shards per lane; a shard on the border of two lanes is fetched twice
 _SHARDS_OF_LONG_LANES = 128
 _SHARDS_OF_WINDOW = 2
-_SHARDS_OF_WINDOWS = 64  # minimum number under the windows of all lanes: 4 GiB in shards of 64 MiB
+_SHARDS_OF_WINDOWS = 64  # minimum number of shards under all lanes' windows: 4 GiB in shards of 64 MiB
 
 Shuffle = Literal["window", "global", "none"]
 LaneNumbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]

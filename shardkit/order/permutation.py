@@ -205,7 +205,7 @@ class _Rounds:
         return mixed
 
     def reduce(self) -> None:
-        """Reduce `left` < 2 * rows modulo rows, as min(left, left - rows): a negative difference wraps."""
+        """Reduce left (< 2 * rows) modulo rows by min(left, left - rows): negative values wrap to huge."""
         np.subtract(self.left, self._rows, out=self._mixed)
         np.minimum(self.left, self._mixed, out=self.left)
 

@@ -37,7 +37,7 @@ from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-_MAX_PASSES = 4  # maximum epochs of a stream per epoch of the mixture: more give many short intervals
+_MAX_PASSES = 4  # maximum of a stream's epochs per epoch of the mixture: more give many short intervals
 _MAX_INTERVALS = 1 << 22  # maximum number of intervals: sorting these takes a second and 100 MB
 _MOST_BEGINS = 256  # maximum number of batches whose parts are compared; further batches add few lanes
 _MOST_KEYS = 1 << 21  # maximum number of keys sorted for that comparison: tens of milliseconds
@@ -75,7 +75,7 @@ class ShardUses:
 
 
 def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
-    """Return the uses of shards in one epoch, sorted by begin; `lanes`: only by these, ascending."""
+    """Return the uses of shards in one epoch, sorted by begin; if `lanes` (ascending) is given, theirs."""
     # Shuffle "none" delivers the dataset order, which is one lane with windows of one sample.
     geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
     shards, places, sizes = _pieces(order, geometry, epoch, lanes)
