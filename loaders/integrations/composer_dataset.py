@@ -54,13 +54,13 @@ class ComposerDataset(StreamingDataset):
     """Whether a state at the end of an epoch was loaded; the next iteration then has no batches."""
 
     def state_dict(self, num_batches: int | None = None, from_beginning: bool | None = None) -> State:
-        """Return the state as `StreamingDataset` does; Composer passes this epoch's sample count and True."""
+        """Return the state. Composer passes the number of samples in this epoch, and True, as arguments."""
         if from_beginning is None:
             return super().state_dict(num_batches)
         return super().state_dict(num_batches or 0, from_beginning) | {_SAMPLES: num_batches}
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
-        """Continue where `state` was taken, here or by any other loader."""
+        """Continue where `state` was saved, by this class or any other loader."""
         plain = {name: value for name, value in state.items() if name != _SAMPLES}
         super().load_state_dict(plain, on_mismatch=on_mismatch)
         self.epoch_is_over = bool(state.get(_SAMPLES)) and not self.next[1]
@@ -77,7 +77,7 @@ class ComposerDataLoader(StreamingDataLoader):
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
-        """Ignore the value: torch's DataLoader sets None, because the dataset makes the batches."""
+        """Ignore `value`: torch's DataLoader assigns None, because the dataset makes the batches."""
 
     def __iter__(self) -> Any:
         if self.dataset.epoch_is_over:
@@ -96,7 +96,7 @@ def build_data_spec(
 ) -> DataSpec:
     """Build the DataSpec for Composer's `Trainer(train_dataloader=…)` and `Evaluator(dataloader=…)`.
 
-    `batch_size`: sequences per rank. Without workers, a thread prefetches. `options`: see `StreamingLoader`.
+    `batch_size`: sequences per rank. With 0 workers, a thread prefetches. `options`: see `StreamingLoader`.
     """
     flat = flattened(options)
     if refused := [name for name in ("flat", "cu_seqlens", "endless") if flat.get(name)]:

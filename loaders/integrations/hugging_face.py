@@ -47,7 +47,7 @@ from shardkit.loaders.pytorch import MapDataset
 from shardkit.order.order import Shuffle
 from shardkit.order.state import OnMismatch
 
-DATA_PARALLEL_DIMENSIONS = ("dp_replicate", "dp_shard")  # as accelerate's ParallelismConfig names them
+DATA_PARALLEL_DIMENSIONS = ("dp_replicate", "dp_shard")  # names in accelerate's mesh
 
 
 class Placement(TypedDict, total=False):
@@ -59,7 +59,7 @@ class Placement(TypedDict, total=False):
 
 
 def placement(accelerator: Accelerator) -> Placement:
-    """Return the data-parallel rank by Accelerate's parallelism config; TP and CP peers read equal data."""
+    """Return the place of this process in Accelerate's mesh; TP and CP peers read equal data."""
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         return {}
@@ -120,13 +120,13 @@ class TrainerDataset(TorchDataset[Batch]):
             return {name: value[0] for name, value in next(iter(loader)).items()}
 
     def _alone(self) -> StreamingLoader:
-        """Open a loader for this process alone, to inspect the data."""
+        """Open a loader of single rows for this process alone, to inspect the data."""
         options = grouped({**flattened(self._options), "usage_log": None, "prefetch_batches": 0})
         return StreamingLoader(self._dataset, batch_size=1, rank=0, world_size=1, shuffle="none", **options)
 
 
 class _Batches(TorchDataset[Batch]):
-    """The micro-batches of a loader by number; consecutive numbers are prefetched."""
+    """The micro-batches of a loader by their number in the run; consecutive numbers are prefetched."""
 
     def __init__(self, loader: StreamingLoader, on_mismatch: OnMismatch) -> None:
         self.loader = loader
@@ -281,11 +281,11 @@ class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
 
 
 class StreamingTrainer(StreamingTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
-    """The Trainer of transformers, which trains on a `TrainerDataset`."""
+    """The `Trainer` of transformers, changed to train on a `TrainerDataset`."""
 
 
 def _shown(dataset: Any) -> Any:
-    """Return a row of shardkit data in a class that TRL's constructors accept; other data is unchanged."""
+    """Return shardkit data as a one-row Hugging Face dataset, which TRL inspects; other data unchanged."""
     if not isinstance(dataset, TrainerDataset | MapDataset) or not is_datasets_available():
         return dataset
     import datasets

@@ -59,7 +59,7 @@ class MaxTextConfig(Protocol):
 
 
 class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
-    """This host's batches {"inputs", "targets", "inputs_position", …}: int32[B, L], from a NumPy loader.
+    """This host's batches {"inputs", "targets", "inputs_position", …}: int32[rows, length].
 
     The loader must have labels="shifted", position_ids, document_ids and tensors="numpy". Segments count from
     1; `targets_segmentation` is 0, which MaxText excludes from the loss, if a target is padding or the first
@@ -74,7 +74,7 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
         self._iterator: Iterator[Mapping[str, npt.NDArray[Any]]] | None = None
 
     def __iter__(self) -> MaxTextBatches:
-        """Return the iterator: training continues with the next batch, `restart` begins at the first one."""
+        """Return the iterator itself, at the next batch; with the option `restart`, at the first batch."""
         self._iterator = None
         return self
 

@@ -47,8 +47,8 @@ Data: TypeAlias = str | os.PathLike[str] | Dataset | Sequence[Stream]
 class MegatronDataIterator:
     """An endless iterator of micro-batches, which Megatron accepts as an external dataloader.
 
-    `loader` is the `StreamingLoader`. It prefetches from the first `next` on, so a pipeline stage that never
-    reads from it costs nothing.
+    `loader` is the `StreamingLoader`. It prefetches from the first `next` on, so it costs
+    nothing in a pipeline stage that never calls `next`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MegatronDataIterator:
         self.seek(consumed_samples)
 
     def seek(self, consumed_samples: int) -> None:
-        """Move to this position: the next micro-batch begins there."""
+        """Move to position `consumed_samples`: the next micro-batch begins there."""
         self.loader.seek(consumed_samples)
         self._batches: Iterator[dict[str, Tensor]] | None = None
 
@@ -124,7 +124,7 @@ class MegatronDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     Number i is position i. Megatron's samplers begin at `consumed_train_samples`, so the samples of a run
     depend on neither ranks nor batch sizes. Each epoch has a new shuffle of the whole dataset. Megatron's
-    workers read samples one at a time; `external_iterators` is faster, and plans what a cache keeps.
+    workers read samples one at a time; `external_iterators` is faster, and plans which shards a cache keeps.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def _megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, T
         positions = torch.arange(seq_length).expand_as(labels)
     made = {
         "tokens": batch["tokens"],
-        "labels": labels.clamp(min=0),  # Megatron looks up the logits of masked labels, too
+        "labels": labels.clamp(min=0),  # masked labels must be valid ids: Megatron looks up their logits, too
         "loss_mask": counts.float(),
         "position_ids": positions,
     }
@@ -215,7 +215,7 @@ def _megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, T
 
 
 def _check_rows(dataset: Dataset, seq_length: int, keep_length: bool) -> None:
-    """Raise ValueError unless rows have the length that sequences of `seq_length` need."""
+    """Raise ValueError unless the dataset's rows are as long as sequences of `seq_length` tokens need."""
     wanted = seq_length if keep_length else seq_length + 1
     if dataset.sequence_length != wanted:
         raise ValueError(

@@ -59,7 +59,7 @@ class ShardkitProvider(DatasetProvider):
     dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
 
     def __post_init__(self) -> None:
-        self.train_iterator: MegatronDataIterator | None = None  # not a field: fields are saved as YAML
+        self.train_iterator: MegatronDataIterator | None = None  # not a field: YAML saves all fields
 
     def build_datasets(self, context: DatasetBuildContext) -> Iterators:
         """Make the endless train, valid and test iterators for this process's data-parallel rank."""
@@ -84,7 +84,7 @@ class ShardkitProvider(DatasetProvider):
 
 
 class SeekToConsumedSamples(Callback):
-    """Moves a provider's training data to `consumed_train_samples` before the first step."""
+    """Moves a provider's training iterator to position `consumed_train_samples` before the first step."""
 
     def __init__(self, provider: ShardkitProvider) -> None:
         self.provider = provider

@@ -32,7 +32,7 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import RunOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
-_IGNORED_TARGET = -1  # target that the loss of nanoGPT and nanochat ignores
+_IGNORED_TARGET = -1  # the target value that the loss of nanoGPT and nanochat ignores
 
 _OF_THE_DATA = ("cache_dir", "cache_bytes", "connections", "storage", "eos_id", "bos_id", "timeout_seconds")
 
@@ -81,18 +81,18 @@ class NanoGPTData:
         return _pair(next(self._batches), self._block_size, self._device)
 
     def evaluation(self, split: str, eval_iters: int) -> Iterator[Pair]:
-        """Yield the first `eval_iters` batches of a split: the same in each evaluation and on each rank."""
+        """Yield the first `eval_iters` batches of a split, the same in each evaluation and on each rank."""
         options = grouped({**self._evaluation, "shuffle": "none", "stop_together": False})
         with _endless(self._sets[split], self._batch_size, rank=0, world_size=1, **options) as loader:
             for batch in itertools.islice(loader, eval_iters):
                 yield _pair(batch, self._block_size, self._device)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state before the last delivered batch."""
+        """Return the state of the loader before the last delivered batch."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue with the batch that was the last delivered one when `state` was taken."""
+        """Continue with the batch that was delivered last when `state` was saved."""
         self._loader.load_state_dict(state)
         self._state, self._batches = self._loader.state_dict(), None
 
@@ -179,7 +179,7 @@ class DistributedDataGenerator:
         self._batches: Iterator[Batch] | None = None
 
     def _resized(self, num_tokens: int, max_seq_len: int, grad_accum_steps: int) -> StreamingLoader:
-        """Open a loader with batches of these sizes; also sets `max_seq_len`."""
+        """Open a loader whose batches have these sizes; also stores `max_seq_len`."""
         if max_seq_len != -1 and max_seq_len < 1:
             raise ValueError(f"max_seq_len must be at least 1, or -1 for no cut, not {max_seq_len}")
         row = _row_tokens(self._opened) - 1
@@ -210,7 +210,7 @@ class DistributedDataGenerator:
             self._batches = iter(self._loader)
         batch = next(self._batches)
         tokens, labels = batch["tokens"], batch["labels"]
-        # modded-nanogpt's loss ignores no target: padding repeats the id that ends a document.
+        # modded-nanogpt's loss counts every target: ignored targets repeat their input, an end of document.
         targets = torch.where(labels == IGNORED_LABEL, tokens.long(), labels)
         bounds = self._cum_lengths(batch["position_ids"])
         device = self._device
@@ -231,11 +231,11 @@ class DistributedDataGenerator:
         return bounds
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state after the last delivered batch."""
+        """Return the state of the loader after the last delivered batch."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue where `state` was taken; batch sizes may differ."""
+        """Continue where `state` was saved; batch sizes may differ."""
         self._loader.load_state_dict(state)
         self._batches = None
 
@@ -278,7 +278,7 @@ def _pair(batch: Batch, length: int, device: torch.device) -> Pair:
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return the tensor on `device`; a copy to a GPU uses pinned memory and is not waited for."""
+    """Return the tensor on `device`. A copy to a GPU is asynchronous, from pinned memory."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -92,7 +92,7 @@ class ShardkitDataLoader(TextDataLoaderBase):
             )
 
     def _open(self, dataset: str | os.PathLike[str] | Dataset | Sequence[Stream]) -> StreamingLoader:
-        """Open a loader with the current batch size, at the first sample."""
+        """Open a loader at its first sample, with the batch size that `global_batch_size` now gives."""
         rows, rest = divmod(self.global_batch_size, self.sequence_length * self.dp_world_size)
         if rest or not rows:
             raise ValueError(
@@ -114,7 +114,7 @@ class ShardkitDataLoader(TextDataLoaderBase):
     def batches_in_epoch(self, epoch: int) -> int:
         """Return the number of batches in an epoch, if the batch size does not change.
 
-        With tail="carry", epochs may differ by one.
+        With tail="carry", two epochs may differ by one batch.
         """
         if epoch == self._epoch:
             return self.total_batches
@@ -122,7 +122,7 @@ class ShardkitDataLoader(TextDataLoaderBase):
         return plan.batches_left(plan.first_batch(epoch - 1))
 
     def reshuffle(self, epoch: int | None = None, **kwargs: object) -> None:
-        """Continue with `epoch`, which counts from 1; the default is the next epoch."""
+        """Continue with `epoch`, counted from 1; by default, with the next epoch."""
         if epoch is None:
             epoch = 1 if self._epoch is None else self._epoch + 1
         if epoch < 1:

@@ -36,7 +36,7 @@ with naming_extras(__name__):
 
     try:
         from torchtitan.components.dataloader import BaseDataLoader
-    except ModuleNotFoundError:  # the module's name after release 0.3
+    except ModuleNotFoundError:  # this module has another name after release 0.3
         from torchtitan.components.data.loader import BaseDataLoader
 
 
@@ -53,13 +53,13 @@ class ShardkitDataLoader(BaseDataLoader):
         dataset_path: str | None = None
         """Folder or URL of the dataset."""
         streams: Annotated[Sequence[Stream], tyro.conf.Suppress] = ()
-        """A mixture, instead of `dataset_path`."""
+        """The streams of a mixture, instead of `dataset_path`."""
         options: Annotated[RunOptions, tyro.conf.Suppress] = field(default_factory=RunOptions)
         """Further arguments of `StreamingLoader`: seed, shuffle, cache_dir, usage_log, …"""
         infinite: bool = True
         """Whether the loader never ends; `Validator` sets it."""
         repeat: bool = True
-        """The name of `infinite` after release 0.3."""
+        """Same as `infinite`, which has this name after release 0.3; the loader ends if either is false."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ShardkitDataLoader(BaseDataLoader):
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue where the state was taken, at any degree; does nothing if the checkpoint has no state."""
+        """Continue where the state was saved, with any number of ranks; does nothing if it is empty."""
         if state_dict:
             self.loader.load_state_dict(state_dict)
 

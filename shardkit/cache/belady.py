@@ -37,9 +37,9 @@ from shardkit.arrays import Ints
 from shardkit.order.order import Order
 from shardkit.order.residency import ShardUses, shard_uses
 
-NEVER = int(np.iinfo(np.int64).max)  # value of the next use of a shard without one
+NEVER = int(np.iinfo(np.int64).max)  # the next use of a shard that is not used again
 
-_CHUNK = 4096  # number of uses processed together: microseconds of work, and rarely far too many
+_CHUNK = 4096  # number of uses that a plan processes at once, in microseconds; rarely far too many
 _EPOCHS = 2  # number of epochs known ahead: each shard's next use is in this epoch or the next
 
 _Numbers = npt.NDArray[np.intp]
@@ -67,10 +67,10 @@ class Uses(Protocol):
 
 
 class Future:
-    """The uses of the shards by some lanes (None: all) from a position on, in its epoch and the next.
+    """The uses of shards by `lanes` (None: all) in the epoch of a position and in the next epoch.
 
     `lead`: number of positions by which each use begins earlier, so that shards arrive in time. Positions may
-    go forward and back; each change of epoch costs a sort. Not thread-safe.
+    be passed in any order; each change of epoch costs a sort. Not thread-safe.
     """
 
     def __init__(self, order: Order | Uses, lanes: Sequence[int] | None = None, lead: int = 0) -> None:
@@ -82,14 +82,14 @@ class Future:
         self._lanes = lanes
         self._epoch = -1  # no epoch is loaded before the first position is known
         self._position = 0  # position of the last call
-        self._passed = 0  # all uses before this number have ended at that position
+        self._passed = 0  # uses with a lower index than this have ended at `_position`
 
     def next_use(self, position: int, shards: npt.ArrayLike) -> Ints:
         """Return the position of each shard's next use: `position` if it is in use, NEVER if it has none."""
         return np.maximum(self._next_begins(position, np.asarray(shards, dtype=np.int64)), position)
 
     def upcoming(self, position: int) -> ShardUses:
-        """Return the uses at or after `position`, sorted by begin. Touching uses of a shard are merged."""
+        """Return the uses that end after `position`, sorted by begin; touching uses of a shard are merged."""
         in_use, begun = self._split(position)
         return self._uses.take(np.concatenate([in_use, np.arange(begun, len(self._uses))]))
 
@@ -100,7 +100,7 @@ class Future:
         return float(sizes[uses.shard].sum()) / max(1, positions)
 
     def _split(self, position: int) -> tuple[_Numbers, int]:
-        """Return the numbers of the uses in progress at `position`, and of the first that begins later."""
+        """Return the indices of the uses in progress at `position`, and of the first that begins later."""
         self._move(position)
         begun = int(np.searchsorted(self._uses.begin, position, side="right"))
         in_use = self._passed + np.flatnonzero(self._uses.end[self._passed : begun] > position)
@@ -134,16 +134,16 @@ class Future:
         uses = _joined(self._order, range(epoch, epoch + _EPOCHS), self._lanes)
         uses, by_shard = _merged(ShardUses(uses.shard, np.maximum(uses.begin - self._lead, 0), uses.end))
         count = len(uses)
-        # These have one entry more than uses: number `count` means "no use".
+        # These arrays have one entry more than there are uses: index `count` means "no use".
         self._begins = np.append(uses.begin, NEVER)
         self._ends = np.append(uses.end, NEVER)
         self._uses = ShardUses(uses.shard, self._begins[:-1], self._ends[:-1])
-        self._by_shard = np.append(by_shard, count)  # use numbers, grouped by shard
+        self._by_shard = np.append(by_shard, count)  # indices of uses, grouped by shard
         counts = np.bincount(uses.shard, minlength=self._shards)
-        self._first = np.concatenate([[0], np.cumsum(counts)])  # where each shard's group begins in it
+        self._first = np.concatenate([[0], np.cumsum(counts)])  # first index of each shard in `_by_shard`
         self._most = int(counts.max(initial=0))
         same = uses.shard[by_shard[:-1]] == uses.shard[by_shard[1:]]
-        self._again = np.full(count, NEVER, dtype=np.int64)  # begin of the next use of each use's shard
+        self._again = np.full(count, NEVER, dtype=np.int64)  # for each use, when its shard is used next
         self._again[by_shard[:-1][same]] = uses.begin[by_shard[1:][same]]
         self._epoch, self._passed = epoch, 0
 
@@ -156,11 +156,11 @@ def plan_fetches(
     capacity: int,
     limit: int,
 ) -> list[Fetch]:
-    """Plan the next fetches by deadline: at most `limit`, plus those that are needed now and do not fit.
+    """Return the next fetches by deadline: at most `limit`, plus shards needed now that do not fit.
 
     `cached`: size in bytes of each cached shard; a shard that is being fetched counts as cached. `sizes`: of
-    all shards, in bytes. `capacity`: in bytes, without the space that others occupy. Begin the fetches in
-    order, skipping those whose `start` is not reached: a fetch may use space that an earlier one leaves free.
+    all shards, in bytes. `capacity`: bytes that these shards may occupy. The caller begins the fetches in
+    this order, because one may use space that an earlier one leaves, and skips those not at `start` yet.
     """
     if capacity < 0 or limit < 0:
         raise ValueError(f"capacity and limit must not be negative: {capacity:,}, {limit}")
@@ -205,7 +205,7 @@ class _Simulation:
         self._shards = np.concatenate([shards[by_number], spare])
         held = np.fromiter(cached.values(), dtype=np.int64, count=len(cached))
         self._bytes = np.concatenate([held[by_number], spare])
-        # Per slot: the begin of the current or next use, and the end of the use before it.
+        # Per slot: when the shard's next unprocessed use begins, and when the use before it ends.
         self._next = np.concatenate([future._next_begins(position, shards[by_number]), spare])
         self._free = np.full(len(self._shards), position, dtype=np.int64)
         self._slots = np.full(len(sizes), -1, dtype=np.int32)
@@ -215,7 +215,7 @@ class _Simulation:
         self._too_large = NEVER  # smallest size known not to fit in addition to the shards in use now
 
     def use(self, numbers: _Numbers) -> int:
-        """Process uses up to the first whose shard is not cached; return the number processed."""
+        """Process these uses in order, up to the first whose shard is not cached; return their number."""
         slots = self._slots[self._future._uses.shard[numbers]]
         missing = np.flatnonzero(slots < 0)
         hits = int(missing[0]) if len(missing) else len(numbers)
@@ -225,7 +225,7 @@ class _Simulation:
         return hits
 
     def fetch(self, number: int) -> Fetch:
-        """Simulate the fetch of a use's shard at its deadline, with evictions, and return the fetch."""
+        """Simulate the fetch for use `number` at its deadline, with its evictions, and return the fetch."""
         shard = int(self._future._uses.shard[number])
         deadline = max(int(self._future._uses.begin[number]), self._position)
         size, is_needed = int(self._sizes[shard]), deadline == self._position
@@ -312,7 +312,7 @@ def _preference(piece: tuple[int, int], position: int) -> tuple[bool, bool, int]
 
 
 def _joined(order: Order | Uses, epochs: range, lanes: Sequence[int] | None) -> ShardUses:
-    """Return the uses of consecutive epochs; they are sorted because an epoch ends before the next begins."""
+    """Return the uses of consecutive epochs; sorted, because an epoch ends before the next begins."""
     if isinstance(order, Order):
         return ShardUses.joined([shard_uses(order, epoch, lanes) for epoch in epochs])
     return ShardUses.joined([order.uses(epoch, lanes) for epoch in epochs])

@@ -26,7 +26,7 @@ from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 from shardkit.units import format_bytes
 
-READ_BYTES = 1 << 18  # size of one read, into a buffer that fits a core's L2 cache
+READ_BYTES = 1 << 18  # bytes per read from a store; a buffer of this size fits a core's L2 cache
 MIN_PART_BYTES = 2 << 20  # minimum size of a parallel range: in smaller ones, latency outweighs the gain
 _threads = threading.local()
 
@@ -75,7 +75,7 @@ class Part:
 
 
 class Download:
-    """The download of one object's stored bytes, by up to one thread per part."""
+    """The download of one object, cut into parts. Each part is fetched by one thread."""
 
     def __init__(
         self,
@@ -88,7 +88,11 @@ class Download:
         min_part_bytes: int = MIN_PART_BYTES,
         read_bytes: int = READ_BYTES,
     ) -> None:
-        """Download into `target`, which has room for `file.bytes`; `read_bytes` is at most READ_BYTES."""
+        """Download `file` into `target`, which has room for it, in up to `parts` parts.
+
+        `version`: the only version of the object to read (None: any). `read_bytes`: bytes per read, at most
+        READ_BYTES.
+        """
         self.target = target
         self._store, self._file, self._read_bytes = store, file, read_bytes
         self._version = version
@@ -110,7 +114,7 @@ class Download:
 
     @property
     def version(self) -> str | None:
-        """The version of the object; None until some of it has arrived, unless it was given."""
+        """The version of the object: as given, or of the first response; None before that."""
         return self._version
 
     def take_part(self) -> Part | None:
@@ -122,9 +126,9 @@ class Download:
             return self._running[-1]
 
     def split_part(self) -> Part | None:
-        """Return the second half of the longest part that another thread fetches; use it as `take_part`'s.
+        """Split the longest part that another thread fetches; return its second half for `fetch_part`.
 
-        Returns None if half of it would be too small for a request.
+        Returns None if no part is long enough, or if parts are left that no thread fetches.
         """
         with self._changed:
             longest = max(self._running, key=lambda part: part.stop - part.at, default=None)
@@ -135,12 +139,12 @@ class Download:
                 return None
             half = Part(longest.stop - left // 2, longest.stop)
             longest.stop = half.at
-            self._hashers = {}  # they need bytes in order; without them, `check` hashes the whole object
+            self._hashers = {}  # hashers need bytes in order; without them, `check` hashes the whole object
             self._running.append(half)
             return half
 
     def fetch_part(self, part: Part) -> None:
-        """Fetch a part; errors are kept, and raised by `check`."""
+        """Fetch a part. An error stops the download and is raised by `check`."""
         try:
             self._stream(part)
         except Exception as error:
@@ -151,12 +155,12 @@ class Download:
                 self._changed.notify_all()
 
     def fetch(self) -> None:
-        """Fetch all parts that no other thread takes."""
+        """Take and fetch parts until no part is left to take."""
         while (part := self.take_part()) is not None:
             self.fetch_part(part)
 
     def stop(self, error: Exception) -> None:
-        """End the download at the next piece; `check` raises the first error."""
+        """Stop all threads of the download after their current reads; `check` raises the first error."""
         with self._changed:
             self.error = self.error or error
 
@@ -188,7 +192,7 @@ class Download:
             if body.info.version != self._version:
                 raise ObjectChangedError(self.where, "was replaced while it was fetched")
             buffer = _buffer()
-            while part.at < part.stop and self.error is None:  # another thread may lower `stop`: a split
+            while part.at < part.stop and self.error is None:  # `split_part` may lower `stop`
                 count = body.readinto(buffer[: min(self._read_bytes, part.stop - part.at)])
                 if not count:
                     raise DamagedObjectError(
@@ -254,7 +258,7 @@ class Job:
         return self.shards, self.number
 
     def stop(self, error: Exception) -> None:
-        """Report the error to waiting readers, and end the download at its next piece."""
+        """Report the error to waiting readers, and stop the download after the current reads."""
         self.is_stopped = True
         self.error = self.error or error
         if self.download is not None:
@@ -268,7 +272,7 @@ class Job:
         self.done.set()
 
     def drop_slot(self, *, damaged: bool = False) -> None:
-        """Release the space in the cache."""
+        """Release the reserved space in the cache, if any; `damaged` data is kept for inspection."""
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.discard(damaged=damaged)

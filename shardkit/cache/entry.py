@@ -10,7 +10,7 @@ the others. Shards without any hash are named after their object and its version
 
 Proof. A file that was cut, overwritten, renamed or swapped does not pass its seal, for any hashes in the
 index. But anyone can write a seal, so an entry whose name contains the hash of its raw bytes must have that
-hash as well. A hash of at least 128 bits is computed instead of the seal's, a shorter one in addition. A
+hash as well. If that hash has at least 128 bits, the seal's hash is not computed; otherwise both are. A
 gigabyte takes 0.3 s with xxh3_128 (as with the seal alone), 0.6 to 0.8 s with xxh64 and similar hashes, 1.4 s
 with sha1, 1.7 s with sha256 and 3 to 4 s with md5 and sha512. Entries named by a hash of the compressed
 object, or by its version, are verified by their seal and size only.
@@ -40,17 +40,17 @@ from shardkit.manifest import ShardInfo, ShardTable
 _MAGIC = b"shardkt1"
 _SEAL = struct.Struct("<8sQ16s16s")
 SEAL_BYTES = _SEAL.size
-_STRONG_DIGEST_CHARS = 32  # 128 bits in hex, like the seal's digest
-_MAX_DIGEST_CHARS = 128  # sha512 in hex; file names may have 255 characters
+_STRONG_DIGEST_CHARS = 32  # length in hex of 128 bits, the size of the digest in a seal
+_MAX_DIGEST_CHARS = 128  # length of sha512 in hex; file names may have 255 characters
 # Matches entry names that contain the hash of their raw bytes, as `entry_name` writes them.
 _RAW_HASH = re.compile(r"-?[0-9a-f]+-(?P<algorithm>[0-9a-z_]+)-(?P<digest>[0-9a-z]+)")
 
 Size = TypeVar("Size", int, Ints)
 
-_MOST_FOUND = 1 << 17  # maximum number of cached look-ups: more than the entries of real caches
+_MOST_FOUND = 1 << 17  # maximum number of look-ups kept in memory: more than a real cache has entries
 
 EntryPart = tuple[int, Callable[[int], str], Bytes | None]
-"""One dataset: its number of shards, a function for each entry's name ("" if unknown), and `name_digests`."""
+"""The names of a dataset's entries: (number of shards, function from shard to name or "", `name_digests`)."""
 
 
 def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | None:
@@ -90,12 +90,12 @@ def sealed_size(raw_bytes: Size) -> Size:
 
 
 def make_seal(raw: Bytes, name: str) -> bytes:
-    """Return the seal of raw bytes under a name."""
+    """Return the seal of an entry with these raw bytes and this name."""
     return _SEAL.pack(_MAGIC, len(raw), _digest(name.encode()), _digest(raw.data))
 
 
 def is_sealed(entry: Bytes, name: str) -> bool:
-    """Return whether `entry` is complete and matches its name; hashes all of it once or twice."""
+    """Return whether `entry` (raw bytes and seal) is the undamaged entry `name`; hashes it once or twice."""
     if len(entry) < SEAL_BYTES:
         return False
     raw = entry[:-SEAL_BYTES]
@@ -116,7 +116,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def name_digests(shards: Sequence[ShardInfo]) -> Bytes | None:
-    """Return the digests at the end of the entries' names, uint8[shards, bytes]; None if they have none."""
+    """Return the digest at the end of each entry's name, uint8[shards, bytes]; None if names have none."""
     if not isinstance(shards, ShardTable):
         return None
     for files in (shards.raw, shards.packed):
@@ -134,7 +134,7 @@ class EntryNames:
         self._firsts: list[int] = []
         self._name_of: list[Callable[[int], str]] = []
         self._late: dict[int, str] = {}  # names that became known later, by shard
-        self._listed: dict[str, list[int]] = {}  # shards by name, for names that are kept as strings
+        self._listed: dict[str, list[int]] = {}  # shard numbers by entry name, for names kept as strings
         self._sorted: list[tuple[int, _SortedDigests]] = []
         self._found: dict[str, Sequence[int]] = {}
         first = 0
@@ -183,7 +183,7 @@ class EntryNames:
 
 
 class _SortedDigests:
-    """Finds digests in a dataset by their first eight bytes."""
+    """Finds a dataset's shards by the first eight bytes of their digests."""
 
     def __init__(self, digests: Bytes) -> None:
         self._width = digests.shape[1]
@@ -194,7 +194,7 @@ class _SortedDigests:
         self._keys: npt.NDArray[np.uint64] = found[self._order]
 
     def ending(self, name: str) -> list[int]:
-        """Return the shards whose digests begin with the same eight bytes as the one at the end of `name`."""
+        """Return the shards whose digests share their first eight bytes with the digest that ends `name`."""
         try:
             digest = bytes.fromhex(name.rpartition("-")[2])
         except ValueError:

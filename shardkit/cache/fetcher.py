@@ -15,7 +15,7 @@ shards. Ready shards start in the order of their plan, but shards that a reader 
 the cache has no space for such a shard, a planned shard that is ready gives up its own.
 
 Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder use leases, so
-that only one of them fetches a shard; a lease whose holder has been stopped is ignored after a while. If a
+that only one of them fetches a shard; a lease whose holder has been stopped is ignored after a timeout. If a
 cache has no room, a shard that a reader waits for is read into memory. Every wait has a timeout, and its
 error message says how much had arrived.
 """
@@ -48,9 +48,9 @@ from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable
 from shardkit.order.order import Order
 from shardkit.storage.threads import Workers, remake_after_fork
 
-ATTEMPTS = 3  # downloads of a shard whose hashes are wrong, before its object is reported as damaged
-AHEAD = 2  # number of shards prepared before a connection is free; each takes room in the cache
-FINISHERS = 4  # extra threads that check and sync shards while others use all connections or prepare
+ATTEMPTS = 3  # downloads of a shard with wrong hashes before its object is reported as damaged
+AHEAD = 2  # number of shards prepared while no connection is free; each reserves space in the cache
+FINISHERS = 4  # number of extra threads, which check and sync shards while others download or prepare
 ROW_THREADS = 16
 
 
@@ -59,7 +59,8 @@ class FetchLimits:
     """Time and size limits of a fetcher; tests use smaller values."""
 
     lease_seconds: float = 20.0
-    """Timeout for another process's lease; longer than a shard takes at 5 MB/s, so its holder has stopped."""
+    """Maximum wait for another process's lease. Fetching a shard takes less even at 5 MB/s, so a process that
+    holds a lease longer counts as stopped."""
     idle_seconds: float = 10.0
     """Time after which a thread without work ends; a new one is started when needed."""
     join_seconds: float = 2.0
@@ -86,7 +87,7 @@ class Fetcher:
         return type(self), (self.connections, self.limits)
 
     def after_fork(self) -> None:
-        """Reset in a child: it has none of its parent's threads and jobs, and one may have held the lock."""
+        """Reset in a forked child: it has no threads or jobs, and its parent's threads may hold the lock."""
         self._changed = threading.Condition()
         self._demanded: deque[Job] = deque()  # jobs with a waiting reader that no thread works on yet
         self._active: dict[tuple[Fetchable, int], Job] = {}  # jobs that were begun and are not finished
@@ -105,7 +106,10 @@ class Fetcher:
         self._planning = False
 
     def demand(self, shards: Fetchable, number: int, plan: FetchPlan | None) -> Job:
-        """Return the job that fetches a shard, before all planned ones; `plan`: the waiting reader's plan."""
+        """Return the job that fetches a shard, before all planned shards, for a reader that waits.
+
+        `plan`: the reader's plan, which chooses what to evict; None: any plan for the same cache.
+        """
         with self._changed:
             self._start_threads()
             job = self._active.get((shards, number)) or next(
@@ -135,12 +139,12 @@ class Fetcher:
         lanes: Sequence[int] | None = None,
         pace: Pace | None = None,
     ) -> FetchPlan:
-        """Fetch ahead for a loop, in turn with other plans, for as long as the caller holds the plan.
+        """Make a plan for a loop and fetch by it, in turn with other plans, while the caller holds it.
 
         `parts`: datasets that share a cache; `uses`: the uses of their shards, numbered through all parts;
         `lanes`: the lanes that the loop reads (None: all).
         """
-        # Must not reference the plan: a cycle would keep the plan alive until a garbage collection.
+        # The function must not reference the plan: a cycle would keep it alive until a garbage collection.
         plans = partial(self._planners, parts[0].cache)
         plan = FetchPlan(parts, uses, loop, lanes=lanes, pace=pace, plans=plans)
         with self._changed:
@@ -208,7 +212,7 @@ class Fetcher:
             del task  # a task may hold the last reference to a plan whose reader is gone
 
     def _await_task(self, run: object) -> Callable[[], None] | None:
-        """Wait for a task for a free thread and return it; None if the thread should end."""
+        """Wait for a task for the calling thread and return it; None if the thread should end."""
         with self._changed:
             is_idle = False
             while self._run is run:
@@ -222,7 +226,10 @@ class Fetcher:
             return None
 
     def _next_task(self) -> Callable[[], None] | None:
-        """Return the next task for a free thread, counted as begun; the caller holds the lock."""
+        """Return the next task for the calling thread, or None. The caller holds the lock.
+
+        Counts the task in `_streaming` or `_preparing`.
+        """
         if self._streaming < self.connections:
             task = self._next_part() or self._next_ready()
             if task is not None:
@@ -247,7 +254,7 @@ class Fetcher:
     def _next_half(self) -> Callable[[], None] | None:
         """Return a task for half of a range that another thread fetches, or None.
 
-        Only while a reader waits: more ranges per shard do not raise the throughput otherwise.
+        Returns None unless a reader waits: without one, more ranges per shard do not raise the throughput.
         """
         jobs = sorted(self._active.values(), key=lambda job: not job.urgent)
         if not any(job.urgent and not job.done.is_set() for job in jobs):
@@ -287,7 +294,7 @@ class Fetcher:
 
     @contextlib.contextmanager
     def _connection(self, run: object) -> Iterator[None]:
-        """Return the connection that was counted for the task, at the end of the block."""
+        """Context manager that frees the task's connection when its block ends."""
         try:
             yield
         finally:
@@ -318,7 +325,7 @@ class Fetcher:
             download.fetch_part(part)
 
     def _prepare(self, job: Job, run: object) -> None:
-        """Prepare a job for a connection, or finish it if there is nothing to fetch now."""
+        """Acquire lease and space for a job, then queue it; finish it if there is nothing to fetch."""
         is_ready = False
         try:
             is_ready = self._take_room(job)
@@ -357,7 +364,10 @@ class Fetcher:
         return True
 
     def _withdraw(self, cache: Cache) -> Job | None:
-        """Withdraw the last ready job with space in `cache` and no waiting reader; the caller finishes it."""
+        """Remove and return the last ready job that has space in `cache` and no waiting reader, or None.
+
+        The caller must finish the job, which frees its space.
+        """
         with self._changed:
             holding = [job for job in self._ready if job.shards.cache is cache and job.slot is not None]
             job = next((job for job in reversed(holding) if not job.urgent), None)
@@ -406,7 +416,7 @@ class Fetcher:
             return job.download
 
     def _parts(self, job: Job) -> int:
-        """Return how many threads fetch a shard: one, or also the idle threads if a reader waits for it."""
+        """Return the number of parts of a download: 1, or more if a reader waits and threads are idle."""
         idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
@@ -461,5 +471,5 @@ class Fetcher:
 
 
 def _least_recent(contents: Contents) -> Contents:
-    """Return the entries as victims without a plan: the least recently used first, as `contents` has them."""
+    """Return the entries in the order in which to evict without a plan: least recently used first."""
     return contents

@@ -58,26 +58,26 @@ from shardkit.storage.threads import remake_after_fork
 
 SUBFOLDER = "shardkit-cache-1"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk (bytes or inodes), a quota or a size limit; data is then used but not cached."""
+"""Errors of a full disk (bytes or inodes), a quota or a file size limit: data is delivered but not cached."""
 
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
-LOCK_SECONDS = 10.0  # making room takes milliseconds: a process that holds the lock longer has been stopped
-REFRESH_SECONDS = 20.0  # a third of the time after which unused entries count as abandoned (IDLE_SECONDS)
-_SPARE_SECONDS = 60.0  # once the disk has room again, entries in memory are dropped when unused for so long
-_LISTING_SHARE = 50  # a refresh lists the folder, which may take at most 1/50 of the time
-_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # kept free on the disk: a full disk breaks other programs
+LOCK_SECONDS = 10.0  # maximum wait for the folder's lock: held for milliseconds unless its holder was stopped
+REFRESH_SECONDS = 20.0  # how often to read when entries were last used; 1/3 of planner.IDLE_SECONDS
+_SPARE_SECONDS = 60.0  # when the disk has room again, entries in memory unused for this long are dropped
+_LISTING_SHARE = 50  # listing the folder may take at most 1/50 of the time; slow listings are made less often
+_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # bytes or share of the disk that stay free: the smaller
 
 _numbers = itertools.count()  # make the names of files being filled unique
 T = TypeVar("T")
 
 
 class _DamagedError(Exception):
-    """The file is not the entry that its name says."""
+    """A file in shards/ is damaged, or is not the entry that its name identifies."""
 
 
 class _UnusableError(Exception):
-    """The folder cannot take an entry at the moment; `counter` names the counter for the reason."""
+    """The folder cannot store an entry now; `counter` names the counter to increment."""
 
     def __init__(self, counter: str) -> None:
         super().__init__(counter)
@@ -98,8 +98,8 @@ class CacheFolder:
     ) -> None:
         """Open or create the cache in `folder`; raises CacheFolderError if it cannot be used.
 
-        `refresh_seconds`: how old the last uses by other processes in `contents` may be. `spare_bytes`:
-        memory for entries that the folder cannot take.
+        `refresh_seconds`: maximum age of other processes' last uses of entries in `contents`. `spare_bytes`:
+        maximum memory for entries that the folder cannot store.
         """
         self._spare = CacheMemory(spare_bytes)
         self._root, self._lock_seconds = Path(folder).absolute() / SUBFOLDER, lock_seconds
@@ -185,7 +185,7 @@ class CacheFolder:
                 return self._spare.lease(name, timeout_seconds)  # no room for a lock file: lease in memory
 
     def _acquire(self, lock: FileLock, timeout_seconds: float) -> bool:
-        """Acquire a lease; do not wait for a process that still holds an earlier lease past its timeout."""
+        """Acquire a lease; return whether it is held. Never waits twice for a holder that has stopped."""
         if lock.acquire() or timeout_seconds <= 0:
             return lock.held
         holder = lock.read_holder()
@@ -229,11 +229,11 @@ class CacheFolder:
         self._used: dict[str, float] = {}  # last known use of each entry, as a Unix time
         self._touched: deque[str] = deque(maxlen=1 << 16)  # entries used since `_used` was last updated
         self._next_refresh = 0.0
-        self._holder = secrets.token_bytes(8)  # not the process id: containers have equal ones
+        self._holder = secrets.token_bytes(8)  # random: containers may have equal process ids
         self._stopped: dict[bytes, FileLock] = {}  # holder -> the lease that it did not release in time
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
-        """Turn a filled file into an entry, at the end of a slot."""
+        """Turn the filled file of a slot into the entry `name`."""
         self._move(file, self._root / "shards" / name, {name: os.fstat(descriptor).st_size})
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -257,7 +257,7 @@ class CacheFolder:
         self._move(file, None)
 
     def _move(self, file: Path, target: Path | None, added: Mapping[str, int] | None = None) -> None:
-        """Rename a file, or remove it without a `target`; the ledger drops its name and records `added`."""
+        """Rename `file`, or remove it without a `target`; the ledger drops its name and records `added`."""
         # FileNotFoundError: someone has removed the folder; readers that have mapped the bytes keep them.
         with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
             if target is None:
@@ -269,10 +269,10 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _locked(self, *, wait: bool = True) -> Iterator[bool]:
-        """Hold the folder's lock with an up-to-date ledger; yields False if others hold the lock too long.
+        """Hold the folder's lock, with an up-to-date ledger, until the block ends; yield whether it is held.
 
-        Nothing waits for a stopped process: `settle` later corrects the ledger for changes without the lock.
-        Raises FileNotFoundError if someone has removed the folder.
+        If another process holds the lock too long, it may have been stopped: the block runs without the lock,
+        and `Ledger.settle` corrects the ledger later. Raises FileNotFoundError if the folder was removed.
         """
         with self._mutex:
             lock = FileLock(self._root / "lock", keep=True)
@@ -294,7 +294,7 @@ class CacheFolder:
             return action()
 
     def _proved(self, name: str) -> Bytes | None:
-        """Return an entry's bytes with their checked seal; None if it is missing; raises _DamagedError."""
+        """Return an entry's bytes and seal, checked; None if it is missing. Raises _DamagedError."""
         try:
             # Does not follow links or read pipes: another user may have put them there.
             descriptor = open_regular(self._root / "shards" / name, follow_links=False)
@@ -312,14 +312,14 @@ class CacheFolder:
                 if not is_sealed(data, name):
                     raise _DamagedError
                 self._seen[name] = identity
-            with contextlib.suppress(OSError):  # another user's file: its last use then looks too old
+            with contextlib.suppress(OSError):  # another user's file: its last use cannot be recorded
                 os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
             return data
         finally:
             os.close(descriptor)
 
     def _quarantine(self, name: str) -> Bytes | None:
-        """Set a damaged entry aside; if another process has just fetched it again, return its bytes."""
+        """Set a damaged entry aside and return None; if it was fetched again meanwhile, return its bytes."""
         lease = self.lease(name, self._lock_seconds)
         try:
             return self._proved(name)
@@ -351,7 +351,7 @@ class CacheFolder:
             return slot
 
     def _make_room(self, needed: int, victims: Callable[[Contents], Iterable[str]]) -> bool:
-        """Evict entries until `needed` bytes fit; the caller holds the folder's lock."""
+        """Evict entries until `needed` bytes fit; return whether they do. Needs the folder's lock."""
         ledger = self._ledger
         if self._fits(needed):
             return True
@@ -379,7 +379,7 @@ class CacheFolder:
         return shutil.disk_usage(self._root).free - needed < self._min_free
 
     def _refresh(self) -> None:
-        """Read the changes of other processes, and every `_refresh_seconds` also their uses of entries."""
+        """Read other processes' changes and, every `_refresh_seconds`, when entries were last used."""
         with self._mutex:
             if self._ledger.follow(locked=False) and time.monotonic() < self._next_refresh:
                 return
@@ -425,7 +425,7 @@ class CacheFolder:
         return entries
 
     def _remove_abandoned(self) -> list[str]:
-        """Remove files whose writers have died; return their names."""
+        """Remove files in filling/ whose writers have died; return their names."""
         removed = []
         for file in (self._root / "filling").iterdir():
             with contextlib.suppress(OSError):
@@ -474,7 +474,7 @@ class FolderSlot:
     def write(self, at: int, piece: memoryview) -> None:
         try:
             written = os.pwrite(self._descriptor, piece, at)
-            if written != len(piece):  # not a full disk, because the space is allocated: the disk fails
+            if written != len(piece):  # space is allocated: the disk is not full, but failing
                 raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
         except OSError as error:
             raise self._failed(error) from error
@@ -487,7 +487,7 @@ class FolderSlot:
             self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
-            if error.errno in NO_ROOM:  # some file systems allocate only here; waiting readers have the bytes
+            if error.errno in NO_ROOM:  # some file systems allocate at fsync; waiting readers have the bytes
                 self._cache.note_full()
                 return
             raise self._failed(error) from error
@@ -565,7 +565,7 @@ def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def make_subfolders(folder: Path, names: Iterable[str]) -> None:
-    """Make the sub-folders of a cache; raises CacheFolderError if users who must not can write there."""
+    """Create sub-folders `names` of a cache; raises CacheFolderError if untrusted users can write there."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o755, exist_ok=True)  # not 0o777: umask may be 0

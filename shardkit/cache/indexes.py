@@ -53,14 +53,14 @@ from shardkit.manifest import Manifest
 
 _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
-TRUST_SECONDS = 60.0  # maximum time between the starts of a job's processes
-MAX_TAR_BYTES = 16 << 30  # limit for the indexes of all tars together: 500 million members
+TRUST_SECONDS = 60.0  # age up to which an index fetched by another process is used; jobs start within it
+MAX_TAR_BYTES = 16 << 30  # maximum size of the indexes of all tars together: 500 million members
 
 T = TypeVar("T")
 
 
 class NodeIndexes:
-    """The indexes in one cache folder."""
+    """The dataset indexes in one cache folder, which the processes of a node share."""
 
     def __init__(
         self,
@@ -70,17 +70,21 @@ class NodeIndexes:
         wait_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Use the indexes in `folder`. `wait_seconds`: maximum wait for a leader before fetching without."""
+        """Use the indexes in `folder`.
+
+        `trust_seconds`: maximum age of an index fetched by another process that is used without asking the
+        store. `wait_seconds`: maximum wait for a process that fetches, before fetching the index as well.
+        """
         self._root = Path(folder).absolute()
         self._trust_seconds, self._wait_seconds, self._clock = trust_seconds, wait_seconds, clock
 
     def objects(
         self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
     ) -> Mapping[str, bytes | Path | None]:
-        """Return files with the objects `names` of the dataset at `url`, None for missing objects.
+        """Return, by name, files with the objects `names` of the dataset at `url`; None for a missing object.
 
         `fetch` reads them from the store; one process at a time calls it, and its errors are raised here. If
-        the disk has no room for files, returns the fetched bytes instead.
+        the disk has no room for the files, returns the fetched bytes instead.
         """
         fetch_once = cache(fetch)
         try:
@@ -110,7 +114,7 @@ class NodeIndexes:
             lock.release()
 
     def index(self, file: Path, where: str) -> Manifest:
-        """Read the index.json that `objects` returned, from the index.bin next to it; make a missing one."""
+        """Read an index.json that `objects` returned, or the faster index.bin next to it, made if missing."""
         with explain_errors(self._root):
             if (table := read_table(file, is_proved=True)) is not None:
                 return Manifest("mds", table, blocks=table.blocks)
@@ -139,7 +143,7 @@ class NodeIndexes:
         return folder
 
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
-        """Return the files that a leader has fetched recently; None if they are not all of `names`."""
+        """Return the files `names` if another process fetched them recently and none is damaged."""
         try:
             checked = load_json((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
@@ -167,7 +171,7 @@ class NodeIndexes:
 
 @dataclass(frozen=True, slots=True)
 class TarIndexes:
-    """The stored indexes of a dataset's tars, by tar number. Plain data: may be pickled."""
+    """The indexes of a dataset's tars that are stored in a cache folder, by tar number. May be pickled."""
 
     folder: Path | None
     origins: Sequence[str]
@@ -176,7 +180,7 @@ class TarIndexes:
     def in_cache(
         cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
     ) -> TarIndexes:
-        """Make the folder for indexes in `cache_folder`, if given; `objects`: (URL, version) of each tar."""
+        """Use the tar indexes in `cache_folder`, if given; `objects`: (URL, version) of each tar."""
         origins = [f"{url}\n{version}" for url, version in objects]
         if cache_folder is None:
             return cls(None, origins)
@@ -186,11 +190,11 @@ class TarIndexes:
         return cls(folder / SUBFOLDER / "tars", origins)
 
     def scanned(self, number: int) -> Scanned | None:
-        """Return the manifest data of a tar; None if no scan of it is stored."""
+        """Return the manifest data from the stored scan of a tar; None if no scan of it is stored."""
         return self._read(number, read_head)
 
     def index(self, number: int) -> TarIndex | None:
-        """Return the members of a tar; None if no scan of it is stored."""
+        """Return the index of the members of a tar; None if no scan of the tar is stored."""
         found = self._read(number, read_index)
         if found is None:
             return None
@@ -200,7 +204,7 @@ class TarIndexes:
         return found[1]
 
     def _read(self, number: int, read: Callable[[BinaryIO, str], T]) -> T | None:
-        """Return what `read` reads from a tar's stored index; None if the file is missing or damaged."""
+        """Return the result of `read` on a tar's index file; None if the file is missing or damaged."""
         file = self._file(number)
         if file is None:
             return None
@@ -211,7 +215,7 @@ class TarIndexes:
             return None
 
     def keep(self, number: int, scanned: Scanned, index: TarIndex) -> None:
-        """Store the result of a scan; after a disk error, the next process to open the tar scans it again."""
+        """Store a tar's scan. Disk errors are ignored: the next process that opens the tar scans it again."""
         file = self._file(number)
         if file is None:
             return
@@ -226,7 +230,7 @@ class TarIndexes:
                 temporary.unlink(missing_ok=True)
 
     def claim(self, number: int, timeout_seconds: float) -> FileLock | None:
-        """Acquire the lock to scan a tar; return None if another process holds it for `timeout_seconds`."""
+        """Acquire the lock to scan a tar; return None if it is not free within `timeout_seconds`."""
         file = self._file(number)
         assert file is not None, "without a cache folder, no other process shares the scan"
         lock = FileLock(file.with_name(f"{file.name}.lock"))
@@ -236,7 +240,7 @@ class TarIndexes:
             return None
 
     def trim(self, max_bytes: int = MAX_TAR_BYTES) -> None:
-        """Remove the least recently used indexes, also of other datasets, until all fit into `max_bytes`."""
+        """Remove the least recently used tar indexes of all datasets until the rest fit `max_bytes`."""
         if self.folder is None:
             return
         found = []

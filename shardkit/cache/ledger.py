@@ -32,9 +32,9 @@ from urllib.parse import quote, unquote_to_bytes
 from shardkit.cache.protocol import Contents, Held
 
 _MAGIC = b"shardkit-ledger-1 "
-_HEADER_BYTES = len(_MAGIC) + 33  # with the generation (128 random bits in hex, unique per log) and newline
+_HEADER_BYTES = len(_MAGIC) + 33  # magic, generation (128 random bits in hex, new for each log), newline
 _SAFE = "~-_."
-_HISTORY_LINES = 4096  # minimum number of obsolete lines to rewrite: else small caches rewrite all the time
+_HISTORY_LINES = 4096  # minimum of obsolete lines before a rewrite, so that small caches rewrite rarely
 
 
 def is_filling(name: str) -> bool:
@@ -43,7 +43,7 @@ def is_filling(name: str) -> bool:
 
 
 class Ledger:
-    """The log of one folder, as one process sees it. Not thread-safe: the caller must hold a lock."""
+    """One process's copy of a cache folder's log. Not thread-safe: the caller must hold a lock."""
 
     def __init__(self, root: Path, *, history_lines: int = _HISTORY_LINES) -> None:
         """Use the log in `root`. `history_lines`: number of obsolete lines that are kept before a rewrite."""
@@ -52,19 +52,19 @@ class Ledger:
         self.forget()
 
     def forget(self) -> None:
-        """Forget everything: the next `follow` reads the log from its start."""
+        """Discard the copy of the log; the next `follow` reads the log from its start."""
         self.sizes: dict[str, int] = {}
         """Bytes of entries and of files being filled, by name, in the order of their last known use."""
         self.filling: dict[str, int] = {}
-        """The part of `sizes` for files being filled."""
+        """Bytes of files being filled, by name. `sizes` contains them, too."""
         self.used_bytes = 0
         self._header = b""
-        self._end = self._lines = 0  # bytes and lines of the log that have been read
+        self._end = self._lines = 0  # numbers of bytes and lines of the log read so far
 
     def follow(self, *, locked: bool) -> bool:
-        """Read the changes of other processes; return False if the log is missing or invalid.
+        """Read the lines that other processes have appended; return False if the log is missing or invalid.
 
-        Without the folder's lock, the last line may be incomplete; then it is read by the next call.
+        `locked`: the caller holds the folder's lock. If not, an incomplete last line is left to the next.
         """
         try:
             descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -77,7 +77,7 @@ class Ledger:
                 self.forget()
                 self._header, self._end = header, _HEADER_BYTES
             text = os.pread(descriptor, os.fstat(descriptor).st_size - self._end, self._end)
-        except (OSError, ValueError, OverflowError):  # not a regular file, or shorter than before
+        except (OSError, ValueError, OverflowError):  # log is not a regular file, or is shorter than before
             self.forget()
             return False
         finally:
@@ -91,7 +91,7 @@ class Ledger:
         return True
 
     def _read(self, text: bytes) -> bool:
-        """Apply complete lines; return False if one is invalid."""
+        """Apply complete lines of the log to `sizes`; return False if a line is invalid."""
         try:
             for line in text.decode("ascii").splitlines():
                 sign, *fields = line.split(" ")
@@ -109,7 +109,7 @@ class Ledger:
         return True
 
     def record(self, added: Mapping[str, int], removed: Iterable[str] = ()) -> None:
-        """Write a change to the log; the caller holds the folder's lock and has called `follow`."""
+        """Append a change to the log; the caller holds the folder's lock and has called `follow`."""
         removed = list(removed)
         if not (added or removed):
             return
@@ -122,7 +122,7 @@ class Ledger:
         text = "".join(lines).encode("ascii")
         try:
             self._append(text)
-        except OSError:  # full disk, or folder removed: without a log, the next process makes a new one
+        except OSError:  # full disk, or folder removed: remove the log, and the next process makes a new one
             self._file.unlink(missing_ok=True)
             return
         self._end += len(text)
@@ -144,7 +144,7 @@ class Ledger:
         temporary = self._root / f"filling/ledger~{os.getpid()}"
         temporary.unlink(missing_ok=True)
         kept = dict(sizes)
-        with contextlib.suppress(OSError):  # full disk: keep the old log, if any
+        with contextlib.suppress(OSError):  # if the disk is full, the old log stays
             header = _MAGIC + secrets.token_hex(16).encode() + b"\n"
             temporary.write_bytes(header + lines.encode("ascii"))
             temporary.chmod(0o664)
@@ -154,9 +154,10 @@ class Ledger:
             self.assume(kept)
 
     def settle(self, listed: Mapping[str, int]) -> None:
-        """Correct differences from a listing of shards/ and filling/; the caller holds the folder's lock.
+        """Correct the log where it differs from `listed`, a listing of shards/ and filling/ with sizes.
 
-        The listing may be older than other processes' last changes, so each difference is checked again.
+        The caller holds the folder's lock. The listing may be older than other processes' last changes, so
+        each file that differs is looked up again.
         """
         differing = listed.keys() ^ self.sizes.keys()
         added: dict[str, int] = {}
@@ -170,24 +171,24 @@ class Ledger:
         self.record(added, removed)
 
     def filled_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of files being filled, by entry name; several files may fill the same entry."""
+        """Return the total size of the files being filled for each entry, in bytes, by entry name."""
         filled = Counter[str]()
         for file, size in self.filling.items():
             filled[file.partition("~")[0]] += size
         return filled
 
     def entries(self) -> Contents:
-        """Return the entries, least recently used first as far as known; each is looked up on access."""
+        """Return a view of the entries, least recently used first; access reads the status of their files."""
         return _Entries(self._root / "shards", self)
 
     def assume(self, sizes: Mapping[str, int]) -> None:
-        """Use a listing as the contents of the log, until the log can be read."""
+        """Use `sizes`, from a listing of the folder, in place of the log until the log can be read."""
         self.forget()
         for name, size in sizes.items():
             self._set(name, size)
 
     def touch(self, name: str) -> None:
-        """Record that an entry was used: it moves to the end of `sizes`."""
+        """Move an entry to the end of `sizes`, because it was used now."""
         if (size := self.sizes.pop(name, None)) is not None:
             self.sizes[name] = size
 
@@ -211,7 +212,7 @@ class Ledger:
 
 
 class _Entries(Mapping[str, Held]):
-    """A view of a ledger's entries that looks up each entry on access; the result of `Ledger.entries`."""
+    """A view of a ledger's entries (`Ledger.entries`). Accessing an entry reads the status of its file."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()
@@ -230,7 +231,7 @@ class _Entries(Mapping[str, Held]):
 
     def __iter__(self) -> Iterator[str]:
         sizes = self._ledger.sizes
-        first = list(islice(sizes, 256))  # a copy, because evictions change `sizes`; more are rarely needed
+        first = list(islice(sizes, 256))  # a copy: callers evict meanwhile; they rarely need more names
         yield from (name for name in first if not is_filling(name))
         yielded = set(first)
         yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))

@@ -44,7 +44,7 @@ class CacheMemory:
             if entry is None or entry.filling:
                 return None
             entry.used = time.monotonic()
-            self._entries[name] = self._entries.pop(name)  # moves it to the end: least recently used first
+            self._entries[name] = self._entries.pop(name)  # moves the entry to the end: last used comes last
             return entry.data
 
     def has(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class CacheMemory:
         self._counters: Counter[str] = Counter()
 
     def finish(self, name: str, entry: _Entry, *, keep: bool) -> None:
-        """End a slot: make its entry visible, or free its space."""
+        """End the filling of an entry: make it visible to readers if `keep`, else free its space."""
         with self._lock:
             if keep:
                 entry.data.flags.writeable = False
@@ -122,7 +122,7 @@ class CacheMemory:
         return {n: Held(len(e.data), now - e.used, e.filling) for n, e in self._entries.items()}
 
     def _evict(self, victims: Iterable[str], used: int, needed: int) -> int:
-        """Evict as many entries as needed; return the bytes used afterwards. The caller holds the lock."""
+        """Evict `victims` until `needed` bytes are free; return the bytes then used. Needs the lock."""
         for victim in victims:
             entry = self._entries.get(victim)
             if entry is not None and not entry.filling:

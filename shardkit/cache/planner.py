@@ -38,9 +38,9 @@ from shardkit.storage.threads import remake_after_fork
 
 PLANNED = 64  # number of fetches planned at a time
 IDLE_SECONDS = 60.0  # time after which unused entries of other jobs count as abandoned
-REST_SECONDS = 5.0  # pause after a failed fetch: much longer than a new attempt, much shorter than a plan
-_LEAST_SECONDS, _MOST_SECONDS = 0.5, 60.0  # interval over which a loop's speed is measured
-_FREE_BYTES = 16 << 20  # minimum credit: shards smaller than this are not worth holding back
+REST_SECONDS = 5.0  # pause after a failed fetch: far longer than an attempt, far shorter than a plan lasts
+_LEAST_SECONDS, _MOST_SECONDS = 0.5, 60.0  # limits of the interval over which a loop's speed is measured
+_FREE_BYTES = 16 << 20  # bytes that every loop may fetch ahead: delaying less is not worth it
 _GOLDEN_RATIO = 0.6180339887498949
 _STEPS_AN_EPOCH = 64  # how often per epoch a plan that has nothing to do is checked again
 # Shards are fetched ahead of their first use by 1/32 of the positions that the cache covers. Without this
@@ -55,11 +55,11 @@ class LoopPosition:
 
     def __init__(self, position: int) -> None:
         self.read = position
-        """Everything before this position has been read."""
+        """All samples before this position have been read."""
         self.reading_to = position
-        """The end of the rows that are being read."""
+        """The end, exclusive, of the positions that are being read."""
         self.given = position
-        """Everything before this position has been delivered to the loop."""
+        """All samples before this position have been delivered to the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Pace:
     """The rate at which the cache is filled with shards that are not needed soon."""
 
     factor: float = 3.0
-    """Bytes fetched per byte that the loop consumes; over all nodes, it stays below 5 in any second."""
+    """Bytes fetched per byte that the loop consumes. Over all nodes, the ratio is below 5 in any second."""
     horizon_seconds: float = 120.0
     """Shards that the loop, at its current speed, needs within this time are fetched at once."""
     sharers: int = 1
@@ -107,7 +107,7 @@ class _Pacing:
         return self._loop.given + self._horizon
 
     def begin(self, bytes_per_position: float, shard_bytes: int) -> None:
-        """Begin to delay fetches; called when the bytes that the loop needs per position are known."""
+        """Begin to delay fetches, once the bytes per position are known. `shard_bytes`: largest shard."""
         pace = self._pace
         self._bytes_per_position = max(1e-9, bytes_per_position * pace.factor / pace.sharers)
         self._most_credit = float(max(shard_bytes, _FREE_BYTES))
@@ -141,7 +141,7 @@ class _Pacing:
 
 
 class Planner:
-    """Plans for one loop of a process, by shard numbers; used by the fetcher's threads."""
+    """Plans fetches and evictions for one loop, by shard number; the fetcher's threads use it."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Planner:
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan for the `loop`. `names` and `sizes`: of all shards' entries; `samples`: per epoch.
+        """Plan for `loop`. `names`, `sizes`: of all entries, sizes in bytes; `samples`: positions per epoch.
 
         `set_entry` supplies names that are not known yet. `plans` returns all plans for the same cache,
         including those of other runs of the process. Without `pace`, each shard is fetched as early as
@@ -172,7 +172,7 @@ class Planner:
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
         self._waiting: deque[Fetch] = deque()
         self.wake_at = loop.read
-        """Read position from which there may be something to fetch; no need to check the plan before it."""
+        """Value of `loop.read` from which there may be something to fetch; before it, there is nothing."""
         self.unfit: frozenset[int] = frozenset()
         """Shards that had no room in the last plan, or were being fetched."""
         self._fruitful = True  # whether a fetch has begun since the last plan
@@ -187,7 +187,7 @@ class Planner:
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """Reset in a child: a thread of its parent may have held the lock."""
+        """Reset in a forked child: a thread of its parent may have held the lock."""
         self._lock = threading.Lock()  # guards `_future`, which is not thread-safe
 
     @property
@@ -206,7 +206,7 @@ class Planner:
             return int(self._future.next_use(self.loop.read, [number])[0])
 
     def take(self, active: Container[int]) -> Fetch | None:
-        """Return the next fetch that may begin, or None."""
+        """Return the next fetch that may begin now, or None. `active`: shards that are being fetched."""
         position = self.loop.read
         for number, fetch in enumerate(self._waiting):
             if fetch.start <= position:
@@ -232,7 +232,7 @@ class Planner:
         return self._pacing is not None and fetch.deadline > self._pacing.horizon
 
     def is_stale(self) -> bool:
-        """Return whether to plan again."""
+        """Return whether to plan again: no fetch is left, and a new plan may have some."""
         return not self._waiting and (self._fruitful or self.loop.read >= self.wake_at)
 
     def plan(self, cache: Cache, active: Iterable[int]) -> None:
@@ -271,7 +271,7 @@ class Planner:
         self._capacity = capacity
 
     def _note_soonest(self, numbers: Sequence[int], position: int) -> None:
-        """Sort the shards that are or will be cached by next use, for `protected`."""
+        """Keep these shards, which are or will be cached, sorted by next use, for `protected`."""
         shards = np.unique(np.array(numbers, dtype=np.int64))
         with self._lock:
             uses = self._future.next_use(position, shards)
@@ -298,7 +298,10 @@ class Planner:
         return self._resting
 
     def victims_for(self, fetch: Fetch, contents: Contents) -> Iterator[str]:
-        """Yield the entries that may be evicted for `fetch`, in order: abandoned, planned, then others."""
+        """Yield the entries that may be evicted for `fetch`, in order.
+
+        First abandoned entries of other runs, then the plan's victims, then entries with the farthest use.
+        """
         yield from self._idle_others(contents)
         protected = self._protected()
         planned = map(self._names.name, fetch.evict)
@@ -306,7 +309,7 @@ class Planner:
         yield from (name for name in self._by_next_use(contents, fetch.deadline) if name not in protected)
 
     def victims_now(self, contents: Contents) -> Iterator[str]:
-        """Yield the entries that may be evicted for a shard that is needed at once, in order."""
+        """Yield the entries to evict for a shard that is needed at once, abandoned entries first."""
         yield from self._idle_others(contents)
         protected = self._protected()
         yield from (name for name in self._by_next_use(contents, self.loop.read) if name not in protected)
@@ -341,7 +344,7 @@ class Planner:
 
 
 class FetchPlan:
-    """The future needs of a loop from datasets that share a cache, with shards numbered through all of them.
+    """The plan of one loop for all datasets that share a cache, with shards numbered through the datasets.
 
     A fetcher follows the plan (`Fetcher.follow`) until it is dropped, or its last reference is gone.
     """
@@ -358,8 +361,8 @@ class FetchPlan:
     ) -> None:
         """Plan for the datasets `parts`, whose shards `uses` numbers one dataset after another.
 
-        `lanes`: the lanes that the loop reads (None: all). `plans`: as for `Planner`; it must not reference
-        this plan, which ends with its last reference.
+        `lanes`: the lanes that the loop reads (None: all). `plans`: see `Planner`; it must not
+        reference this plan, because a plan ends with its last reference.
         """
         self.parts, self.cache = tuple(parts), parts[0].cache
         sizes = [part.known_sizes() for part in parts]
@@ -393,7 +396,7 @@ class FetchPlan:
         self.planner.set_entry(self._first_of[part] + number, name, entry_bytes)
 
     def needs(self, part: Fetchable, number: int, before: int) -> bool:
-        """Return whether the planned lanes read a shard before this position."""
+        """Return whether the planned lanes read shard `number` of `part` before position `before`."""
         return self.planner.next_use(self._first_of[part] + number) < before
 
     def _numbers(self, active: Iterable[tuple[Fetchable, int]]) -> list[int]:

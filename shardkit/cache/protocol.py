@@ -4,7 +4,7 @@ A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a 
 processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is the space for one entry while it
 is filled; a `Lease` prevents two threads or processes from filling the same entry. Methods of a cache in a
 folder raise CacheFolderError if the folder cannot be used. A `Fetchable` is the interface of a remote dataset
-to planner and fetcher.
+that the planner and the fetcher use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CacheFolderError(ShardkitError):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An entry of a cache, or the space of an entry that is being filled."""
+    """Size and last use of a cache entry, or of the space reserved for an entry that is being filled."""
 
     bytes: int
     used_seconds_ago: float
@@ -38,34 +38,35 @@ class Held:
 
 
 CACHE_COUNTERS = ("evictions", "evicted_bytes", "quarantined", "disk_full", "locked_out")
-"""Counters of a cache; the last two count entries not taken: disk full, or lock not released in time."""
+"""Names of a cache's counters. The last two count entries that a cache folder could not store: because the
+disk was full, or because another process held the folder's lock too long."""
 
 Contents = Mapping[str, Held]
-"""Entries by name, least recently used first, as far as the cache knows."""
+"""Entries of a cache by name, least recently used first, by the last uses that this process knows."""
 
 
 class Slot(Protocol):
-    """Reserved space for one entry: fill `data`, then `commit` or `discard`."""
+    """Reserved space for one entry. The caller fills `data`, then calls `commit` or `discard`."""
 
     @property
     def data(self) -> Bytes:
-        """The bytes of the entry, as filled so far: a writable uint8[raw bytes]."""
+        """The entry's bytes, writable uint8[raw bytes]; the contents are undefined until they are written."""
 
     def write(self, at: int, piece: memoryview) -> None:
-        """Write a piece at offset `at`; threads may write different parts at the same time."""
+        """Write `piece` at byte offset `at`. Threads may write different parts at the same time."""
 
     def commit(self, *, durable: bool = True) -> None:
-        """Turn the slot into a complete, durable entry; `data` must not be written any more.
+        """Turn the slot into a complete entry; the caller must not write `data` afterwards.
 
-        Without `durable`, a power loss may damage the entry; its next reader detects that.
+        Without `durable`, the entry is not synced: a power loss may damage it; its next reader detects that.
         """
 
     def discard(self, *, damaged: bool = False) -> None:
-        """Release the space; a folder keeps `damaged` data aside for inspection."""
+        """Release the space without making an entry; a cache folder keeps `damaged` data for inspection."""
 
 
 class Lease(Protocol):
-    """The exclusive right to fetch an entry; others wait for the lease instead of fetching it as well."""
+    """The exclusive right to fetch an entry; others wait for the lease instead of fetching it too."""
 
     def release(self) -> None: ...
 
@@ -94,13 +95,14 @@ class Cache(Protocol):
         """Return all entries, including entries that are being filled."""
 
     def reserve(self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]) -> Slot | None:
-        """Reserve space for an entry; evicts entries in the order of `victims`, as many as needed.
+        """Reserve space for an entry of `raw_bytes` bytes, evicting other entries as needed.
 
-        Returns None if there is still not enough space.
+        `victims` returns the names of entries that may be evicted, in order. Returns None if these do not
+        free enough space.
         """
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> Lease | None:
-        """Acquire the lease on an entry; return None if somebody else holds it until the timeout."""
+        """Acquire the lease on an entry; return None if another holder still has it after the timeout."""
 
     def remove(self, name: str) -> None:
         """Remove an entry, if it exists."""
@@ -113,47 +115,48 @@ class Cache(Protocol):
 
 
 class Fetchable(Protocol):
-    """A remote dataset whose shards are planned and fetched. Shards are numbered from 0."""
+    """A remote dataset whose shards can be planned and fetched. Shards are numbered from 0."""
 
     store: ResilientStore
     cache: Cache
     counts: Counter[str]
     """Counters of this dataset; the fetcher increments "damaged"."""
     cache_error: Exception | None
-    """The error because of which the cache did not keep a delivered shard; the next load raises it."""
+    """The error that kept the cache from storing a shard after its delivery; the next load raises it."""
 
     def names(self) -> EntryPart:
-        """Return the number of shards, a function for entry names, and the digests of the names."""
+        """Return the number of shards, a function from shard number to entry name, and `name_digests`."""
 
     def known_sizes(self) -> Ints:
-        """Return the bytes of each entry, int64[shards]; an unknown shard size counts as 0."""
+        """Return the size of each entry in bytes, int64[shards]; an unknown shard size counts as 0."""
 
     def known_objects(self) -> Iterable[tuple[int, str, int]]:
-        """Return (number, entry name, entry bytes) of the shards whose objects the store has described."""
+        """Return (number, entry name, entry bytes) of the shards looked up in the store."""
 
     def entry(self, number: int) -> str:
-        """Return the name of a shard's entry; asks the store if the index has no hash."""
+        """Return the name of a shard's entry; asks the store for a version if the index has no hash."""
 
     def stored_file(self, number: int) -> FileInfo:
-        """Return the shard's object, with its size; asks the store for a size that is not in the index."""
+        """Return name, size and hashes of a shard's object; asks the store for a size not in the index."""
 
     def version(self, number: int) -> str | None:
-        """Return the version of the object that must be read; None if any version may be."""
+        """Return the version of a shard's object that must be read; None if any version may be read."""
 
     def is_compressed(self, number: int) -> bool:
-        """Return whether the object must be decompressed to make the entry."""
+        """Return whether a shard's object is compressed; its entry holds the decompressed bytes."""
 
     def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
-        """Verify and count a fetched object, and return the shard's raw bytes; may raise DamagedObjectError.
+        """Verify a fetched object's bytes, count them, and return the shard's raw bytes.
 
-        `version`: the object's version; None if none of it was fetched.
+        `version`: the object's version; None if nothing was fetched. Raises DamagedObjectError if the bytes
+        do not match the index.
         """
 
     def note_room(self, number: int, *, found: bool) -> None:
-        """Record whether the cache had room for a shard that is read."""
+        """Record whether the cache had room for a shard when it was fetched."""
 
     def forget_room(self, unfit: Set[int]) -> None:
-        """Clear the record of shards without room, except for `unfit`: the plans have room for the others."""
+        """Forget that the cache had no room for shards, except for `unfit`, which still do not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,9 +168,9 @@ class CacheOptions:
     capacity: int | str | None = None
     """Size in bytes or as "500GB"; default: the free disk minus a reserve, or a share of free memory."""
     connections: int = 16
-    """Number of ranges and shards that a process fetches at the same time."""
+    """Maximum number of shards, or ranges of shards, that a process fetches in parallel."""
     processes: int = 1
-    """Number of processes on this machine that divide the default memory among them."""
+    """Number of processes on this machine, each of which gets an equal part of the default memory."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:

@@ -3,11 +3,11 @@
 Rows are read by range if the index alone gives their offsets (`row_layout`): in raw MDS shards whose columns
 all have a fixed size, in ranges of flat token files, and in tars as shardkit writes them.
 
-Checksums of blocks are published with the dataset, in blocks.bin. Its parts are fetched when rows need them.
-A file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. In larger files, parts that are close together
-are fetched in one request, so there is at most one request per shard whose rows are read; they are sent
-together with the requests for rows. Each part is verified by its seal (formats/block_checksums.py); damaged
-parts are fetched again.
+Checksums of blocks are published with the dataset, in blocks.bin. It has one part per shard, fetched
+when rows of the shard are read. A file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. In larger
+files, parts that are close together are fetched in one request, so there is at most one request per shard
+whose rows are read; it is sent together with the requests for rows. Each part is verified by its seal
+(formats/block_checksums.py); damaged parts are fetched again.
 
 A shard that was read whole, but for which the cache has no room, is read by rows from then on. Checksums of
 its rows are kept in memory, so each row takes one request for its own bytes, for datasets of any tool.
@@ -33,21 +33,21 @@ from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.store import ObjectNotFoundError, Store
 from shardkit.storage.threads import Workers
 
-MAX_ROW_BYTES = 4 << 20  # maximum size of a row that is read by itself; longer rows are not worth a request
-_NAME_BYTES = 100  # length of a member's name field, at the start of its header
+MAX_ROW_BYTES = 4 << 20  # maximum size of a row that is read singly; larger rows come with their whole shard
+_NAME_BYTES = 100  # length of the name field at the start of a tar member's header
 
 Range = tuple[int, int]
-_GAP_BYTES = 1 << 19  # reading this many unneeded bytes costs less than another request
-_KEPT_BYTES = 16 << 20  # limit of kept checksums: 2,000 shards of 64 MiB, or two million rows
-_READS = 3  # attempts to read a part, before blocks.bin itself is reported as damaged
+_GAP_BYTES = 1 << 19  # up to this many unneeded bytes are read to save a request
+_KEPT_BYTES = 16 << 20  # maximum size of kept checksums: of 2,000 shards of 64 MiB, or of 2 million rows
+_READS = 3  # attempts to read checksums from blocks.bin before it is reported as damaged
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """The bytes of a row that hold values: `size` bytes from offset `at`, of all columns or of a tar member.
+    """The place of values in a row: `size` bytes from offset `at`, of all columns or of one tar member.
 
-    In a tar, the .npy header `head` precedes them, and before it a block with the member's name, which ends
-    with `suffix`.
+    In a tar, the .npy header `head` precedes the values. Before `head`, there is a tar block with the
+    member's name, which ends with `suffix`.
     """
 
     at: int
@@ -64,7 +64,7 @@ class ColumnPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The layout of a shard: row r is `size` bytes from first + r * stride, with `columns` in their order."""
+    """The layout of a shard: row r is `size` bytes from first + r * stride; `columns` locate its values."""
 
     first: int
     stride: int
@@ -105,7 +105,7 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
 
 
 class _Kept:
-    """Checksums of the last used shards. Needs no lock, because each access is one dict operation."""
+    """Checksums of recently used shards, by shard. Needs no lock: each access is one dict operation."""
 
     def __init__(self) -> None:
         self._of: dict[int, Checksums] = {}
@@ -128,14 +128,14 @@ class BlockChecksums:
     """The block checksums of a dataset, fetched on demand. Threads may share one."""
 
     def __init__(self, store: Store, manifest: Manifest, stated: FileInfo, workers: Workers) -> None:
-        """Read blocks.bin as the card describes it (`stated`); raises ShardError if it has other shards."""
+        """Read the blocks.bin that the card lists as `stated`; raises ShardError if its size is wrong."""
         self._store, self._workers = store, workers
         self._where = f"{store.url}/{stated.basename}"
         self._file = BlockFile(self._where, manifest, stated)
         self._kept = _Kept()
 
     def request(self, numbers: Iterable[int]) -> dict[int, Future[Mapping[int, Checksums]]]:
-        """Fetch the checksums of these shards; each shard's future returns a mapping that includes it."""
+        """Begin to fetch these shards' checksums; the future of a shard returns them, by shard number."""
         requests: dict[int, Future[Mapping[int, Checksums]]] = {}
         groups: list[list[int]] = []
         for number in sorted(set(numbers)):
@@ -174,14 +174,14 @@ class BlockChecksums:
 
 @dataclass(frozen=True, slots=True)
 class BlockProof:
-    """Verifies the row in bytes [start, stop) of shard `number`, by the checksums of the blocks in `read`."""
+    """Verifies a row, bytes [start, stop) of shard `number`, by the checksums of the blocks around it."""
 
     number: int
     start: int
     stop: int
     read: Range
     checksums: Future[Mapping[int, Checksums]]
-    """The shard's checksums; must be done before `row_in` is called."""
+    """The future of the shard's checksums; it must be done before `row_in` is called."""
 
     @classmethod
     def of(
@@ -190,7 +190,7 @@ class BlockProof:
         return cls(number, *row, block_range(*row, file.bytes), checksums)
 
     def row_in(self, data: bytes) -> bytes | None:
-        """Return the row; None unless `data` has the right bytes of the range `read`."""
+        """Return the row in `data`, the bytes of the blocks (range `read`); None if a checksum is wrong."""
         first = self.read[0]
         is_right = are_right(self.checksums.result()[self.number], first, data)
         return data[self.start - first : self.stop - first] if is_right else None
@@ -198,13 +198,13 @@ class BlockProof:
 
 @dataclass(frozen=True, slots=True)
 class RowProof:
-    """Verifies the row in the bytes `read` of a shard, by the row's own checksum."""
+    """Verifies a row, the byte range `read` of a shard, by the row's own checksum."""
 
     read: Range
     checksum: int
 
     def row_in(self, data: bytes) -> bytes | None:
-        """Return the row; None unless `data` has its checksum."""
+        """Return the row, which is `data`; None if its checksum is wrong."""
         return data if xxhash.xxh3_64_intdigest(data) == self.checksum else None
 
 
@@ -212,13 +212,13 @@ Proof = BlockProof | RowProof
 
 
 class RowChecksums:
-    """Row checksums of the last used shards that were read whole: 8 bytes per row."""
+    """Checksums of the rows of recently used shards that were read whole: 8 bytes per row."""
 
     def __init__(self) -> None:
         self._kept = _Kept()
 
     def remember(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
-        """Keep row checksums of a shard with verified bytes, whose row r begins at first + r * stride."""
+        """Keep the row checksums of a shard with verified bytes `raw`; row r is at first + r * stride."""
         if self._kept.get(number) is not None:
             return
         view, starts = raw.data, range(first, first + rows * stride, stride)
@@ -226,6 +226,6 @@ class RowChecksums:
         self._kept.put({number: np.array(found, np.uint64)})
 
     def proof(self, number: int, row: int, read: Range) -> RowProof | None:
-        """Return the proof of a row in bytes `read`; None if no checksums of its shard are kept."""
+        """Return a proof for a row with the byte range `read`; None if its row checksum is not kept."""
         kept = self._kept.get(number)
         return None if kept is None else RowProof(read, int(kept[row]))

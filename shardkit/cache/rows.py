@@ -4,10 +4,10 @@ This is possible only if the index gives a row's offset in its shard (`shardkit.
 
 A row is verified before it is returned, and read with one request, if checksums of its blocks are published
 with the dataset, or if its whole shard was read before (`shardkit.cache.row_bytes`). If only the whole shard
-can be verified, by its hash or just by its size, its rows are not read singly (`RowReader.can_read`). There
-remain ranges of flat token files, for which nothing is ever verified, and rows whose checksums were
-discarded: these are read by two requests that must agree, and are compared again when their shard has
-arrived. Only then is a store found that returns the same wrong bytes twice; the difference stops the run. In
+can be verified, by its hash or just by its size, its rows are not read singly (`RowReader.can_read`). Two
+kinds of rows have no checksums: ranges of flat token files, and rows whose checksums were discarded from
+memory. They are read by two requests that must agree, and compared again when their whole shard has arrived.
+Only then is a store detected that returns the same wrong bytes twice; the difference stops the run. In
 all cases, an object must have the size in the index, and its version must not change.
 
 Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Replicas on one
@@ -43,7 +43,7 @@ from shardkit.storage.running_clock import running_seconds, wait_until
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-MAX_UNPROVED = 4096  # number of unverified rows kept, to compare them with their shards later
+MAX_UNPROVED = 4096  # maximum number of unverified rows kept, to compare them with their shards later
 _READS = 4  # attempts to read a row correctly, before an error is raised
 
 T = TypeVar("T")
@@ -51,25 +51,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
-    """Some rows of one shard: row numbers, ascending, and the bytes of their columns, uint8[rows, size]."""
+    """Rows of one shard: their ascending numbers, and the bytes of their columns, uint8[rows, size]."""
 
     rows: npt.NDArray[np.int64]
     data: Bytes
 
 
 Place = tuple[int, int]
-"""A shard number, and the number of a row in the shard."""
+"""The place of a row: (shard number, row number in the shard)."""
 
 
 @dataclass(slots=True)
 class RowRequests:
-    """Requested rows. Leaving the context releases the leases on rows that have not arrived."""
+    """A request for the rows `wanted`, by shard. A context manager, which calls `release` at its end."""
 
     wanted: Mapping[int, npt.NDArray[np.int64]]
     found: dict[Place, bytes] = field(default_factory=dict)
-    """Rows that have arrived, as the bytes in their shards."""
+    """Rows that have arrived: the bytes of each in its shard."""
     reads: dict[Place, tuple[Proof | None, list[Future[bytes]]]] = field(default_factory=dict)
-    """Proof and reads of each row that this process reads: one read with a proof, two reads without."""
+    """(Proof, reads) of each row that this process reads: one read with a proof, two reads without one."""
     proved: set[Place] = field(default_factory=set)
     leases: dict[Place, Lease] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class RowRequests:
 class NodeRows:
     """Rows that processes share as small entries of a cache folder, each with the version of its object.
 
-    They never evict shards: if the cache is full, rows are not shared.
+    Storing a row never evicts a shard: if the cache is full, the row is not shared.
     """
 
     def __init__(self, cache: Cache, entry: Callable[[int], str]) -> None:
@@ -104,11 +104,11 @@ class NodeRows:
 
     def lease(self, place: Place, wait_seconds: float) -> Lease | None:
         """Acquire the lease to read a row; return None if another process holds it for `wait_seconds`."""
-        # The name differs from the entry's: the cache takes the entry's own lease to set damaged ones aside.
+        # Not the name of the entry: the cache acquires the lease of that name to set a damaged entry aside.
         return self._cache.lease(f"read-{self._name(place)}", max(0.0, wait_seconds))
 
     def find(self, place: Place, size: int) -> tuple[bytes, str] | None:
-        """Return the row's `size` bytes and the version of its object, if a process has stored them."""
+        """Return a row's `size` bytes and the version of its object; None if no process has stored it."""
         data = self._cache.find(self._name(place))
         if data is None or len(data) < size:
             return None
@@ -117,7 +117,7 @@ class NodeRows:
     def put(self, place: Place, row: bytes, version: str) -> None:
         """Store a row for other processes, if there is room."""
         name, content = self._name(place), row + version.encode(errors="replace")
-        # The next shard reports a folder that cannot be written; the row itself was read correctly.
+        # An unusable folder raises its error when the next shard is stored; this row was read correctly.
         with contextlib.suppress(CacheFolderError):
             slot = self._cache.reserve(name, len(content), lambda contents: ())
             if slot is not None:
@@ -137,7 +137,7 @@ class NodeRows:
 
 
 def _have_ended(reads: Sequence[Future[T]], seconds: float) -> bool:
-    """Wait up to `seconds`; return whether all reads have ended, or one has failed."""
+    """Wait up to `seconds` for `reads`; return whether all have ended, or one has failed."""
     done, late = wait(reads, seconds, FIRST_EXCEPTION)
     return not late or any(read.exception() is not None for read in done)
 
@@ -157,11 +157,11 @@ class RowReader:
         max_unproved: int = MAX_UNPROVED,
         blocks: FileInfo | None = None,
     ) -> None:
-        """Read rows of the shards in `manifest`; `workers` make the requests, also for other datasets.
+        """Read rows of the shards in `manifest`; `workers` are threads for requests, shared by datasets.
 
-        `free_disk_bytes` is for error messages. `blocks`: the dataset's blocks.bin, as its card describes it;
-        raises ShardError if it belongs to other shards. `node`: the rows of processes that share the cache;
-        `peer_seconds`: the maximum wait for one of these processes.
+        `free_disk_bytes` is for error messages. `node`: rows shared with other processes of this machine;
+        `peer_seconds`: the maximum wait for a row that one of them reads. `blocks`: the card's entry for
+        blocks.bin; raises ShardError if that file belongs to other shards.
         """
         self._store = store.urgent
         self._free_disk_bytes = free_disk_bytes
@@ -183,7 +183,7 @@ class RowReader:
         return row_layout(self._manifest.format, self._manifest.shards[number])
 
     def can_read(self, number: int) -> bool:
-        """Return whether rows of a shard may be read one by one, verified as well as the whole shard."""
+        """Return whether rows of a shard can be read singly and verified as well as the whole shard is."""
         is_proved = self._blocks is not None or number in self._known
         # Flat token files have no hashes: reading whole shards of them would not verify anything either.
         return (is_proved or self._manifest.format == "tokens") and self.layout(number) is not None
@@ -191,7 +191,7 @@ class RowReader:
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
     ) -> dict[int, FetchedRows]:
-        """Read these rows (by shard, ascending) of shards that have a layout, in one round of requests.
+        """Read the rows `wanted` (ascending, by shard) in one round of requests; shards need a layout.
 
         Raises FetchTimeoutError, or ObjectChangedError if an object has changed since its first row was read.
         """
@@ -236,9 +236,10 @@ class RowReader:
         return fetched
 
     def _claim(self, requests: RowRequests, place: Place, node: NodeRows, wait_seconds: float) -> bool:
-        """Return whether this process must read a row: False if another reads it, or has stored it.
+        """Return whether this process must read a row; False if another process reads or has stored it.
 
-        Waits up to `wait_seconds` for the row's lease, and keeps it in `requests` if the row must be read.
+        Waits up to `wait_seconds` for the row's lease. If the row must be read, `requests` keeps the lease; a
+        stored row is added to `requests.found`.
         """
         lease = node.lease(place, wait_seconds)
         if lease is None:
@@ -247,7 +248,7 @@ class RowReader:
         layout = self.layout(place[0])
         assert layout is not None
         left = node.find(place, layout.size)
-        # If its version differs from earlier rows', read it here: the store tells whether the object changed.
+        # If the object's version differs from earlier rows', read the row: the store reports a change.
         if left is None or self._versions.setdefault(place[0], left[1]) != left[1]:
             return True
         requests.found[place] = left[0]
@@ -269,7 +270,7 @@ class RowReader:
             requests.reads[place] = proof, [self._workers.submit(read) for _ in range(times)]
 
     def _collect(self, requests: RowRequests, deadline: float) -> None:
-        """Wait for the rows that this process reads, and store leased rows for the other processes."""
+        """Wait for the rows that this process reads, verify them, and store leased rows for others."""
         reads, requests.reads = requests.reads, {}
         sent = [(place, read) for place, (_, some) in reads.items() for read in some]
         self._wait(sent, deadline)
@@ -288,7 +289,7 @@ class RowReader:
                 lease.release()
 
     def _remember(self, number: int, fetched: FetchedRows) -> None:
-        """Keep rows for a later comparison, at most `_max_unproved`: whole shards may never arrive."""
+        """Keep unverified rows for a later comparison, at most `_max_unproved`: shards may never arrive."""
         self._unproved.setdefault(number, []).append(fetched)
         # Counted again each time, because `verify_rows` removes rows in other threads.
         kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}
@@ -300,9 +301,9 @@ class RowReader:
             excess -= count
 
     def check(self, number: int, data: Bytes) -> None:
-        """Verify a whole shard, for which the index has no hash, with its block checksums.
+        """Verify a whole shard by its block checksums, if it has some and no hash in the index.
 
-        Raises DamagedObjectError if they differ, StoreError if the checksums cannot be read.
+        Raises DamagedObjectError if a checksum differs, StoreError if the checksums cannot be read.
         """
         if self._blocks is None or self._manifest.shards[number].has_hashes:
             return
@@ -312,11 +313,11 @@ class RowReader:
             raise DamagedObjectError(self._where(number), problem)
 
     def trust(self, number: int, version: str) -> None:
-        """Read only rows of this version from now on: the whole object was verified by the index."""
+        """Require this version of a shard's object for all later rows: this version was verified whole."""
         self._versions[number] = version
 
     def verify_rows(self, number: int, raw: Bytes) -> None:
-        """Compare the rows read of a shard with its verified bytes; raises ShardError on a difference."""
+        """Compare a shard's unverified rows with `raw`, its verified bytes; raises ShardError if unequal."""
         if self._node is not None:
             self._node.remove(number)
         for fetched in self._unproved.pop(number, []):
@@ -341,7 +342,7 @@ class RowReader:
             self._node.remove()
 
     def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
-        """Return the results of the reads, in order; raises FetchTimeoutError if one is late."""
+        """Return the results of the reads, in order; raises FetchTimeoutError if one misses `deadline`."""
         reads = [read for _, read in sent]
         wait_until(partial(_have_ended, reads), deadline)
         done, late = wait(reads, 0)
@@ -382,7 +383,7 @@ class RowReader:
         return data
 
     def _proved(self, place: Place, proof: Proof, data: bytes, deadline: float) -> bytes:
-        """Return the verified row from `data`, reading again while wrong; may raise DamagedObjectError."""
+        """Return the verified row in `data`; reads wrong data again, and may raise DamagedObjectError."""
         if isinstance(proof, BlockProof):
             self._wait([(place, proof.checksums)], deadline)
         reads = 1
@@ -396,7 +397,7 @@ class RowReader:
         return row
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
-        """Return a row once two reads agree; `seen` are the first two reads. Raises ShardError if none do."""
+        """Read a row until two reads are equal, and return it. `seen`: two reads. May raise ShardError."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"

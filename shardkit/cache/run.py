@@ -9,8 +9,8 @@ garbage-collected. The loop reports its position with `CacheRun.at`; plans and r
 A run begins with an empty cache and a loop that waits. At first, the loop does not wait for shards that are
 needed and not cached: their rows are fetched one by one, in parallel, before or while the whole shards are
 fetched, unless only the whole shard can verify them (`RowReader.can_read`). This ends when the rows would be
-more than `FetchLimits.single_rows` in all. From then on, reads wait for whole shards, which come by deadline:
-requests for rows would only delay shards that are nearly complete.
+more than `FetchLimits.single_rows` in all. From then on, reads wait for whole shards, which arrive in
+the order of need: requests for rows would only delay shards that are nearly complete.
 Replicas on one machine share these rows, so the limit is multiplied by their number.
 Shards for which the cache has no room, because other shards in use fill it, are always read by rows: fetched
 whole, they would be dropped and fetched again each time. The same holds for shards that no lane of this
@@ -34,15 +34,15 @@ from shardkit.cache.shards import CachedShards, CacheReader
 from shardkit.order.order import Order
 from shardkit.storage.running_clock import running_seconds
 
-FIRST_ROWS = 16  # up to this many rows are fetched before any whole shard, more in parallel with shards
+FIRST_ROWS = 16  # up to this many rows are fetched before whole shards, more rows in parallel with them
 
 RowsOf = Callable[[int], npt.NDArray[np.int64]]
-"""A function that returns the rows that are needed of a shard."""
+"""A function from a shard's number to the numbers of its rows that are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of `Fetcher.follow` for a plan to make, without the loop."""
+    """A plan that is still to be made: the arguments of `Fetcher.follow`, except the loop."""
 
     parts: Sequence[CachedShards]
     uses: Order | Uses
@@ -51,7 +51,7 @@ class PlanRequest:
 
 
 class CacheRun:
-    """The readers of one loop, its plans and its first rows; `start` sets the loop's position."""
+    """The readers of one loop, its plans, and the reads of its first rows. `start` sets the position."""
 
     def __init__(self, readers: Sequence[CacheReader]) -> None:
         """Make a run for `readers` of different datasets."""
@@ -75,7 +75,7 @@ class CacheRun:
         replicas: int = 1,
         reads_other_lanes: bool = False,
     ) -> None:
-        """Begin a run at `position`, with a plan per cache; plans take effect after the first rows.
+        """Begin a run at `position`. `requests`: one plan per cache, made when the first rows are read.
 
         `replicas`: number of processes with this cache that read the same rows, including this one.
         `reads_other_lanes`: the loop also reads rows of other lanes, one by one where that is possible.
@@ -100,8 +100,8 @@ class CacheRun:
     def at(self, *, reading: tuple[int, int] | None = None, given: int | None = None) -> None:
         """Report the loop's position; cheap. The reading thread and the delivering thread may both call it.
 
-        `reading`: begin and end of the rows that are being read; everything before them has been read.
-        `given`: everything before this position has been delivered to the loop.
+        `reading`: begin and end of the positions that are being read; all before them have been read.
+        `given`: all samples before this position have been delivered to the loop.
         """
         loop = self._loop
         if reading is not None:
@@ -116,7 +116,7 @@ class CacheRun:
                     fetcher.wake()
 
     def fetch_ahead(self) -> None:
-        """Begin to fetch ahead, if this has not begun yet."""
+        """Make the plans of `start`, by which the fetcher fetches ahead, unless they are made already."""
         if self._requests is None:
             return
         requests, self._requests = self._requests, None
@@ -135,8 +135,8 @@ class CacheRun:
     ) -> dict[CacheReader, dict[int, FetchedRows]]:
         """Read rows of missing shards for which the loop should not wait until the whole shard is fetched.
 
-        `needed`: for each reader, its missing shards and a function for their rows. All rows are read in
-        parallel. When this returns, fetching ahead has begun.
+        `needed`: for each reader, its missing shards, and a function that returns the needed rows of one. All
+        rows are read in parallel. When this returns, fetching ahead has begun.
         """
         wanted = {
             reader: {
@@ -153,7 +153,7 @@ class CacheRun:
         else:
             self._rows_left = 0
             if self._reads_other_lanes:
-                self.fetch_ahead()  # the plan knows which shards its own lanes need
+                self.fetch_ahead()  # `reads_singly` asks the plan which shards its own lanes need
             wanted = {
                 reader: {n: each for n, each in rows.items() if reader.reads_singly(n)}
                 for reader, rows in wanted.items()

@@ -38,7 +38,7 @@ from shardkit.storage.threads import remake_after_fork
 from shardkit.units import parse_bytes
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-LOOK_SECONDS = 10.0  # a sixth of the time after which unused entries count as abandoned (IDLE_SECONDS)
+LOOK_SECONDS = 10.0  # how often to check that an open shard is cached; 1/6 of planner.IDLE_SECONDS
 _MAX_MEMORY_BYTES = 8 << 30  # maximum size of a default cache in memory
 _MEMORY_SHARE = 4  # default: 1/4 of the free memory, for all processes of the machine together
 
@@ -95,8 +95,8 @@ class CachedShards:
     ) -> None:
         """Read the shards in `manifest` through `cache`.
 
-        `objects`: size and version of known objects, by shard; no other version of them is read. `blocks`:
-        the dataset's blocks.bin, as its card describes it.
+        `objects`: size and version of objects, by shard; no other version of these is read. `blocks`: the
+        card's entry for the dataset's blocks.bin.
         """
         self.store, self.cache, self.fetcher = store, cache, fetcher
         self.kind = manifest.format
@@ -116,7 +116,7 @@ class CachedShards:
         self._is_warned = False
         self.counts: Counter[str] = Counter()
         self.cache_error: Exception | None = None
-        """The error because of which the cache did not keep a delivered shard; the next `load` raises it."""
+        """The error that kept the cache from storing a delivered shard; the next `load` raises it."""
         self._fetched: set[int] = set()
         self._without_room: set[int] = set()  # shards for which the cache had no room when last needed
         self._look_again: dict[int, float] = {}  # times at which to check if an open shard is still cached
@@ -124,7 +124,7 @@ class CachedShards:
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """Reset in a child: its parent's readers do not run there."""
+        """Reset in a forked child, in which its parent's readers do not run."""
         self.readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
         """Readers that have started a run."""
 
@@ -135,8 +135,8 @@ class CachedShards:
     def load(self, number: int, timeout_seconds: float | None = None, plan: FetchPlan | None = None) -> Bytes:
         """Return the raw bytes of a shard, read-only uint8; waits until it is fetched if it is not cached.
 
-        `plan`: the plan of the reader. Raises FetchTimeoutError, StoreError, or DamagedObjectError if the
-        object does not match the index.
+        `plan`: the plan of the reader, which chooses what to evict. Raises FetchTimeoutError, StoreError, or
+        DamagedObjectError if the object does not match the index.
         """
         raw = self._load(number, timeout_seconds or self.timeout_seconds, plan)
         self.rows.verify_rows(number, raw)
@@ -204,7 +204,7 @@ class CachedShards:
         return "" if job is None else job.describe()
 
     def note_room(self, number: int, *, found: bool) -> None:
-        """Record whether the cache had room for a shard that is read."""
+        """Record whether the cache had room for a shard when it was fetched."""
         if found:
             self._without_room.discard(number)
             return
@@ -212,13 +212,14 @@ class CachedShards:
         self._without_room.add(number)
 
     def forget_room(self, unfit: Set[int]) -> None:
-        """Clear the record of shards without room, except for `unfit`: the plans have room for the others."""
+        """Forget that the cache had no room for shards, except for `unfit`, which still do not fit."""
         self._without_room &= unfit
 
     def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
-        """Verify and count a fetched object, and return the shard's raw bytes; may raise DamagedObjectError.
+        """Verify a fetched object's bytes, count them, and return the shard's raw bytes.
 
-        `version`: the object's version; None if none of it was fetched.
+        `version`: the object's version; None if nothing was fetched. Raises DamagedObjectError if the bytes
+        do not match the index.
         """
         self.rows.check(number, stored)
         if version is not None:
@@ -241,10 +242,10 @@ class CachedShards:
         self._fetched.add(number)
 
     def still_open(self, unused: Set[int]) -> Set[int]:
-        """Return which of these shards to keep open although one reader no longer needs them.
+        """Return which of the `unused` shards, which one reader no longer needs, to keep open.
 
-        These are the shards that other readers need. If the cache has room for all that is read through it,
-        also all that are still cached; in a smaller cache, an open shard would keep its room when evicted.
+        Shards that other readers need stay open. Shards that are still cached stay open, too, if the cache
+        has room for all shards; in a smaller cache, an open shard would occupy its space after its eviction.
         """
         readers = list(self.readers)
         used = unused & frozenset[int]().union(*(reader.using for reader in readers))
@@ -287,16 +288,16 @@ class CachedShards:
         return self._manifest.shards[number]
 
     def is_compressed(self, number: int) -> bool:
-        """Return whether the object must be decompressed to make the entry."""
+        """Return whether a shard's object is compressed; its entry holds the decompressed bytes."""
         return self.info(number).compression is not None
 
     def stored_file(self, number: int) -> FileInfo:
-        """Return the shard's object, with its size; asks the store for a size that is not in the index."""
+        """Return name, size and hashes of a shard's object; asks the store for a size not in the index."""
         file = self.info(number).stored
         return file if file.bytes >= 0 else replace(file, bytes=self._object(number)[0])
 
     def entry(self, number: int) -> str:
-        """Return the name of a shard's entry; asks the store if the index has no hash."""
+        """Return the name of a shard's entry; asks the store for a version if the index has no hash."""
         name = self.known_entry(number)
         if not name:
             self._object(number)
@@ -305,12 +306,12 @@ class CachedShards:
         return name
 
     def version(self, number: int) -> str | None:
-        """Return the version of the object that must be read; None if any version may be."""
+        """Return the version of a shard's object that must be read; None if any version may be read."""
         known = self._objects.get(number)
         return None if known is None else known[1]
 
     def where(self, number: int) -> str:
-        """Return the object's URL."""
+        """Return the URL of a shard's object."""
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -323,7 +324,7 @@ class CachedShards:
         return int(sealed_size(self._manifest.raw_bytes.clip(0)).sum())
 
     def known_entry(self, number: int) -> str:
-        """Return the name of a shard's entry; "" if it has no hash and the store was not asked yet."""
+        """Return the name of a shard's entry; "" if it needs a version that was not looked up yet."""
         known = self._objects.get(number)
         return entry_name(self.info(number), self.store.url, known and known[1]) or ""
 
@@ -342,17 +343,17 @@ class CachedShards:
         return sizes
 
     def names(self) -> EntryPart:
-        """Return the number of shards, a function for entry names, and the digests of the names."""
+        """Return the number of shards, a function from shard number to entry name, and `name_digests`."""
         shards = self._manifest.shards
         return len(shards), self.known_entry, name_digests(shards)
 
     def known_objects(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (number, entry name, entry bytes) of the shards whose objects the store has described."""
+        """Yield (number, entry name, entry bytes) of the shards looked up in the store."""
         for number in list(self._objects):
             yield number, self.known_entry(number), self.known_size(number)
 
     def _object(self, number: int) -> tuple[int, str]:
-        """Return (size, version) of a shard's object; asks the store at the first call only."""
+        """Return (size, version) of a shard's object; asks the store at the first call for the shard only."""
         if number not in self._objects:
             found = self.store.head(self.info(number).stored.basename)
             # If threads ask at the same time, the first answer is kept: all must fetch one version.
@@ -361,7 +362,7 @@ class CachedShards:
         return self._objects[number]
 
     def _tell_plans(self, number: int) -> None:
-        """Tell plans an entry name that depends on the object's version, so that they know it is theirs."""
+        """Pass an entry name that was looked up to the dataset's plans, which then know it as theirs."""
         if name := self.known_entry(number):
             for plan in self.fetcher.plans():
                 if self in plan.parts:
@@ -369,7 +370,7 @@ class CachedShards:
 
 
 class CacheReader:
-    """Reads one remote dataset in a loop."""
+    """Reads one remote dataset for one loop, with its own plan and timeout."""
 
     def __init__(self, shards: CachedShards, timeout_seconds: float | None = None) -> None:
         self.shards = shards
@@ -385,8 +386,8 @@ class CacheReader:
     def reads_singly(self, number: int) -> bool:
         """Return whether to read single rows of a shard instead of waiting for the whole shard.
 
-        True if the cache had no room for it, or if no lane of the plan needs it now: then balancing has moved
-        a few of its rows here.
+        True if the cache had no room for the shard, or if no lane of the plan needs it now. In the second
+        case, balancing has moved a few of its rows here.
         """
         if self.shards.has_no_room(number):
             return True

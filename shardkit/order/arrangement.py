@@ -1,9 +1,9 @@
-"""The order of a run's streams by its settings: one dataset, or several in a mixture.
+"""The order of a run's samples, made from its settings, for one dataset or several in a mixture.
 
-It depends on sizes only. A `StreamSizes`, which the code that opens datasets makes, has everything that the
-order, the settings and the look-ahead of a run need of a stream. Positions count samples over all ranks and
-streams. A stream also has positions of its own, which count its samples over all its epochs: limits and
-fetching ahead use these.
+The order depends on the sizes of datasets only. The code that opens datasets makes a `StreamSizes` for each
+stream, which has all that the order, the settings and the look-ahead of a run need. Positions count samples
+over all ranks and streams. A stream also has positions of its own, which count its samples over all its
+epochs: limits and fetching ahead use these.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def first_settings(
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The first position that cannot be delivered, and the stream whose limit of samples is reached there."""
+    """The first position that cannot be delivered, because `stream` then reaches its limit, `samples`."""
 
     position: int
     stream: str
@@ -102,7 +102,7 @@ class Limit:
 
 
 class Arrangement:
-    """The order of a run's streams by its settings."""
+    """The sample order of a run, made from its settings and the sizes of its streams."""
 
     def __init__(self, settings: RunSettings, streams: Sequence[StreamSizes]) -> None:
         self._settings, self._sizes = settings, tuple(streams)
@@ -134,8 +134,9 @@ class Arrangement:
     ) -> tuple[Order | JoinedUses, Sequence[int] | None]:
         """Return when the shards of the datasets in a cache are needed, and the lanes to plan for.
 
-        `datasets` maps the streams of each dataset to the lanes that are read of it (None: all). `capacity`:
-        of the cache, in bytes. Shards are numbered through all datasets; uses are in positions of the run.
+        `datasets` has an item per dataset: the numbers of its streams, and the lanes to read (None: all).
+        `capacity`: of the cache, in bytes. Shards are numbered through all datasets; uses are in positions of
+        the run.
         """
         if self.mixture is None:
             [lanes] = datasets.values()

@@ -41,7 +41,7 @@ from shardkit.order.batches import BatchPlan, SampleOrder, Steps, StepSizes
 from shardkit.order.order import Located
 from shardkit.units import whole_number
 
-BALANCED_POSITIONS = 1 << 16  # positions of all ranks that are assigned in one plan: tens of milliseconds
+BALANCED_POSITIONS = 1 << 16  # maximum number of positions, of all ranks, balanced at once: tens of ms
 MAX_ROWS = 1 << 24  # limit for a global batch or an optimizer step: sums of costs stay below 2**62
 _TOLERANCE = 32  # a rank may cost 1/32 more than the mean
 _ROUNDS = 32
@@ -85,7 +85,7 @@ def cost_model(balance: Balance) -> CostModel | None:
 
 @dataclass(frozen=True, slots=True)
 class DocumentIds:
-    """The token ids that mark documents in rows (loader options). Raises ValueError if they contradict."""
+    """The token ids that mark documents in rows (loader options). Raises ValueError if they conflict."""
 
     eos_id: int | None = None
     bos_id: int | None = None
@@ -117,11 +117,12 @@ class RowCosts:
 
 
 def level(costs: Ints, before: Ints | None = None) -> Ints:
-    """Assign rows with these `costs` [batches, ranks, rows] to ranks.
+    """Assign the rows of batches to ranks so that the ranks' summed costs become nearly equal.
 
-    Returns int64[batches, ranks, rows]: the number, within its batch, of the row at each place. `before`
-    [batches, ranks] is the work that each rank has done already. Costs must be at least 0, and the sum of a
-    batch's costs and the work before it below 2**62.
+    `costs`, [batches, ranks, rows], has the rows in the order's own parts. Returns int64[batches, ranks,
+    rows]: the number, within its batch, of the row at each place. `before` [batches, ranks] is the work that
+    each rank has done already. Costs must be at least 0, and the sum of a batch's costs and the work before
+    it below 2**62.
     """
     batches, ranks, rows = costs.shape
     places = np.tile(np.arange(ranks * rows).reshape(ranks, rows), (batches, 1, 1))
@@ -155,7 +156,7 @@ def level(costs: Ints, before: Ints | None = None) -> Ints:
 
 
 def _is_dear(work: Ints, totals: Ints, ranks: int) -> npt.NDArray[np.bool_]:
-    """Return whether each rank's work is more than 1/32 above the mean."""
+    """Return whether each rank's work is more than 1/32 above the mean of the batch's ranks."""
     mean = totals // ranks
     dear: npt.NDArray[np.bool_] = work > mean + mean // _TOLERANCE
     return dear
@@ -189,7 +190,7 @@ def _candidates(costs: Ints) -> Ints:
 
 @dataclass(slots=True)
 class _StepSum:
-    """The work of each rank so far in an optimizer step: as balanced, and by the order's own parts."""
+    """Each rank's work so far in an optimizer step: `placed` with balancing, `plain` without."""
 
     placed: Ints
     plain: Ints
@@ -222,13 +223,13 @@ class WorkBalance:
         return WorkBalance(self._costs, self._model, step_sizes)
 
     def __str__(self) -> str:
-        """Return the text that ranks must agree on."""
+        """Return cost model and table digests as text; they must be equal on all ranks."""
         return f"{self._model} {' '.join(each.digest for each in self._costs)}"
 
     def steps(
         self, plan: BatchPlan, order: SampleOrder, position: int, count: int, *, every: int = 1
     ) -> Steps:
-        """Return `BatchPlan.steps` with the rows that this rank takes and the `work` of each batch."""
+        """Return batches as `BatchPlan.steps` does, with the balanced rows of this rank and with `work`."""
         if (size := plan.global_batch) > MAX_ROWS:
             raise ValueError(f"balance supports global batches of at most {MAX_ROWS:,} rows, not {size:,}")
         steps = plan.steps(order, position, count, every=every)
@@ -260,7 +261,7 @@ class WorkBalance:
     def _placed(
         self, plan: BatchPlan, order: SampleOrder, start: int, count: int, every: int
     ) -> Iterator[tuple[Located, Ints, Ints]]:
-        """Yield (rows in the order's order, index of the row at each place, work) for groups of batches."""
+        """Yield, for groups of batches, (located rows before balancing, the row at each place, work)."""
         size = plan.global_batch
         # The shares of a step's later batches depend on the earlier ones, so begin at the step's first batch.
         begin = start if self.step_sizes is None else self._first_of_step(start, size)

@@ -33,7 +33,7 @@ from shardkit.order.order import MAX_POSITION, Located, rank_slice
 from shardkit.order.run_settings import Tail
 from shardkit.units import whole_number
 
-MAX_BATCH = 1 << 24  # limit of sequences per rank and batch: more than any run uses, and still fits memory
+MAX_BATCH = 1 << 24  # maximum number of sequences per rank and batch: more than any run uses, yet fits memory
 
 Cursor = tuple[int, int]
 """A loader's position, and the number of batches delivered in the epoch of that position."""
@@ -61,7 +61,8 @@ class Steps:
     work: npt.NDArray[np.int64] | None = None
     """Work measured by `shardkit.order.balance` if ranks are balanced, int64[batches, 6].
 
-    Total, largest share and unbalanced largest share of each batch, then the same of each step that ends.
+    Columns: total work of the batch, largest share of a rank, largest share without balancing; then these
+    three for the optimizer step, if the batch is its last.
     """
 
 
@@ -112,7 +113,7 @@ class BatchPlan:
         return start + left if self.tail == "pad" and left < self.global_batch else self.start(end)
 
     def epoch(self, position: int) -> int:
-        """Return the epoch of the next batch."""
+        """Return the epoch of the next batch of a run at `position`."""
         return self.start(position) // self.samples
 
     def delivered(self, cursor: Cursor) -> int:
@@ -130,12 +131,12 @@ class BatchPlan:
         return -(-first // self.global_batch) * self.global_batch if self.tail == "carry" else first
 
     def batches_left(self, position: int) -> int:
-        """Return how many batches of the next batch's epoch are still to be delivered; at least 1."""
+        """Return the number of batches left in the epoch of the next batch, including that batch."""
         left = self.samples - self.start(position) % self.samples
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def advance(self, cursor: Cursor, batches: int) -> Cursor:
-        """Return the cursor of the loader after `batches` more batches."""
+        """Return the cursor of a loader at `cursor` after it has delivered `batches` more batches."""
         position, delivered = cursor
         while batches:
             left = self.batches_left(position)
@@ -208,9 +209,9 @@ class BatchPlan:
 class StepSizes:
     """The number of sequences in an optimizer step over all ranks, by position: ((start, sequences), …).
 
-    Steps follow each other from position 0 on, for any ranks and micro-batches. A change takes effect with
-    the first step that starts at or after its position, as in Megatron's batch-size ramp-up; `changes` stores
-    (start of that step, sequences). Raises ValueError for invalid changes.
+    Steps follow each other from position 0 on, independent of ranks and micro-batches. A change takes effect
+    with the first step that starts at or after its position, as in Megatron's batch-size ramp-up; `changes`
+    stores (start of that step, sequences). Raises ValueError for invalid changes.
     """
 
     changes: tuple[tuple[int, int], ...]
@@ -227,7 +228,7 @@ class StepSizes:
             if made:
                 start, size = made[-1]
                 position = start + max(0, -(-(position - start) // size) * size)
-                if position == start:  # replaces a change whose first step would start here, too
+                if position == start:  # the earlier change would begin with the same step: replace it
                     made.pop()
             if not made or sequences != made[-1][1]:
                 made.append((position, sequences))
@@ -249,7 +250,10 @@ class StepSizes:
         return start, start + size
 
     def sizes_from(self, position: int) -> list[int]:
-        """Return the distinct sizes, ascending, of the rest of the step at `position` and of later steps."""
+        """Return the distinct step sizes in sequences from `position` on, ascending.
+
+        The step at `position` counts with what is left of it.
+        """
         _, end = self.step_at(position)
         start, after = self.step_at(end)
         return sorted({end - position, after - start, *(size for at, size in self.changes if at > end)})
@@ -263,7 +267,7 @@ class StepSizes:
         return self._before(position) == other._before(position)
 
     def to_list(self) -> list[list[int]]:
-        """Return the changes as plain data for a state; `from_list` reads it back."""
+        """Return the changes of size as plain data for a state; `from_list` reads it back."""
         return [list(change) for change in self.changes]
 
     @classmethod

@@ -106,7 +106,7 @@ class Exclusions:
         return list(zip(self._begins.tolist(), self._ends.tolist(), strict=True))
 
     def kept_of_shards(self, shard_samples: npt.ArrayLike) -> Ints:
-        """Return the kept samples of each shard, int64[shards]; raises ValueError for rows past the end."""
+        """Return the kept rows per shard, int64[shards]; raises ValueError if excluded rows do not exist."""
         starts = np.concatenate([[0], np.cumsum(np.asarray(shard_samples, dtype=np.int64))])
         if len(self._ends) and self._ends[-1] > starts[-1]:
             raise ValueError(
@@ -116,13 +116,13 @@ class Exclusions:
         return np.diff(starts - self._removed_before(starts))
 
     def select(self, kept_ids: npt.ArrayLike) -> Ints:
-        """Return the rows with these kept ids, in their shape; raises IndexError for negative ids."""
+        """Return the row of each kept id, as an array of equal shape; raises IndexError for negative ids."""
         ids = _numbers(kept_ids, "kept ids")
         rows: Ints = ids + self._removed[np.searchsorted(self._kept_before, ids, side="right")]
         return rows
 
     def rank(self, rows: npt.ArrayLike) -> Ints:
-        """Return the kept ids of rows, in their shape: the inverse of `select`.
+        """Return the kept id of each row, in an array of the same shape: the inverse of `select`.
 
         Raises IndexError for excluded rows.
         """
@@ -151,7 +151,7 @@ class Exclusions:
         return np.searchsorted(self._begins, rows, side="right")
 
     def _removed_before(self, rows: Ints) -> Ints:
-        """Return how many rows before each of these are excluded."""
+        """Return, for each of `rows`, the number of excluded rows before it."""
         begun = self._begun(rows)
         # The last range that has begun may extend past the row; do not count that part.
         beyond = np.concatenate([[0], self._ends])[begun] - rows

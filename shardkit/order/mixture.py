@@ -120,7 +120,7 @@ class Schedule:
         return Schedule(tuple((start, weights + more) for start, weights in self.segments))
 
     def agrees_before(self, other: Schedule, position: int) -> bool:
-        """Return whether both schedules are equal before this position; a missing stream has weight 0."""
+        """Return whether both schedules are equal before `position`; a missing stream has weight 0."""
         streams = max(self.streams, other.streams)
         return self.padded(streams)._before(position) == other.padded(streams)._before(position)
 
@@ -211,9 +211,9 @@ class _Segment:
     start: int
     end: int
     streams: _Streams  # streams of weight > 0
-    weights: Ints  # their weights
+    weights: Ints  # weights of these streams
     sums: Ints  # cumulative sums of the weights
-    before: Ints  # samples of every stream of the mixture (also of weight 0) before `start`
+    before: Ints  # number of samples of every stream (also of weight 0) before `start`
 
     @classmethod
     def of(cls, start: int, end: int, weights: Weights, before: Ints) -> _Segment:
@@ -233,7 +233,7 @@ class _Segment:
 
     @property
     def chunk(self) -> int:
-        """The number of blocks to process at once."""
+        """The number of blocks to process at once, about CHUNK positions in all."""
         return CHUNK * self.blocks // self.total
 
     def block(self, done: _Number) -> _Number:
@@ -339,7 +339,7 @@ class Mixture:
         if segment.start + segment.edge(low) >= MAX_POSITION:
             return None
         high = low + segment.blocks - 1
-        while low < high:  # binary search for the last block that begins after at most `left` of its samples
+        while low < high:  # find the last block before which the stream has at most `left` samples
             middle = (low + high + 1) // 2
             had = segment.shares(np.array([segment.edge(middle)]))[0, column[0]]
             low, high = (middle, high) if had <= left else (low, middle - 1)
@@ -364,7 +364,7 @@ class Mixture:
             start = stop
 
     def _counts(self, segment: _Segment, position: int) -> Ints:
-        """Return `counts` at a position of the segment, or at its end."""
+        """Return the samples of each stream before `position`, which is in `segment` or at its end."""
         done = position - segment.start
         block = segment.block(done)
         edge = segment.edge(block)

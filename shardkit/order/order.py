@@ -46,7 +46,7 @@ from shardkit.errors import StateError
 from shardkit.order.permutation import CHUNK, GOLDEN, ONE, Domains, Permutation, mix64, permute, unpermute
 from shardkit.units import whole_number
 
-MAX_POSITION = 1 << 62  # a position plus an epoch stays below 2**63
+MAX_POSITION = 1 << 62  # so that a position plus an epoch of samples stays below 2**63
 MAX_SAMPLES = 1 << 60  # per epoch: sums of offsets in an epoch cannot overflow int64
 MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
 MAX_LANES = 1 << 16  # lane numbers fit uint16, which NumPy sorts by radix
@@ -54,14 +54,14 @@ MAX_WINDOW = 1 << 44  # window * lane stays below 2**60
 
 VERSION = 2  # version of the arithmetic; saved in the state, so that a run keeps the version it began with
 _VERSIONS = (1, VERSION)
-_EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
+_EPOCHS_KEPT = 2  # number of epochs kept in memory: a batch may cross into the next epoch
 
-_MANY_STARTS, _MANY_PLACES = 1 << 15, 1 << 10  # from here, starts exceed the L2 cache and sorting pays off
+_MANY_STARTS, _MANY_PLACES = 1 << 15, 1 << 10  # if both reach this, `_find` sorts to avoid L2 misses
 _NODES = 2048  # number of nodes that can each have a lane of their own, if the dataset has enough shards
-_SHARDS_OF_LANE = 32  # minimum per lane: the shards at its two ends are each fetched by two nodes
+_SHARDS_OF_LANE = 32  # minimum number of shards per lane; a shard on the border of two lanes is fetched twice
 _SHARDS_OF_LONG_LANES = 128
 _SHARDS_OF_WINDOW = 2
-_SHARDS_OF_WINDOWS = 64  # under the windows of all lanes together: 4 GiB in shards of 64 MiB
+_SHARDS_OF_WINDOWS = 64  # minimum number of shards under all lanes' windows: 4 GiB in shards of 64 MiB
 
 Shuffle = Literal["window", "global", "none"]
 LaneNumbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -96,18 +96,18 @@ class Lanes:
         return self.window or max(1, self.samples)
 
     def windows(self, lanes: LaneNumbers, rows: Ints) -> Ints:
-        """Return the numbers of the windows that hold these rows of these lanes."""
+        """Return the number of the window that holds row `rows[i]` of lane `lanes[i]`, for each i."""
         numbers: Ints = np.floor_divide(rows + self.shifts[lanes], self._window, dtype=np.int64)
         return numbers
 
     def bounds(self, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Ints]:
-        """Return (first rows, sizes) of these windows; a size is <= 0 where a lane has no such window."""
+        """Return (first rows, sizes) of windows `windows[i]` of lanes `lanes[i]`; size <= 0: no window."""
         nominal = windows * self._window - self.shifts[lanes]
         first = np.maximum(nominal, 0)
         return first, np.minimum(nominal + self._window, self.lengths[lanes]) - first
 
     def find(self, places: Ints) -> tuple[npt.NDArray[np.int32], Ints]:
-        """Return (lanes, rows in them) of offsets in an epoch's span: the inverse of starts[lane] + row."""
+        """Return the lane and the row in it at each offset in an epoch: inverts starts[lane] + row."""
         length, longer = divmod(self.samples, self.lanes)
         edge = longer * (length + 1)
         # With fewer samples than lanes, length is 0 and no offset is past the edge.
@@ -148,10 +148,11 @@ def default_lanes(shards: int, *, compressed: bool = False) -> int:
 
 
 def default_window(samples: int, shards: int, lanes: int) -> int:
-    """Return the number of samples per window: two average shards, or more until all windows span 64 shards.
+    """Return the number of samples per window: the samples of two average shards.
 
-    Two shards keep batches diverse in data that was never shuffled: each lane contributes samples from two or
-    three shards. Small datasets have few lanes and need the 64. The smallest datasets fit in one window.
+    If the windows of all lanes would then span less than 64 shards, windows are larger. Two shards keep
+    batches diverse in data that was never shuffled: each lane contributes samples from two or three shards.
+    Small datasets have few lanes and need the 64 shards. The smallest datasets fit in one window.
     """
     if lanes < 1 or shards < 0 or samples < 0:
         raise ValueError(
@@ -348,7 +349,7 @@ class Order:
         return located.reshape(*array.shape)
 
     def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
-        """Return the positions at which `epoch` delivers these samples, in their shape; inverts `locate`."""
+        """Return the position of each sample in `epoch`, in an array of the same shape; inverts `locate`."""
         self._check_range(epoch * max(self._samples, 1), self._samples)
         array = as_int64(sample_ids, "sample ids")
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self._samples:
@@ -363,7 +364,7 @@ class Order:
         return positions.reshape(array.shape)
 
     def global_batch(self, position: int, size: int) -> Ints:
-        """Return the `size` positions from `position` on, sorted by `lane_keys`; equal keys ascend."""
+        """Return the `size` positions from `position` on, sorted by `lane_keys`, then by position."""
         batch: Ints = self._batches(position, size, 1)[0]
         return batch
 
@@ -436,7 +437,7 @@ class Order:
         return (firsts + back) * self.spec.lanes + lanes
 
     def _windows(self, epoch: EpochOrder, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Domains]:
-        """Return (first rows, permutations) of the windows, one per entry."""
+        """Return the first row and the permutation of window `windows[i]` of lane `lanes[i]`, for each i."""
         low, high = int(windows.min()), int(windows.max())
         known = self._known
         if known is None or known.epoch is not epoch or not known.low <= low <= high <= known.high:

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Words
 
-MAX_SIZE = 1 << 62  # left + its increment, and positions derived from elements, stay below 2**63
+MAX_SIZE = 1 << 62  # so that left + its increment, and positions made from elements, stay below 2**63
 CHUNK = 1 << 14  # number of elements processed at once: nine arrays of 128 KiB fit a core's L2 cache
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -205,7 +205,7 @@ class _Rounds:
         return mixed
 
     def reduce(self) -> None:
-        """Reduce left modulo rows, for left in [0, 2 * rows): a negative difference wraps to a huge value."""
+        """Reduce left (< 2 * rows) modulo rows by min(left, left - rows): negative values wrap to huge."""
         np.subtract(self.left, self._rows, out=self._mixed)
         np.minimum(self.left, self._mixed, out=self.left)
 

@@ -37,16 +37,16 @@ from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-_MAX_PASSES = 4  # limit of a stream's epochs per epoch of the mixture: more give many short intervals
-_MAX_INTERVALS = 1 << 22  # limit: sorting this many takes a second and 100 MB
+_MAX_PASSES = 4  # maximum of a stream's epochs per epoch of the mixture: more give many short intervals
+_MAX_INTERVALS = 1 << 22  # maximum number of intervals: sorting these takes a second and 100 MB
 _MOST_BEGINS = 256  # maximum number of batches whose parts are compared; further batches add few lanes
 _MOST_KEYS = 1 << 21  # maximum number of keys sorted for that comparison: tens of milliseconds
-_SLACK = 1024  # size in positions of a block of the mixture, in which streams come in any order
+_SLACK = 1024  # positions by which intervals are widened: a block, in which streams come in any order
 
 
 @dataclass(frozen=True, slots=True)
 class ShardUses:
-    """Intervals of global positions, [begin, end), whose samples may read the shard."""
+    """Intervals of global positions: samples at positions in [begin[i], end[i]) may be in shard[i]."""
 
     shard: npt.NDArray[np.int32]
     begin: Ints
@@ -75,7 +75,7 @@ class ShardUses:
 
 
 def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
-    """Return the uses in one epoch, sorted; only the uses by `lanes` (ascending), if given."""
+    """Return the uses of shards in one epoch, sorted by begin; if `lanes` (ascending) is given, theirs."""
     # Shuffle "none" delivers the dataset order, which is one lane with windows of one sample.
     geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
     shards, places, sizes = _pieces(order, geometry, epoch, lanes)
@@ -85,7 +85,7 @@ def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> 
 
 
 def rows_in_lanes(order: Order, epoch: int, lanes: Sequence[int], parts: npt.NDArray[np.float64]) -> Ints:
-    """Return how many samples of each shard an epoch reads by these lanes, int64[shards].
+    """Return how many samples of each shard these lanes read in an epoch, int64[shards].
 
     `parts`: the fraction of each lane's samples that is read.
     """

@@ -31,9 +31,9 @@ _MAX_COUNT = 1 << 62
 class StreamSettings:
     """The data that a stream delivers: `samples` is the number of samples without the excluded ones.
 
-    `excluded`: the digest of the exclusion list, "" without one. `name`: the user's name for it, for messages
-    only; streams are identified by their index in the list. `lanes` and `window`: the values of this stream
-    in a mixture, 0 for the values of the run's order.
+    `excluded`: the digest of the exclusion list, "" without one. `name`: the user's name for the stream, for
+    messages only; streams are identified by their index in the list. `lanes` and `window`: the values of
+    this stream in a mixture; 0 means the value of the run's order.
     """
 
     fingerprint: str

@@ -100,7 +100,9 @@ def resume(
     on_mismatch: OnMismatch,
     step_sizes: StepSizes | None = None,
 ) -> LoaderState:
-    """Return the state to continue from: `saved`, if its settings agree with `current`; else StateError.
+    """Return the state to continue from: `saved`, if its settings agree with `current`.
+
+    Raises StateError if they do not.
 
     `fixed` names which of "lanes", "window", "schedule", "epoch_samples" and "global_batch" (the loader's own
     `step_sizes`) the user has set; the others are taken from `saved`. With on_mismatch "fork", a difference
@@ -150,7 +152,7 @@ def _with_saved_shuffle(saved: RunSettings, current: RunSettings, fixed: frozens
 def _with_saved_schedule(saved: LoaderState, current: RunSettings, fixed: frozenset[str]) -> RunSettings:
     """Return `current` with the schedule and epoch size of `saved`, except for settings in `fixed`.
 
-    Returns `current` unchanged if they cannot be taken over; `resume` then reports the difference.
+    Returns `current` unchanged if the saved values do not fit it; `resume` then reports the difference.
     """
     before, schedule = saved.settings, current.schedule
     if len(before.streams) > len(current.streams):

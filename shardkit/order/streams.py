@@ -89,7 +89,7 @@ class StreamOrder:
         return int(self.shard_starts[-1])
 
     def locate(self, positions: Ints | tuple[int, int]) -> Located:
-        """Locate samples as `Order.locate` does, in the real dataset's numbers."""
+        """Locate samples as `Order.locate` does; rows and sample ids count excluded rows, too."""
         return self._real(self.order.locate(positions))
 
     def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
@@ -104,11 +104,11 @@ class StreamOrder:
     def global_batches(
         self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
     ) -> Located:
-        """Locate global batches as `Order.global_batches` does, in the real dataset's numbers."""
+        """Locate global batches as `Order.global_batches` does; rows and sample ids count excluded rows."""
         return self._real(self.order.global_batches(position, size, count, part=part, every=every))
 
     def _real(self, located: Located) -> Located:
-        """Convert rows and sample ids of the kept samples to those of the real dataset."""
+        """Convert rows and sample ids that count kept samples only to numbers that count all samples."""
         if self.exclusions is None:
             return located
         rows = self.exclusions.select(located.sample_id)
@@ -116,7 +116,7 @@ class StreamOrder:
 
 
 class MixedOrder:
-    """The order of `streams` in a `mixture`; the caller chooses `epoch_samples`, the positions of an epoch.
+    """The order of `streams` in a `mixture`; the caller chooses the positions per epoch, `epoch_samples`.
 
     Shard numbers and sample ids count through the datasets of all streams, one after another.
     """
@@ -175,7 +175,7 @@ class MixedOrder:
         return self.mixture.position_of(number, int(index))
 
     def global_batch(self, position: int, size: int) -> Ints:
-        """Return the `size` positions from `position` on, sorted by lane keys; equal keys ascend."""
+        """Return the `size` positions from `position` on, sorted by lane key, then by position."""
         batch: Ints = self._parts(position, size, 1, slice(None))[0][0]
         return batch
 
