@@ -39,7 +39,7 @@ _PIXEL_BYTES = {
     **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
     **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
 }
-# Bytes per pixel of a loaded image by mode. All other modes take four: Pillow keeps three bytes as four.
+# Bytes per pixel of a loaded image, by mode. All other modes take four: Pillow pads three bytes to four.
 _LOADED_PIXEL_BYTES = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B"), 2)}
 _BUFFERED_FORMATS = frozenset({"WEBP", "GIF"})
 
@@ -71,7 +71,7 @@ def decode_raw(data: memoryview, budget: SampleBudget | None = None) -> Image:
     (budget or SampleBudget()).take(len(data) + width * height * _LOADED_PIXEL_BYTES.get(mode, 4))
     try:
         return module.frombytes(mode, (width, height), bytes(data[pixels:]))  # type: ignore[no-any-return]
-    except Exception as error:  # Pillow documents no list of what it raises
+    except Exception as error:  # Pillow does not document which errors it raises
         raise ValueError(f"image cannot be read: {error}") from error
 
 
@@ -106,7 +106,7 @@ def decode_file(data: memoryview, budget: SampleBudget | None = None, *, more_fo
         image.load()
     except MissingExtraError:
         raise
-    except Exception as error:  # Pillow documents no list of what its decoders raise
+    except Exception as error:  # Pillow does not document which errors its decoders raise
         problem = str(error).removeprefix(_UNREADABLE) or type(error).__name__
         raise ValueError(f"{_UNREADABLE}{problem}") from error
     return image
@@ -121,7 +121,7 @@ def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
     try:
         image: Image = module.open(io.BytesIO(data), formats=_installed_formats(more_formats))
         _check_pixels(*image.size)
-    except Exception as error:  # Pillow documents no list of what its decoders raise
+    except Exception as error:  # Pillow does not document which errors its decoders raise
         raise ValueError(f"{_UNREADABLE}{error or type(error).__name__}") from error
     return image
 

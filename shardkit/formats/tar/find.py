@@ -1,8 +1,8 @@
 """Find tars by name: resolve brace lists, patterns, folders, and lists of them, to files or objects.
 
 The tars are in the order of the given names; the tars of one folder or pattern are sorted. All tars of a
-dataset are below one folder, or in one bucket; their names are relative to the deepest folder that they share.
-A tar that is named twice is an error, because its samples would be delivered twice.
+dataset are below one folder, or in one bucket; their names are relative to their deepest common folder. A tar
+that is named twice is an error, because its samples would be delivered twice.
 """
 
 from __future__ import annotations
