@@ -1,4 +1,4 @@
-"""Present ranges of token files as objects of a store; a key names the pieces of a shard."""
+"""Present byte ranges of token files as objects of a store; the key of an object is a token shard's name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-SEPARATOR = "\n"  # separates the versions of several files
+SEPARATOR = "\n"  # separates the versions of a shard's files in the version of the shard
 
 
 class RangeStore(BaseStore):
-    """A read-only store whose keys may be names of token shards, that is, ranges of objects.
+    """A read-only store whose keys may be names of token shards, which are ranges of objects in `store`.
 
-    Other keys are passed to the underlying store.
+    Requests for other keys are passed to `store`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -95,7 +95,7 @@ class RangeStore(BaseStore):
 
 
 class _Range(BaseBody):
-    """The concatenated bodies of several pieces."""
+    """The body of a token shard: the concatenated bodies of its pieces."""
 
     def __init__(self, bodies: Sequence[tuple[Body, int]], info: ObjectInfo) -> None:
         """Concatenate `bodies`, each given with the number of bytes to read from it."""

@@ -1,9 +1,9 @@
 """The schema of `provenance/*.parquet`, which records the document from which each token comes.
 
-There is one file per partition of the build, named by `provenance_name`. A record describes a piece: tokens of
-one document in one row. Records are sorted by (shard, row, token_start) within each file and across files.
-Tokens that no record covers are padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so looking
-up rows reads one or two of them. The schema metadata of a file with records holds the build's shuffle seed and
+There is one file per partition of the build, named by `provenance_name`. A record describes a piece: the
+tokens of one document in one row. Records are sorted by (shard, row, token_start) within and across files.
+Tokens that no record covers are padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so one or
+two are read to look up rows. The schema metadata of a file with records holds the build's shuffle seed and
 the range of its documents' shuffle hashes, so only one file has to be searched for a document.
 
 `shardkit.writers.stages.provenance` writes these files, `shardkit.datasets.provenance` reads them.

@@ -7,8 +7,8 @@
     payload "E" + u64 position  the log was closed properly at this position
 
 Ids number the rows of all streams' datasets consecutively. Each record is one write, so if a process is
-killed, at most its last record is truncated; `scan` omits it and reports its size. Ids take 4 bytes per sample
-(8 in runs of more than 2**32 - 2 rows): 0.1 % of the size of rows of 2,048 two-byte tokens.
+killed, at most its last record is truncated; `scan` omits it and reports its size. Ids take 4 bytes per
+sample (8 in runs of more than 2**32 - 2 rows): 0.1 % of the size of rows of 2,048 two-byte tokens.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ MAX_COLUMNS = 4096
 
 _BLOCKS_KEY = "blocks"
 _TABLE_VERSION = 1
-_MAX_HEADER_BYTES = 1 << 24  # limit in index.bin: a kind of shard takes 300 bytes, parsing it 30 times as many
+_MAX_HEADER_BYTES = 1 << 24  # limit in index.bin: a kind of shard takes 300 bytes, and 30 times more to parse
 _NPY_HEADER_BYTES = 4096  # maximum size of an array's header; NumPy writes far less
 _INDEX_HASH = "xxh3_128"
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}

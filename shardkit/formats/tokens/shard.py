@@ -1,6 +1,6 @@
 """Read rows of constant length from flat files of token ids, in place.
 
-A *piece* is a range of bytes of a file. A `TokenShard` holds the rows of one piece, or a single row that spans
+A *piece* is a range of bytes of a file. A `TokenShard` holds the rows of one piece, or a single row made of
 several: the end of a file and the beginnings of the next ones. A shard's name in a manifest is its location:
 `tokens.npy@128-67108992`, or several such pieces joined by "&".
 """
