@@ -203,7 +203,7 @@ def _open_remote(
     indexes = _indexes(store.url, manifest, versions, shared.options)
     held = min(
         fetcher.connections, max(1, cache.capacity // max([1, *sizes]))
-    )  # number of tars of the largest size that fit in the cache together
+    )  # number of tars that fit in the cache together even if all are as large as the largest
     infos, before = manifest.shards, list(accumulate(sizes, initial=0))
 
     def skim(number: int) -> tuple[Scanned, TarIndex] | None:

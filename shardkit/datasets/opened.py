@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 MAX_OPEN_SHARDS = 1024  # limit per dataset
 MAX_MAPS = 16384  # limit per process: a quarter of Linux's default; leaves maps for other libraries
-MAX_RESIDENT_BYTES = 2 << 30  # limit for decompressed shards in memory; the newest one always stays
+MAX_RESIDENT_BYTES = 2 << 30  # limit of decompressed shards per dataset; the last one used always stays
 
 # Datasets with open shards, by id(). Threads and the garbage collector change it, only by atomic operations.
 _keeping: dict[int, weakref.ref[OpenDataset]] = {}
@@ -213,10 +213,10 @@ class OpenDataset(Closing):
 
     @cached_property
     def token_column(self) -> str | None:
-        """Name of the column with an integer row of constant length in every sample, or None.
+        """Name of the column that holds a row of integers, of constant length, in every sample, or None.
 
         It is "tokens" (members `tokens.npy` in tars) if that is such a column, otherwise the only such
-        column. Tars whose list has no columns are opened for this, each once.
+        column. Tars for which the list records no columns are opened to find it, each once.
         """
         candidates = {c.name: c for c in self.columns if token_layout(c) is not None}
         preferred = [c for n, c in candidates.items() if n in (TOKENS, f"{TOKENS}.npy")]
@@ -244,9 +244,9 @@ class OpenDataset(Closing):
         return known
 
     def shard_columns(self) -> Iterator[tuple[Column, ...]]:
-        """Yield the distinct column tuples of the shards that have samples.
+        """Yield the columns of the shards that have samples, each distinct tuple of columns once.
 
-        Tars whose list has no columns are opened for this, each once.
+        Tars for which the list records no columns are opened to find them, each once.
         """
         seen: set[tuple[Column, ...]] = set()
         if isinstance(self.manifest.shards, ShardTable):
@@ -271,7 +271,7 @@ class OpenDataset(Closing):
         return None if layout is None else layout[0]
 
     def keep_only(self, numbers: Set[int]) -> None:
-        """Drop the open shards that are not among `numbers`, so that shards evicted from the cache free space.
+        """Drop the open shards that are not among `numbers`, so that those evicted from the cache free space.
 
         If the cache has room for all data read through it, shards stay open until other datasets evict them.
         """
@@ -320,7 +320,7 @@ class OpenDataset(Closing):
         return column_names(merge_columns(stated))
 
     def columns_of(self, number: int) -> tuple[Column, ...]:
-        """Return the columns of shard `number`; the shard is opened if its list does not have them."""
+        """Return the columns of shard `number`; if the index does not record them, the shard is opened."""
         stated = self.manifest.shards[number].columns
         if not stated:
             return self.shard(number).columns
@@ -380,7 +380,7 @@ class OpenDataset(Closing):
             _keeping.pop(id(self), None)
 
     def _forget_oldest(self) -> None:
-        """Drop the least recently used shards that exceed the limits; the caller holds the lock."""
+        """Drop least recently used shards until the limits are kept; the caller holds the lock."""
         while len(self._open) > 1:
             resident = 0
             if self.shards is None:  # the cache of a remote dataset has its own limit

@@ -65,7 +65,7 @@ class RangeStore(BaseStore):
                     body = self._store.open(piece.file, low, high, version=its_version)
                     bodies.append((body, high - low))
                     info = body.info
-                else:  # nothing of this file is read, but the shard's version includes its version
+                else:  # no byte of this file is read, but its version is a part of the shard's version
                     info = self._store.head(piece.file)
                 _check_size(self.where(key), piece, info)
                 found.append(its_version or info.version)
@@ -110,7 +110,7 @@ class _Range(BaseBody):
             body, left = self._bodies[0]
             if left:
                 count = body.readinto(buffer[:left])
-                if not count:  # without this error, the next piece would follow in place of the missing bytes
+                if not count:  # an error, because the next piece's bytes would take the place of these
                     raise TransientError(self.info.key, f"ended early: {left:,} bytes of a piece are missing")
                 self._bodies[0] = body, left - count
                 return count

@@ -89,7 +89,7 @@ def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
 def find_row_costs(
     dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None
 ) -> RowCosts | None:
-    """Load the stored table of a dataset; None if it has none. Raises ShardError if the table is damaged."""
+    """Load the stored cost table of a dataset, or return None. Raises ShardError if the table is damaged."""
     name, length = table_name(dataset, ids), row_length(dataset)
     data: Bytes | None = None
     if dataset.shards is None:
@@ -99,7 +99,7 @@ def find_row_costs(
         text = _fetch(dataset.store, name)
         data = None if text is None else np.frombuffer(text, dtype=np.uint8)
     else:
-        # The key is not the dataset's URL, because that entry records when the index was checked.
+        # A cache entry of its own: the entry of the dataset's URL records when its index was checked.
         url = f"{dataset.location}#{name}"
         kept = indexes.objects(url, [name], lambda: {name: _fetch(dataset.store, name)})[name]
         if kept is not None:
@@ -195,7 +195,7 @@ def _fetch(store: Store, name: str) -> bytes | None:
 
 
 def _pieces(dataset: OpenDataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
-    """Return a shard's rows as a list of (first row, rows), each of about `_PIECE_BYTES` or less."""
+    """Return a shard's rows as a list of (index of the first row, rows), each of up to about `_PIECE_BYTES`."""
     shard, column = dataset.shard(number), dataset.token_column
     assert column is not None
     rows = shard.fixed_rows(column)

@@ -2,8 +2,8 @@
 
 All samples are numbered before the first one is delivered, so all tars are scanned when a dataset is opened.
 A remote tar that does not fit in the cache is scanned while it is streamed, without storing it. If a payload
-takes longer to transfer than a new request takes to start, it is skipped: the object is opened again after it.
-So scanning a tar of videos takes one request per video instead of a transfer of all its bytes.
+takes longer to transfer than a new request takes to start, it is skipped by opening the object again after
+it. So scanning a tar of videos takes one request per video instead of a transfer of all its bytes.
 
 With a cache folder, the results are kept there (`shardkit.cache.indexes.TarIndexes`): of the processes that
 open a tar at the same time, one scans it while the others wait (for a limited time), and later openings scan
@@ -87,7 +87,7 @@ def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
 
 
 class _Passing:
-    """A forward-only view of an object: a slice must not begin before the previous one. Stores nothing."""
+    """A forward-only view of an object: no slice may begin before the previous one. Stores nothing."""
 
     def __init__(
         self, store: Store, key: str, size: int, version: str, skip_bytes: int, piece_bytes: int
@@ -205,7 +205,7 @@ def _scan_all(
     others = [number for number, scanned in first.items() if scanned is None]
     rest = _side_by_side(wait, others, threads, report)
     done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
-    left = [number for number in missing if number not in done]  # the process that claimed them hangs
+    left = [number for number in missing if number not in done]  # claimed by a process that hangs
     return done | _side_by_side(scan, left, threads, report)
 
 

@@ -57,7 +57,7 @@ __all__ = ["RangeStore", "RowCut", "TokenRows", "find_token_rows", "is_token_fil
 SHARD_BYTES = 64 << 20  # maximum size of a shard, whose rows are fetched together
 MAX_SHARDS = 1 << 15  # maximum number per dataset; above two terabytes, shards are larger instead
 MAX_ROW_TOKENS = 1 << 28  # longer rows are refused as a mistake
-_MOST_ID = 1 << 24  # far above the ids of any vocabulary
+_MOST_ID = 1 << 24  # higher ids cause a warning; far above any vocabulary
 _MOST_INT = np.uint64((1 << 63) - 1)
 _MOST_HALF = 7  # largest value of the upper 16 bits of an id below 2**19
 _FEWEST_HALVES = 32  # minimum number of 16-bit halves of 32-bit ids by which a wrong dtype is recognized
@@ -215,7 +215,7 @@ def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
 
 
 def _pair(store: AnyStore, name: str) -> _Named | None:
-    """Return the pair (.bin, .idx) if `name` is one of them or their common prefix, else None."""
+    """Return the Megatron pair (.bin, .idx) of which `name` is a file or the common prefix, or None."""
     stem = name[:-4] if name.endswith((".bin", ".idx")) else name
     if name.endswith(".npy"):
         return None

@@ -221,7 +221,7 @@ def _check_samples(shard: ShardReader) -> None:
 
 
 def _count_trained(dataset: Dataset, shard: ShardReader) -> int:
-    """Count the tokens that a shard's loss masks select; 0 if it has no loss masks as plain arrays."""
+    """Count the tokens that a shard's loss masks select; 0 if it has none that are stored as arrays."""
     column = next((column for column in shard.columns if column.name == dataset.loss_mask_column), None)
     if column is None or not column.encoding.startswith("ndarray"):
         return 0

@@ -17,7 +17,7 @@ MAX_UNSTATED_BYTES = 4 << 30  # limit for a compressed tar of unrecorded size; u
 _HONEST_RATIO = 250  # compression ratio of a tar that is not suspicious; text reaches 10, logs 50
 _SMALL_BYTES = 1 << 20  # smaller values get a rough estimate from their size alone, to save time
 _PIECE_BYTES = 1 << 20
-# Bytes that CPython takes for an empty list or object, and for a number or short string plus its list entry.
+# Memory of CPython for an empty list or dict, and for a number or a short string with its entry in a list.
 _BRACKET_BYTES, _COMMA_BYTES = 64, 40
 # Lowest UTF-8 lead bytes of characters that make CPython store a str with two or four bytes per character.
 _TWO_BYTES, _FOUR_BYTES = 0xC4, 0xF0

@@ -97,7 +97,7 @@ class _BrotliCompressor:
 
 
 class _WholeCompressor:
-    """Compresses the whole file in `flush`: for algorithms whose output would depend on the pieces."""
+    """Compresses the whole file in `flush`; for algorithms whose output depends on how input is split."""
 
     def __init__(self, compress_whole: Callable[[bytes], bytes]) -> None:
         self._compress_whole = compress_whole
@@ -142,7 +142,7 @@ def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[s
         if algorithm == "zstd":
             reader = _new_zstd().stream_reader(data, read_across_frames=True)
             filled = reader.readinto(output)
-            pieces = iter([reader.read(1)])  # one more byte would exceed raw_bytes, an error below
+            pieces = iter([reader.read(1)])  # a further byte exceeds raw_bytes: error below
         elif algorithm == "snappy":
             filled, pieces = _decompress_snappy(data, output), iter(())
         else:
@@ -237,7 +237,7 @@ def _step(stream: bz2.BZ2Decompressor | ZstdFrame, data: bytes) -> tuple[bytes, 
 
 
 class ZstdFrame:
-    """Decodes one zstd frame with the interface of `bz2.BZ2Decompressor`, including its limit on each piece.
+    """Decodes one zstd frame with the interface of `bz2.BZ2Decompressor`, in output pieces of limited size.
 
     The zstandard package has no such limit: 4 bytes can encode 128 KiB, and so 64 KiB can encode 2 GiB. A
     frame is a sequence of blocks of at most 128 KiB of content, each preceded by its size (RFC 8878, section
@@ -260,7 +260,7 @@ class ZstdFrame:
         self.dictionary = bytearray()  # the content of a skippable frame that holds a dictionary
         self._holds_dictionary = False
         self._held, self._at = b"", 0  # buffered input, and the index of its first unconsumed byte
-        self._to_boundary = 0  # bytes of input up to the next block header
+        self._to_boundary = 0  # number of input bytes up to the next block header
         self._begun = False
         self._checksum_bytes = 0
         self.needs_input = True

@@ -37,7 +37,7 @@ DROPPED_SCHEMA = pa.schema(
         *_DOCUMENT,
         pa.field("rule", pa.string(), nullable=False),  # "<filter>/<rule>"
         pa.field("value", pa.float64()),  # the number that the rule tested
-        pa.field("label", pa.string()),  # the label that the rule tested, or the subject of `value`
+        pa.field("label", pa.string()),  # tested label, or the subject of `value`, such as an evaluation item
         pa.field("bound", pa.float64()),  # the limit with which `value` was compared
         pa.field("text", pa.string()),
     ]

@@ -112,7 +112,7 @@ class TextShard:
         return self.info.samples
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """Return document `row` as {column: value}, with only `columns` if given; missing values are None."""
+        """Return document `row` as {column: value}, with only `columns` if given; null values are None."""
         if not 0 <= row < len(self):
             raise IndexError(f"{self._file}: no document {row}; the file has {len(self)}")
         found = self._rows.row(row)

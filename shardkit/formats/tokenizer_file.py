@@ -154,7 +154,7 @@ class Encoding:
 
     @property
     def content(self) -> str:
-        """Digest of all fields."""
+        """Digest of all fields, which identifies the encoding."""
         return digest_of(asdict(self))
 
     @classmethod
@@ -170,7 +170,7 @@ class Encoding:
         return ENCODINGS.get(path.stem) if path.suffix == ".tiktoken" else None
 
     def special_ids(self, ranks: Mapping[bytes, int]) -> dict[str, int]:
-        """Return the id of each special token for a file with these ranks."""
+        """Return {special token: id} for a tokenizer file with these ranks."""
         first = max(ranks.values()) + 1 if self.after_ranks else 0
         return {token: first + number for token, number in self.special}
 

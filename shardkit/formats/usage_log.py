@@ -191,7 +191,7 @@ def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tupl
 
 
 def _take(found: UsageFile, payload: bytes, offset: int, size: int) -> bool:
-    """Add a record to `found`; return False if it is malformed or out of order."""
+    """Add a record, of `size` bytes at byte `offset`, to `found`; return False if it is invalid there."""
     kind = payload[:1]
     if kind == b"R":
         try:

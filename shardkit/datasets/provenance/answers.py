@@ -344,7 +344,7 @@ def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) ->
 
 
 def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Count the rows, documents and tokens of each source in the rows of a step, most tokens first."""
+    """Count the rows, documents and tokens per source in `rows`; the source with most tokens is first."""
     numbers: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
     documents: defaultdict[str, set[str]] = defaultdict(set)
     tokens: Counter[str] = Counter()
@@ -361,7 +361,7 @@ def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def source_numbers(dataset: OpenDataset, labels: Collection[str]) -> list[int]:
-    """Return the numbers of the inputs with these labels. Raises ShardkitError for labels not in the card."""
+    """Return the numbers of the recipe's inputs with these labels. Raises ShardkitError for unknown ones."""
     known = [] if dataset.card is None else dataset.card.source_labels
     for label in labels:
         if label not in known:

@@ -42,7 +42,7 @@ __all__ = ["Document", "Question", "Trace", "documents_of", "text_of", "trace_of
 
 _EXCERPT = 60  # maximum number of characters of a text in a repr
 _SHOWN = 10  # maximum number of documents in a repr
-_TEXT_COLUMNS = ("text", "txt")  # text columns of rows without tokens; in tars, the name is the extension
+_TEXT_COLUMNS = ("text", "txt")  # names of text columns in datasets without tokens; txt is for tars
 
 _KINDS = {  # kind of question by keyword argument
     "row": "row",
@@ -165,7 +165,7 @@ class Trace(Described):
 
 
 def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
-    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError without any text."""
+    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError for a row without text."""
     number = _row(dataset, row)
     if token_column(dataset) is None:
         sample = dataset.row(number)

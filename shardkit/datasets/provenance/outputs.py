@@ -185,7 +185,7 @@ def document_ids(table: pa.Table) -> _Ids:
 
 
 def _blocks(excluded: Exclusions, rows_at_once: int) -> Iterator[_Ints]:
-    """Yield the excluded rows, ascending, in blocks of `rows_at_once` rows that may span several ranges."""
+    """Yield the excluded rows in ascending blocks of `rows_at_once`; a block may span several ranges."""
     block: list[_Ints] = []
     room = rows_at_once
     for begin, end in excluded.to_list():

@@ -54,7 +54,7 @@ class Sighting:
 
     `step`, `rank` and `index` (in the rank's batch) are None if batch size and world size are not known. They
     are also None if `is_dropped`: the run drops the incomplete batch at the end of an epoch (tail="drop").
-    `is_delivered` is true before the state's position. `batch` is the number of the batch in the step, from 1.
+    `is_delivered` is true before the state's position. `batch` numbers the batches of the step from 1.
     """
 
     epoch: int
@@ -339,7 +339,7 @@ class Run:
 
 
 def read_state(path: Path) -> LoaderState:
-    """Find and read the loader's state anywhere in a JSON file or a torch checkpoint. Raises StateError."""
+    """Find the loader's state in a JSON file or a torch checkpoint, at any depth. Raises StateError."""
     try:
         if path.suffix in _TORCH_ENDINGS:
             data = _load_torch(path)
@@ -371,7 +371,7 @@ def _load_torch(path: Path) -> object:
         if _is_torchscript(path):
             problem = "is a TorchScript program, which has no loader's state"
             raise StateError(f"{path}: {problem}; {remedy}") from error
-        words = str(error).strip().partition("\n")[0][:200]  # drops the page of advice that torch adds
+        words = str(error).strip().partition("\n")[0][:200]  # without the advice that torch adds
         raise StateError(f"{path}: cannot be read as a checkpoint: {words}; {remedy}") from error
 
 
@@ -384,7 +384,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
-    """Yield all loader states anywhere in a checkpoint."""
+    """Yield all loader states in the nested mappings and lists of a checkpoint."""
     if isinstance(data, Mapping):
         if data.keys() >= _STATE_KEYS:
             yield data

@@ -162,7 +162,7 @@ class _Strings:
 
     @cached_property
     def _sets(self) -> list[tuple[int | None, pa.Array, dict[bytes, str]]]:
-        """List of (length of the prefixes or None for exact strings, strings, {string: pattern})."""
+        """List of (length of prefixes, prefixes, {prefix: pattern}); the length is None for exact strings."""
         sets: list[tuple[int | None, dict[bytes, str]]] = [(None, self._exact)] if self._exact else []
         sets += sorted(self._prefixes.items())
         return [(length, pa.array(list(texts), pa.binary()), texts) for length, texts in sets]
@@ -184,7 +184,7 @@ def read_url_list(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _plain_host(authority: str) -> str:
-    """Return the host of an authority in lower case and IDNA, without user and port."""
+    """Return the host in an authority (user@host:port), in lower case and IDNA."""
     end = re.search(r"[?#\\]", authority)  # these end an authority that no path follows
     host = (authority[: end.start()] if end else authority).rpartition("@")[2].lower()
     host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].strip(".")
@@ -252,7 +252,7 @@ class Selection:
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     def match(self, table: pa.Table) -> _Mask:
-        """Return bool[n], true for the selected lines of a provenance table with at least `columns`."""
+        """Return bool[n], true for the selected lines of a table, which must have at least `columns`."""
         which: list[_Mask] = []
         if self.documents:
             which.append(_flags(pc.is_in(_column(table, "document_id"), value_set=self._document_ids)))

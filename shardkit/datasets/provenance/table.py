@@ -187,7 +187,7 @@ class ProvenanceTable:
         return _Part(footer, HashRange.from_metadata(schema.metadata or {}), tuple(groups), *rows)
 
     def _lines_of(self, number: int, group: int, rows: _Ints, columns: Sequence[str]) -> pa.Table:
-        """Return the lines of a row group that belong to these sorted rows."""
+        """Return the pieces of the sorted `rows` that are in row group `group` of file `number`."""
         with self._folder.open(number) as file:
             places = file.read_row_group(group, columns=_PLACE, use_threads=False)
             ids = self._sample_ids(places)

@@ -55,7 +55,7 @@ _DTYPE_BYTES = {name: byte for byte, name in ARRAY_DTYPES.items()}
 
 MAX_AXES = 32  # limit of NumPy 1; the header could encode up to 63
 
-_MAX_COLUMN_BYTES = (1 << 32) - 1  # limit of a shard, whose offsets are u32, and so of a sample
+_MAX_COLUMN_BYTES = (1 << 32) - 1  # the limit of a shard, because its offsets are u32
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +151,10 @@ def _decode_shape(data: memoryview, start: int) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A column encoding. `dtype` and `shape` are set if it fixes them for all its arrays or numbers.
+    """A column encoding. `dtype` and `shape` are set if they are the same for all its arrays or numbers.
 
-    `decode_within` decodes values that may take more memory than their bytes: it takes that memory from the
-    sample's budget first. None if `decode` suffices.
+    `decode_within` decodes values that may take more memory than their bytes, and takes that memory from the
+    sample's budget first; it is None if `decode` suffices. `safe` is false for pickles, which can run code.
     """
 
     name: str

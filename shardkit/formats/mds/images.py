@@ -32,7 +32,7 @@ _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _MORE_FORMATS = ("PPM", "TIFF")  # additional formats in folders of images, and in tars made of them
 
 _UNREADABLE = "image cannot be read: "
-# Encoded bytes per pixel by image mode; mode "1", which packs eight pixels of a row into a byte, is not here.
+# Bytes per pixel of a `pil` value, by mode. Mode "1" is not listed: a byte packs eight pixels of a row.
 _PIXEL_BYTES = {
     **dict.fromkeys(("L", "P"), 1),
     **dict.fromkeys(("LA", "La", "PA", "I;16", "I;16B"), 2),
@@ -99,7 +99,7 @@ def decode_file(data: memoryview, budget: SampleBudget | None = None, *, more_fo
     """
     try:
         image = open_file(data, more_formats=more_formats)
-        # Pillow decodes WebP and GIF in an additional buffer.
+        # Pillow decodes WebP and GIF images in an additional buffer of the same size.
         copies = 2 if image.format in _BUFFERED_FORMATS else 1
         pixel_bytes = copies * _LOADED_PIXEL_BYTES.get(image.mode, 4)
         (budget or SampleBudget()).take(image.width * image.height * pixel_bytes)
@@ -147,7 +147,7 @@ def decode_jpeg_array(data: memoryview, budget: SampleBudget | None = None) -> l
 def list_functions(
     encode: Callable[[Any], bytes], decode: Callable[[memoryview, SampleBudget | None], object]
 ) -> tuple[Callable[[Any], bytes], Callable[[memoryview, SampleBudget | None], list[object]]]:
-    """Return the functions (encode, decode) of `list[x]`, given those of encoding x."""
+    """Return the functions (encode, decode) of `list[x]`, given `encode` and `decode` of encoding x."""
 
     def encode_list(values: object) -> bytes:
         if not isinstance(values, list):

@@ -103,7 +103,7 @@ def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
 def write_index(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
     """Publish index.json for `shards` in `folder` atomically, with the bytes that MDSWriter would write.
 
-    `blocks` describes their file of block checksums, which is then added to the index. A large dataset also
+    `blocks`, the entry of their block checksum file, is added to the index if given. A large dataset also
     gets index.bin, which has the same content and opens faster.
     """
     files = index_files(shards, blocks)
@@ -151,7 +151,7 @@ def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
 def config_bytes(
     columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
 ) -> bytes:
-    """Return the JSON text that a shard has between its offsets and its samples."""
+    """Return the config: the JSON text between the offsets and the samples of a shard."""
     return json.dumps(_config(columns, compression, hashes, size_limit), sort_keys=True).encode()
 
 
@@ -231,7 +231,7 @@ def _parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
     blocks = None if stated is None else stated_file(BLOCKS_NAME, stated, file)
     manifest = Manifest("mds", shards, blocks=blocks)
     if len(shards) >= TABLE_SHARDS and (table := table_of(shards, manifest.fingerprint, blocks)) is not None:
-        return Manifest("mds", table, blocks=blocks)  # a table takes a fraction of the memory
+        return Manifest("mds", table, blocks=blocks)  # takes a fraction of the list's memory
     return manifest
 
 
@@ -332,7 +332,7 @@ def _shown(value: object) -> str:
 
 
 def _table_bytes(table: ShardTable, index: bytes) -> bytes:
-    """Return index.bin for the shards that `index`, the bytes of index.json, lists."""
+    """Return the bytes of index.bin for `table`; `index` is the index.json of the same shards, in bytes."""
     files = {"raw": table.raw} | ({"zip": table.packed} if table.packed is not None else {})
     header = {
         "version": _TABLE_VERSION,

@@ -42,7 +42,7 @@ class SampleLayout:
     """Locates the values in a sample, by the sizes at the sample's start; safe to share among threads."""
 
     def __init__(self, file: str | PathLike[str], columns: Sequence[Column]) -> None:
-        """Prepare the layout of `columns`; errors name `file`."""
+        """Prepare the layout of samples with these columns; errors name `file`."""
         self._file, self.columns = file, columns
         self.encodings = [encoding_of(column.encoding) for column in columns]
         sizes = [encoding.size for encoding in self.encodings]
@@ -239,7 +239,7 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
 def _checked_offsets(
     file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint32]:
-    """Return the sample offsets u32[samples + 1]. Raises ShardError unless they ascend to the file's end."""
+    """Return sample offsets u32[samples + 1]. Raises ShardError if one decreases or the file ends elsewhere."""
     header_bytes = 4 * (info.samples + 2)
     if len(data) < header_bytes:
         raise ShardError(file, f"{len(data):,} bytes cannot hold the offsets of {info.samples:,} samples")
@@ -265,9 +265,9 @@ def _check_order(file: str | PathLike[str], offsets: npt.NDArray[np.uint32]) -> 
 
 
 def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
-    """Raise ShardError if the shard's config lists other columns than `info`.
+    """Raise ShardError if the config in a shard's header lists other columns than `info`.
 
-    Read with the wrong columns, a shard would decode to nonsense.
+    If a shard were decoded with the wrong columns, its values would be nonsense.
     """
     start = 4 * (info.samples + 2)
     if start == end:

@@ -30,7 +30,7 @@ from shardkit.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 1 << 26
 
-_PIECE_BYTES = 1 << 20  # small enough to stay in the CPU's cache between hashing and writing
+_PIECE_BYTES = 1 << 20  # a piece stays in the CPU's cache between hashing and writing
 
 _OFFSET_BYTES = 4  # size of a sample's offset in the header
 
@@ -121,7 +121,7 @@ def _sample_pieces(columns: Sequence[Sequence[npt.NDArray[Any]]]) -> Iterator[me
 
 
 class MdsWriter:
-    """Writes a dataset with any columns: `write` adds samples, `write_rows` whole arrays of one fixed column.
+    """Writes a dataset with any columns. `write` adds a sample, `write_rows` an array of rows if possible.
 
     Use it in a `with` block, or call `finish` at the end. The index is written last, and not at all if an
     exception leaves the block. Holds one shard in memory.
@@ -236,7 +236,7 @@ class MdsWriter:
     def _start_shard(self) -> None:
         self._pending: list[memoryview] = []
         self._sizes: list[npt.NDArray[np.int64]] = []
-        # MosaicML's limit counts u32 n, the first offset, the config, and an offset for each sample.
+        # As in MosaicML, the size of a shard counts the u32 n, n + 1 offsets and the config.
         self._shard_bytes = 2 * _OFFSET_BYTES + len(self._file.config)
 
     def _make_room(self, size: int) -> None:

@@ -47,7 +47,7 @@ def expand(names: Sequence[str], is_there: Callable[[str], bool] = lambda _: Fal
     Raises ShardError if no name or an empty name results, or if braces are unbalanced.
     """
     try:
-        # ARNs may contain "::". They are kept whole, so that the store's error quotes them as given.
+        # ARNs may contain "::". They are not split, so that the store's error message quotes them as given.
         parts = [part for text in names for part in ([text] if _is_arn(text) else text.split("::"))]
         found = [
             name
@@ -112,7 +112,7 @@ def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
 
 
 def _local_files(path: Path) -> tuple[Path, list[Path]]:
-    """Return (a folder above the tars, the tars) for a path: a tar, a folder or a pattern."""
+    """Return (folder that contains all tars, tars) for a path that names a tar, a folder or a pattern."""
     if path.is_dir():
         files = [path / name for name in tar_files(path)]
         if (path / "index.json").is_file():

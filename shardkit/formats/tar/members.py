@@ -58,9 +58,9 @@ _ZEROS = bytes(BLOCK)
 _END_PIECE = 1 << 20
 _REGULAR = frozenset(b"0\x007")  # type 7 is a contiguous file, stored like a regular one
 _NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders and pipes, whose size field has no meaning
-_EXTENSIONS = frozenset(b"xgXLK")  # X is the Solaris spelling of x
+_EXTENSIONS = frozenset(b"xgXLK")  # X is the type that Solaris uses for x
 
-_MAGIC = b"shardtx2"  # format version 2; scans for version 1 accepted recurring keys
+_MAGIC = b"shardtx2"  # format version 2: indexes of version 1 may have recurring keys
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 22
@@ -181,7 +181,7 @@ def _read_header(data: Bytes, position: int, file: Path) -> _Header | None:
 
 
 def _check_sum(block: bytes, file: Path, position: int) -> None:
-    """Raise ShardError unless the stored checksum matches the header, summed as unsigned or signed bytes."""
+    """Raise ShardError unless the header's checksum is the sum of its bytes, as unsigned or signed values."""
     field = block[148:156]
     stored = _number(field, "checksum", file, position)
     instead = sum(field) - 8 * 32  # the checksum counts its own field as eight spaces

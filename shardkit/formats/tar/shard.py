@@ -130,7 +130,7 @@ class TarShard:
         return self._matrix(header, first * BLOCK, BLOCK, count), blocks - first
 
     def close(self) -> None:
-        """Drop the map; views returned earlier stay readable."""
+        """Drop the memory map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
         self._view = memoryview(b"")
         self.__dict__.pop("_arrays", None)
@@ -185,7 +185,7 @@ class TarShard:
         return all((heads[blocks[i : i + _CHUNK]] == first).all() for i in range(0, len(blocks), _CHUNK))
 
     def _stride(self, members: npt.NDArray[np.int64]) -> int | None:
-        """Return the distance from each of these members to the next in bytes; None if it varies."""
+        """Return the constant distance between the offsets of these members in bytes; None if it varies."""
         steps = np.diff(self.index.offsets[members])
         if not len(steps):
             return BLOCK

@@ -50,7 +50,7 @@ def write_rows_shard(
     key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """Write `rows` (n, L) as one tar; keys are `key_start`, `key_start + 1`, ... with `key_digits` digits.
+    """Write `rows` (n, L) as one tar of n samples. Keys count from `key_start`, in `key_digits` digits.
 
     Raises ValueError for rows, columns or keys that the format cannot hold. An existing file is replaced; a
     crash leaves a file whose name ends in `.tmp`.

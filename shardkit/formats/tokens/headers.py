@@ -101,9 +101,10 @@ class MegatronIndex:
     def __init__(
         self, file: BinaryIO, where: str | PathLike[str], size: int, tokens: str | PathLike[str], bytes: int
     ) -> None:
-        """Read and check the whole index `where`, of `size` bytes; `tokens` is its .bin, of `bytes` bytes.
+        """Read and check all of an index: `where` is its name, `size` its size in bytes.
 
-        Raises ShardError if the index is malformed or does not fit the .bin.
+        `tokens` and `bytes` are name and size of its .bin. Raises ShardError if the index is malformed or
+        contradicts the size of the .bin.
         """
         self._where, self._size = where, size
         self._tokens, self._bytes = tokens, bytes
@@ -164,7 +165,7 @@ class MegatronIndex:
         return ShardError(self._where, problem, offset=offset)
 
     def _check_sequences(self, file: BinaryIO) -> None:
-        """Raise ShardError unless sizes and pointers cover the whole .bin in order without gaps."""
+        """Raise ShardError unless the sequences, by sizes and pointers, cover the whole .bin in order."""
         expected = 0
         for first in range(0, self.sequences, _PIECE):
             count = min(_PIECE, self.sequences - first)

@@ -100,7 +100,7 @@ class TokenShard:
 
 
 def open_shard(folder: Path, info: ShardInfo, dates: Mapping[str, tuple[int, int]]) -> TokenShard:
-    """Map the rows that `info` names, in files below `folder`.
+    """Memory-map the rows of the shard `info`, whose name gives ranges of files below `folder`.
 
     `dates` maps each file to its expected (modification time in ns, size in bytes). Raises ShardError if a
     file was replaced.
