@@ -195,7 +195,7 @@ def _fetch(store: Store, name: str) -> bytes | None:
 
 
 def _pieces(dataset: OpenDataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
-    """Return a shard's rows as a list of (index of the first row, rows), each of up to about `_PIECE_BYTES`."""
+    """Return a shard's rows as a list of (index of the first row, rows), each of about `_PIECE_BYTES`."""
     shard, column = dataset.shard(number), dataset.token_column
     assert column is not None
     rows = shard.fixed_rows(column)

@@ -165,7 +165,7 @@ class Trace(Described):
 
 
 def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
-    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError for a row without text."""
+    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError if rows have no text."""
     number = _row(dataset, row)
     if token_column(dataset) is None:
         sample = dataset.row(number)

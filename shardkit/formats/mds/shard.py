@@ -239,7 +239,10 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
 def _checked_offsets(
     file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint32]:
-    """Return sample offsets u32[samples + 1]. Raises ShardError if one decreases or the file ends elsewhere."""
+    """Return the sample offsets u32[samples + 1].
+
+    Raises ShardError if they decrease, or if the last one is not the end of the file.
+    """
     header_bytes = 4 * (info.samples + 2)
     if len(data) < header_bytes:
         raise ShardError(file, f"{len(data):,} bytes cannot hold the offsets of {info.samples:,} samples")
