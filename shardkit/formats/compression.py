@@ -1,9 +1,8 @@
 """Compress shard files deterministically with the algorithms of MDS, and decompress them within a limit.
 
 A compression is named by its algorithm, with an optional level: `zstd`, `zstd:7`, `br:5`, `bz2`, `gz:9`,
-`snappy`; the file's suffix is the algorithm alone. Compression works piece by piece, except that snappy's raw
-format and gz:0 hold the whole file. The same bytes and level always give the same file, because gzip members
-have no time stamp.
+`snappy`; the file's suffix is the algorithm alone. Compression works piece by piece (snappy's raw format and
+gz:0 hold the whole file). Equal bytes and level always give equal files: gzip members have no time stamp.
 
 Decompression also works piece by piece and stops at a limit, so that no small file can fill the memory; a
 truncated stream is an error. `decompress` is for files of an MDS dataset: a file must hold one stream (zstd:

@@ -239,10 +239,7 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
 def _checked_offsets(
     file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint32]:
-    """Return the sample offsets u32[samples + 1].
-
-    Raises ShardError if they decrease, or if the last one is not the end of the file.
-    """
+    """Check that the sample offsets never decrease and end at the file's end; return u32[samples + 1]."""
     header_bytes = 4 * (info.samples + 2)
     if len(data) < header_bytes:
         raise ShardError(file, f"{len(data):,} bytes cannot hold the offsets of {info.samples:,} samples")
