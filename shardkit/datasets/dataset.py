@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _MAX_THREADS = 16
-_UNREMEMBERED_BYTES = 1 << 30  # size of tars up to which scanning them at every start causes no warning
+_UNREMEMBERED_BYTES = 1 << 30  # total size of tars above which scanning them at every start causes a warning
 
 
 class Dataset(OpenDataset, Described):
@@ -70,7 +70,7 @@ class Dataset(OpenDataset, Described):
         return self.row(number % len(self))
 
     def sample(self, count: int, *, seed: int = 0) -> Rows:
-        """Return `count` distinct random rows, ascending, or all if fewer; a seed always gives the same."""
+        """Return `count` distinct random rows in ascending order, or all if fewer; `seed` determines them."""
         drawn = random.Random(seed).sample(range(len(self)), min(count, len(self)))
         return Rows(self, np.array(sorted(drawn), np.int64))
 
@@ -96,7 +96,7 @@ class Dataset(OpenDataset, Described):
         return documents_of(self, row, tokenizer=tokenizer)
 
     def trace(self, **question: Unpack[Question]) -> Trace:
-        """Find documents by `url=`, `document=`, `source=` or `file=`, or by their `row=` or `step=`.
+        """Find documents by `url=`, `id=`, `document=`, `source=` or `file=`, or in a `row=` or `step=`.
 
         See `shardkit.trace`.
         """
@@ -146,7 +146,7 @@ def open_dataset(
     these. Tars without a list are all scanned when they are first opened, to number their samples; with a
     cache folder, they are not scanned again. `storage` configures access to a store, `cache` the cache for
     remote shards (a `SharedCache` serves several datasets). `verify` compares the hashes of each local shard
-    when it is first opened (those of remote shards are always compared), and the card's fingerprint.
+    when it is first opened (hashes of remote shards are always compared), and checks the card's fingerprint.
     `allow_pickle` lets pickled columns run their code.
     Flat files of tokens (Megatron's .idx and .bin, llm.c's and nanoGPT's .bin, .npy; a file, a folder or a
     pattern) are read in place as rows of `sequence_length`; for `token_dtype` and `per_file` see `RowCut`
@@ -184,9 +184,9 @@ def open_dataset(
 def _open_remote(
     found: Found, store: ResilientStore, shared: SharedCache
 ) -> tuple[Manifest, CachedShards, TarIndexes | None]:
-    """Return the complete manifest of a remote dataset and its cached shards, scanning tars without a list.
+    """Return (complete manifest, cached shards, index cache of scanned tars or None) of a remote dataset.
 
-    Raises ShardError for a damaged tar and StoreError if the store fails.
+    Tars without a list are scanned. Raises ShardError for a damaged tar and StoreError if the store fails.
     """
     from shardkit.cache.shards import CachedShards
 
@@ -203,11 +203,11 @@ def _open_remote(
     indexes = _indexes(store.url, manifest, versions, shared.options)
     held = min(
         fetcher.connections, max(1, cache.capacity // max([1, *sizes]))
-    )  # number of tars of the largest size that fit in the cache together
+    )  # number of tars that fit in the cache together even if all are as large as the largest
     infos, before = manifest.shards, list(accumulate(sizes, initial=0))
 
     def skim(number: int) -> tuple[Scanned, TarIndex] | None:
-        """Skim a tar that does not fit in the cache; None for other tars, which are soon read again."""
+        """Skim a tar that does not fit in the cache; return None for others, which are soon read again."""
         if before[number + 1] <= cache.capacity:
             return None
         return skim_tar(store, infos[number], versions[number])
@@ -223,7 +223,7 @@ def _open_remote(
 
 
 def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) -> tuple[Manifest, TarIndexes]:
-    """Scan all tars of a folder and return its manifest. Raises ShardError for a damaged tar."""
+    """Scan all tars of a local folder; return (manifest, index cache). Raises ShardError for damaged tars."""
     from shardkit.datasets.tar_scan import scan_tars
 
     folder, manifest = found.folder, found.manifest

@@ -1,9 +1,9 @@
 """Locate a dataset by its index, its list of tars, its tars or its flat token files.
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, or several of these. Only
-the index and the card are read, no shard. Tars without a list are `Found` with their versions only;
-`shardkit.datasets.dataset` scans them. `LocalFiles` detects that a local dataset is replaced while it is
-open.
+the index and the card are read, no shard. For tars without a list, the result `Found` has only their names,
+sizes and versions; `shardkit.datasets.dataset` scans them. `LocalFiles` detects that a local dataset is
+replaced while it is open.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
 
-# (modification time in ns, size in bytes), without the inode, which file systems in user space may change.
+# (modification time in ns, size in bytes). It has no inode, because file systems in user space may change it.
 FileVersion = tuple[int, int]
 
 
@@ -77,7 +77,7 @@ class LocalFiles:
         assert found.folder is not None
         self.folder = found.folder.absolute()
         self._shards = found.manifest.shards
-        # Modification times of the opened shards, 0 for others; for scanned tars, from before the scan.
+        # Modification time of each shard that was opened, else 0; for scanned tars, the time before the scan.
         self._dates = np.zeros(len(self._shards), dtype=np.int64)
         if found.versions is not None:
             self._dates[:] = [int(version.partition("-")[0]) for version in found.versions]
@@ -90,11 +90,11 @@ class LocalFiles:
         """Versions of flat token files, whose shards are ranges of them; None for other datasets."""
 
     def was_opened(self, number: int) -> bool:
-        """Return whether a shard has passed `check` before, so that its hashes need no second comparison."""
+        """Return whether a shard has passed `check` before; its hashes need not be compared again."""
         return bool(self._dates[number])
 
     def check(self, number: int) -> None:
-        """Raise ShardError if shard `number`, which was just mapped, may not be the shard in the index.
+        """Raise ShardError if the file of shard `number`, just mapped, may not be the one that was indexed.
 
         If the index was replaced, the new one must have the same hashes for the shard. Takes two stat calls.
         Ranges of token files are checked when they are mapped instead.
@@ -137,7 +137,7 @@ def locate(
     indexes: NodeIndexes | None = None,
     cut: RowCut | None = None,
 ) -> Found:
-    """Locate the dataset at a path or URL, or at several that name tars.
+    """Locate the dataset at a path or URL, or at several paths or URLs of tars.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
     tokens. Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
@@ -169,7 +169,7 @@ def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | No
     if is_tar_name(split_url(text)[1]) or "::" in text:
         return _find_tars([text], storage)
     if is_pattern(text) or "{" in text:
-        try:  # a folder may have such a name
+        try:  # a folder may have such a name, although it looks like a pattern
             return _locate_remote(text, storage, indexes)
         except ShardNotFoundError:
             return _find_tars([text], storage)
@@ -201,7 +201,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
 
 
 def _read_description(file: Path, storage: StorageOptions | None) -> Found:
-    """Read a local index or list, and the card in its folder."""
+    """Read a local index.json, shards.json or documents.json, and the card in its folder."""
     version = _version(file)
     card = DatasetCard.read(file.parent / CARD_NAME)
     if file.name == "index.json":
@@ -225,7 +225,7 @@ def _listed(
     card: DatasetCard | None,
     storage: StorageOptions | None,
 ) -> Found:
-    """Parse a list of tars, which are in its own folder or at its URLs."""
+    """Parse a list of tars (shards.json); the tars are in the list's folder or at the URLs that it has."""
     from shardkit.formats.tar.shard_list import parse_listing
 
     base, manifest = parse_listing(where, text)
@@ -252,11 +252,11 @@ def find_remote(
     storage: StorageOptions | None = None,
     indexes: NodeIndexes | None = None,
 ) -> Found:
-    """Locate the dataset in a store with two or three requests; `index_name` is the user's, if given.
+    """Locate the dataset in a store with two or three requests; `index_name` is the index that a user named.
 
     With `indexes`, one process of the node sends the requests for all. Without an index, the folder's tars
     are listed. A dataset with a card was built or published as a whole, so no second index is requested. For
-    a large dataset, index.bin is fetched instead of index.json, whose metadata alone are read.
+    a large dataset, index.bin is fetched; only the metadata of index.json are read then.
     """
     from shardkit.formats import mds
     from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME, load_table
@@ -273,7 +273,7 @@ def find_remote(
             card = pending.result()
         has_index = any(text is not None for text in found.values())
         for name in names[1:]:
-            is_known = has_index and (card is not None or name == TEXT_INDEX_NAME)  # text has a card, too
+            is_known = has_index and (card is not None or name == TEXT_INDEX_NAME)  # text has cards, too
             found[name] = None if is_known else _get(store, name, errors)
         return {CARD_NAME: card, TABLE_NAME: None} | found
 
@@ -309,9 +309,9 @@ def _text(found: bytes | Path) -> bytes:
 
 
 def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None]:
-    """Fetch index.json, or index.bin instead if it is valid and belongs to the current index.json.
+    """Fetch index.bin if it is valid and belongs to the current index.json, otherwise index.json.
 
-    Every upload stores the hash of index.json in its metadata, which arrive before its bytes.
+    Every upload stores the hash of index.json in the object's metadata, which arrive before its bytes.
     """
     from shardkit.formats.mds.index import INDEX_NAME, LARGE_INDEX_BYTES, TABLE_NAME, load_table
 
@@ -335,7 +335,7 @@ def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None
 def _get(store: Store, key: str, errors: list[StoreError]) -> bytes | None:
     """Fetch an object; None if it is missing.
 
-    S3 answers 403 for a missing object to callers that may not list; such errors are added to `errors`.
+    S3 answers 403 for a missing object if the caller may not list; such errors are added to `errors`.
     """
     try:
         with store.open(key) as body:

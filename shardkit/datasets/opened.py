@@ -1,4 +1,4 @@
-"""Access the shards of a dataset: loaders, row costs, provenance and `Dataset` read it through `OpenDataset`.
+"""Access the shards of a dataset through `OpenDataset`, for loaders, row costs, provenance and `Dataset`.
 
 A shard is opened when one of its samples is requested. The most recently used shards stay open, within limits
 of their number and of the bytes decompressed into memory. Open shards hold no file descriptors, but systems
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 
 MAX_OPEN_SHARDS = 1024  # limit per dataset
-MAX_MAPS = 16384  # limit per process: a quarter of Linux's default, which leaves room for other libraries
-MAX_RESIDENT_BYTES = 2 << 30  # limit for decompressed shards in memory; the newest one always stays
+MAX_MAPS = 16384  # limit per process: a quarter of Linux's default; leaves maps for other libraries
+MAX_RESIDENT_BYTES = 2 << 30  # limit of decompressed shards per dataset; the last one used always stays
 
-# Datasets with open shards. All changes are atomic, because threads and the garbage collector make them.
+# Datasets with open shards, by id(). Threads and the garbage collector change it, only by atomic operations.
 _keeping: dict[int, weakref.ref[OpenDataset]] = {}
 
 
@@ -83,7 +83,7 @@ class ReadOptions:
 
 
 class OpenDataset(Closing):
-    """A dataset whose shards are opened on demand, and their samples."""
+    """A dataset whose shards are opened on demand, when their samples are read."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class OpenDataset(Closing):
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
     ) -> None:
-        """Set `files` for a local dataset, `shards` for a remote one, `tar_indexes` for scanned tars."""
+        """Pass `files` for a local dataset, `shards` for a remote one, and `tar_indexes` for scanned tars."""
         assert (files is None) != (shards is None)
         self.manifest = manifest
         self.card = card
         self.shards = shards
         self.row_costs: dict[str, RowCosts] = {}
-        """Row cost tables that loaders have opened, by name; pickled with the dataset for other processes."""
+        """Row cost tables that loaders have opened, by file name; pickled with the dataset for workers."""
         self._files = files
         self._tar_indexes = tar_indexes
         self._options = options or ReadOptions()
@@ -117,7 +117,7 @@ class OpenDataset(Closing):
 
     @property
     def location(self) -> str:
-        """The folder's path or the URL, for messages."""
+        """The path or URL of the dataset's folder, for messages."""
         return str(self.path) if self.shards is None else self.shards.store.url
 
     @property
@@ -134,13 +134,13 @@ class OpenDataset(Closing):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the shards and their order; see `Manifest.fingerprint`."""
+        """A digest that identifies the shards and their order; see `Manifest.fingerprint`."""
         return self.manifest.fingerprint
 
     def stream_sizes(
         self, name: str, excluded: Exclusions | None = None, limit: int | None = None
     ) -> StreamSizes:
-        """Return the sizes that the order of a run needs about a stream of this dataset."""
+        """Return the sizes of this dataset from which the sample order of a stream is computed."""
         manifest = self.manifest
         return StreamSizes(
             name,
@@ -168,13 +168,13 @@ class OpenDataset(Closing):
                 yield shard.sample(row)
 
     def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
-        """Return shard `number` of the manifest, open; a remote one is loaded by `reader`. Thread-safe."""
+        """Return shard `number`, opened if necessary; `reader` loads it if it is remote. Thread-safe."""
         with self._lock:
             shard = self._open.get(number)
             if shard is not None:
                 self._open.move_to_end(number)
                 return shard
-        # Open outside the lock, so that threads can open different shards in parallel, at worst one twice.
+        # Open outside the lock, so that threads can open different shards in parallel; one may open twice.
         names = self._names
         opened = self._open_shard(number, reader)
         if names:
@@ -190,7 +190,7 @@ class OpenDataset(Closing):
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the first shard that has samples, or (); for tars, merged with those in their list.
+        """The columns of the first shard with samples, or (); for tars, merged with the columns in the list.
 
         MDS shards are assumed to have equal columns; only `token_column` is checked for all shards.
         """
@@ -213,10 +213,10 @@ class OpenDataset(Closing):
 
     @cached_property
     def token_column(self) -> str | None:
-        """Name of the column with an integer row of constant length in every sample, or None.
+        """Name of the column that holds a row of integers, of constant length, in every sample, or None.
 
         It is "tokens" (members `tokens.npy` in tars) if that is such a column, otherwise the only such
-        column. Tars whose list has no columns are opened for this, each once.
+        column. Tars for which the list records no columns are opened to find it, each once.
         """
         candidates = {c.name: c for c in self.columns if token_layout(c) is not None}
         preferred = [c for n, c in candidates.items() if n in (TOKENS, f"{TOKENS}.npy")]
@@ -235,7 +235,7 @@ class OpenDataset(Closing):
         return next((column.name for column in self.columns if column.name in names), None)
 
     def column_name(self, name: str) -> str:
-        """Return the name of a column, given by its name or, with a warning, by its members' extension."""
+        """Return the name of a column; `name` may be its members' extension, which causes a warning."""
         if (known := self._names.get(name)) is None:
             return name
         from shardkit.formats.tar import tell_name
@@ -244,9 +244,9 @@ class OpenDataset(Closing):
         return known
 
     def shard_columns(self) -> Iterator[tuple[Column, ...]]:
-        """Yield the distinct column tuples of the shards that have samples.
+        """Yield the columns of the shards that have samples, each distinct tuple of columns once.
 
-        Tars whose list has no columns are opened for this, each once.
+        Tars for which the list records no columns are opened to find them, each once.
         """
         seen: set[tuple[Column, ...]] = set()
         if isinstance(self.manifest.shards, ShardTable):
@@ -271,9 +271,9 @@ class OpenDataset(Closing):
         return None if layout is None else layout[0]
 
     def keep_only(self, numbers: Set[int]) -> None:
-        """Drop the open shards that are not among `numbers`, so that evicted ones free their space.
+        """Drop the open shards that are not among `numbers`, so that those evicted from the cache free space.
 
-        If the cache fits all data read through it, its shards stay open until another dataset evicts them.
+        If the cache has room for all data read through it, shards stay open until other datasets evict them.
         """
         with self._lock:
             unused = self._open.keys() - numbers
@@ -281,9 +281,9 @@ class OpenDataset(Closing):
                 del self._open[number]
 
     def close(self) -> None:
-        """Drop the open shards and stop fetching; the dataset stays usable and opens them again on demand.
+        """Drop the open shards and stop fetching; the dataset stays usable and opens shards again on demand.
 
-        Their maps are released, except those that a view still uses.
+        Memory maps are released, unless a view still uses them.
         """
         self._forget()
         if self.shards is not None:
@@ -303,7 +303,7 @@ class OpenDataset(Closing):
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Maps the extension of a tar column to its name where they differ; equal for all shards.
+        """Maps the extension of a tar column to its name if they differ; the same for all shards.
 
         Determined from the columns in the list of tars, or if it has none, from the first shard. Members that
         are not decoded are files and keep their extensions.
@@ -320,7 +320,7 @@ class OpenDataset(Closing):
         return column_names(merge_columns(stated))
 
     def columns_of(self, number: int) -> tuple[Column, ...]:
-        """Return the columns of shard `number`; the shard is opened if its list does not have them."""
+        """Return the columns of shard `number`; if the index does not record them, the shard is opened."""
         stated = self.manifest.shards[number].columns
         if not stated:
             return self.shard(number).columns
@@ -380,7 +380,7 @@ class OpenDataset(Closing):
             _keeping.pop(id(self), None)
 
     def _forget_oldest(self) -> None:
-        """Drop the least recently used shards that exceed the limits; the caller holds the lock."""
+        """Drop least recently used shards until the limits are kept; the caller holds the lock."""
         while len(self._open) > 1:
             resident = 0
             if self.shards is None:  # the cache of a remote dataset has its own limit

@@ -1,4 +1,4 @@
-"""Present ranges of token files as objects of a store; a key names the pieces of a shard."""
+"""Present byte ranges of token files as objects of a store; the key of an object is a token shard's name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-SEPARATOR = "\n"  # separates the versions of several files
+SEPARATOR = "\n"  # separates the versions of a shard's files in the version of the shard
 
 
 class RangeStore(BaseStore):
-    """A read-only store whose keys may be names of token shards, that is, ranges of objects.
+    """A read-only store whose keys may be names of token shards, which are ranges of objects in `store`.
 
-    Other keys are passed to the underlying store.
+    Requests for other keys are passed to `store`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -65,7 +65,7 @@ class RangeStore(BaseStore):
                     body = self._store.open(piece.file, low, high, version=its_version)
                     bodies.append((body, high - low))
                     info = body.info
-                else:  # nothing of this file is read, but the shard's version includes its version
+                else:  # no byte of this file is read, but its version is a part of the shard's version
                     info = self._store.head(piece.file)
                 _check_size(self.where(key), piece, info)
                 found.append(its_version or info.version)
@@ -95,7 +95,7 @@ class RangeStore(BaseStore):
 
 
 class _Range(BaseBody):
-    """The concatenated bodies of several pieces."""
+    """The body of a token shard: the concatenated bodies of its pieces."""
 
     def __init__(self, bodies: Sequence[tuple[Body, int]], info: ObjectInfo) -> None:
         """Concatenate `bodies`, each given with the number of bytes to read from it."""
@@ -110,7 +110,7 @@ class _Range(BaseBody):
             body, left = self._bodies[0]
             if left:
                 count = body.readinto(buffer[:left])
-                if not count:  # without this error, the next piece would follow in place of the missing bytes
+                if not count:  # an error, because the next piece's bytes would take the place of these
                     raise TransientError(self.info.key, f"ended early: {left:,} bytes of a piece are missing")
                 self._bodies[0] = body, left - count
                 return count

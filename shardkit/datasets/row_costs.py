@@ -45,21 +45,21 @@ from shardkit.progress import counting
 from shardkit.storage.store import METADATA_NAME, ObjectNotFoundError, Store
 from shardkit.units import format_bytes
 
-COUNTED_BYTES = 8 << 30  # size up to which each process computes a local table at its start, in seconds
+COUNTED_BYTES = 8 << 30  # size of a local dataset up to which loaders compute its table, in a few seconds
 
-_PIECE_BYTES = 16 << 20  # size of the rows that are searched at a time
+_PIECE_BYTES = 16 << 20  # maximum size of the rows that are searched at a time
 _MOST_THREADS = 16
 _DIGEST_BYTES = 16
 _HASH = "xxh3_128"
 
 
 def table_of(squares: npt.NDArray[np.unsignedinteger[Any]], length: int) -> RowCosts:
-    """Return the table of these sums of squares, for rows of `length` tokens."""
+    """Return the cost table of rows of `length` tokens from each row's sum of squared document lengths."""
     return RowCosts(squares, length, _digest(make_npy_header(squares.dtype, len(squares)), squares.data))
 
 
 def parse_table(where: str, data: Bytes, rows: int, length: int) -> RowCosts:
-    """Parse a table for `rows` rows of `length` tokens. Raises ShardError if damaged or for other rows."""
+    """Parse a table of `rows` rows of `length` tokens. Raises ShardError if it is damaged or does not fit."""
     dtype = table_dtype(length)
     header, end = make_npy_header(dtype, rows), len(data) - _DIGEST_BYTES
     if end != len(header) + rows * dtype.itemsize or data[: len(header)].tobytes() != header:
@@ -82,14 +82,14 @@ def table_name(dataset: OpenDataset, ids: DocumentIds) -> str:
 
 
 def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
-    """Return the `names` of all tables of the dataset with this fingerprint, for any eos or bos id."""
+    """Return those `names` that are tables of the dataset with this fingerprint, for any eos or bos id."""
     return [name for name in names if name.startswith(f"row-costs.{fingerprint}.") and name.endswith(".npy")]
 
 
 def find_row_costs(
     dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None
 ) -> RowCosts | None:
-    """Load the stored table of a dataset; None if it has none. Raises ShardError if the table is damaged."""
+    """Load the stored cost table of a dataset, or return None. Raises ShardError if the table is damaged."""
     name, length = table_name(dataset, ids), row_length(dataset)
     data: Bytes | None = None
     if dataset.shards is None:
@@ -99,7 +99,7 @@ def find_row_costs(
         text = _fetch(dataset.store, name)
         data = None if text is None else np.frombuffer(text, dtype=np.uint8)
     else:
-        # The key is not the dataset's URL, because that entry records when the index was checked.
+        # A cache entry of its own: the entry of the dataset's URL records when its index was checked.
         url = f"{dataset.location}#{name}"
         kept = indexes.objects(url, [name], lambda: {name: _fetch(dataset.store, name)})[name]
         if kept is not None:
@@ -110,16 +110,17 @@ def find_row_costs(
 
 
 def write_row_costs(dataset: OpenDataset, ids: DocumentIds, costs: RowCosts) -> str:
-    """Store a table in the folder of a dataset or of a copy; return its name. Raises StoreError."""
+    """Store a table in the folder of a dataset (or of its copy) and return its name. Raises StoreError."""
     name, data = table_name(dataset, ids), table_bytes(costs)
     dataset.store.put(name, data, metadata={METADATA_NAME: hash_bytes(data, [_HASH])[_HASH]})
     return name
 
 
 def open_row_costs(dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts:
-    """Load or, for a local dataset that is not large, compute the table of a dataset; cache it in `dataset`.
+    """Load the table of a dataset, or compute it if the dataset is local and not large.
 
-    Raises ShardError otherwise. `indexes` is the cache folder for tables of remote datasets.
+    The table is cached in `dataset`. Raises ShardError if it can be neither loaded nor computed. `indexes`
+    is the cache for tables of remote datasets.
     """
     name = table_name(dataset, ids)
     if (known := dataset.row_costs.get(name)) is not None:
@@ -194,7 +195,7 @@ def _fetch(store: Store, name: str) -> bytes | None:
 
 
 def _pieces(dataset: OpenDataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
-    """Return a shard's rows as a list of (first row, rows), each of about `_PIECE_BYTES` or less."""
+    """Return a shard's rows as a list of (index of the first row, rows), each of about `_PIECE_BYTES`."""
     shard, column = dataset.shard(number), dataset.token_column
     assert column is not None
     rows = shard.fixed_rows(column)

@@ -58,19 +58,19 @@ class Rows:
         if isinstance(index, slice):
             return Rows(self.dataset, self.numbers[index])
         chosen = self._chosen(index)
-        if isinstance(self.numbers, range):  # kept a range, which may be too long for an array
+        if isinstance(self.numbers, range):  # not converted, because it may be too long for an array
             return Rows(self.dataset, self.numbers.start + self.numbers.step * chosen)
         return Rows(self.dataset, self.numbers[chosen])
 
     def to_numpy(self, columns: Sequence[str] | None = None) -> dict[str, npt.NDArray[np.generic]]:
-        """Return {column: array} of `columns` (default: all); a list becomes an array of objects."""
+        """Return {column: array} of `columns` (default: all), of objects if shape or dtype are not fixed."""
         return {
             name: values if isinstance(values, np.ndarray) else _object_array(values)
             for name, values in self._columns(columns).items()
         }
 
     def to_torch(self, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor | list[object]]:
-        """Return {column: tensor or list}; unsigned integers above one byte, such as tokens, become int64."""
+        """Return {column: tensor or list}; unsigned integers of over 8 bits, such as tokens, become int64."""
         with naming_extras("Rows.to_torch"):
             import torch
         found: dict[str, torch.Tensor | list[object]] = {}
@@ -83,7 +83,7 @@ class Rows:
         return found
 
     def to_arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return an Arrow table with the row numbers as `row`. Raises ShardError for unsupported columns."""
+        """Return an Arrow table with the row numbers as column `row`. Raises ShardError for other columns."""
         with naming_extras("Rows.to_arrow"):
             import pyarrow as pa
         table: dict[str, pa.Array] = {"row": pa.array(np.asarray(self.numbers, np.int64))}
@@ -106,7 +106,7 @@ class Rows:
         return pandas.DataFrame(data, index=pandas.Index(self.numbers, name="row"))
 
     def _chosen(self, choice: object) -> npt.NDArray[np.int64]:
-        """Convert a list of indices to int64 indices from 0; negative ones count from the end."""
+        """Convert indices into this selection, which may be negative, to int64 indices from 0."""
         places, count = np.asarray(choice), len(self)
         if not places.size:
             return np.empty(0, np.int64)
@@ -150,7 +150,7 @@ def is_single(index: object) -> TypeGuard[SupportsIndex]:
 def _stacked(
     values: list[object], dtype: np.dtype[np.generic], shape: tuple[int, ...]
 ) -> npt.NDArray[np.generic] | list[object]:
-    """Stack the values into an array; return them unchanged if one is missing or contradicts the index."""
+    """Stack the values into an array; return them as they are if one is missing or has another shape."""
     arrays = [np.asarray(value) for value in values]
     if any(array.dtype.kind in "OSU" or array.shape != shape for array in arrays):
         return values

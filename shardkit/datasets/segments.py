@@ -1,8 +1,8 @@
-"""Find the documents in rows of tokens by the ids at their bounds, and compute what depends on the bounds.
+"""Find the documents in rows of tokens by the ids at their bounds, and compute tensors from the bounds.
 
 A packed row is a sequence of documents, each with the eos id at its end. (`bos_id` is for data whose
-documents begin with an id instead, `pad_id` for a separate padding id.) Computed from the bounds: labels to
-mask, position ids, document ids, lengths.
+documents begin with an id instead, `pad_id` for a separate padding id.) The tensors are masked labels,
+position ids, document ids and lengths of documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardkit.errors import warn_user
 from shardkit.order.balance import DocumentIds
 
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
-_SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # number of shards, and of rows in each, in which an id should occur
+_SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # number of shards, and of rows per shard, that are searched for an id
 
 _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ class Segments:
         return rows
 
     def first_of_rows(self, every: int = 1) -> _Ints:
-        """Return the index of the first document of each `every`-th row, then the number of documents."""
+        """Return the indices of the first documents of rows 0, `every`, …; last, the number of documents."""
         rows, length = self.shape
         first: _Ints = np.searchsorted(self.starts, np.arange(0, rows + 1, every) * length)
         return first
@@ -103,7 +103,7 @@ class Segments:
         return Segments((rows, length - 1), starts, padding, self.is_padding_row)
 
     def mask(self, labels: npt.NDArray[np.int64], *, shift: int, mask_starts: bool) -> None:
-        """Set the labels of padding, and with `mask_starts` of each document's first token, to -100.
+        """Set the labels of padding to -100; with `mask_starts`, also those of each document's first token.
 
         Label i of a row is token i + `shift`. Models that shift labels predict label i + 1 from token i, so
         the label of a document's first token would be predicted from the end of another document. This also
@@ -115,7 +115,7 @@ class Segments:
             labels[self.is_padding_row] = IGNORED_LABEL
 
     def ignore(self, labels: npt.NDArray[np.int64], places: _Ints, *, shift: int) -> None:
-        """Set the labels of the tokens at the indices `places` of the flattened rows to -100."""
+        """Set the labels of tokens to -100; `places` are the tokens' indices in the flattened rows."""
         row, column = np.divmod(places, self.shape[1])
         has_label = column >= shift
         labels.reshape(-1)[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
@@ -131,7 +131,7 @@ class Segments:
         return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
 
     def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """Return (int32 bounds of the documents, length of the longest) for each flattened batch of rows."""
+        """Return (int32[documents + 1] bounds, length of the longest document) for each flattened batch."""
         size = batch_size * self.shape[1]
         first = self.first_of_rows(batch_size)
         longest = np.maximum.reduceat(self.lengths, first[:-1]).tolist()
@@ -161,7 +161,10 @@ class Segments:
         return bounds
 
     def doc_lens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], list[int]]]:
-        """Return for each batch (int32[rows, most] lengths of documents, padded with 0; longest per row)."""
+        """Return (int32[rows, n] document lengths, longest document per row) for each batch.
+
+        n is the largest number of documents in a row of the batch; rows with fewer are padded with zeros.
+        """
         first = self.first_of_rows()
         counts = np.diff(first)
         table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
@@ -189,7 +192,7 @@ def find_eos_id(
     options: Sequence[str],
     needs_bounds: bool,
 ) -> int | None:
-    """Return the id that ends documents, from `ids` or the cards.
+    """Return the id that ends documents, from `ids` or from the cards of the `datasets`.
 
     `options` names the loader options that need tokens, for messages. Raises ValueError if `needs_bounds` and
     no id is known, or if the streams have different tokenizers or eos ids.
@@ -234,7 +237,7 @@ def find_eos_id(
 
 
 def _check_ids(dataset: OpenDataset, ids: DocumentIds, *, is_used: bool) -> None:
-    """Raise ValueError for an id that no token can have, and warn of an id that no sampled row has."""
+    """Raise ValueError for an id outside the tokens' dtype; warn about an id that is in no sampled row."""
     for name in ("eos_id", "bos_id", "pad_id"):
         if (value := getattr(ids, name)) is not None:
             _check_range(dataset, name, value)
@@ -262,7 +265,7 @@ def _check_range(dataset: OpenDataset, name: str, value: object) -> None:
 
 
 def _never_occurs(dataset: OpenDataset, value: int) -> bool:
-    """Return whether no sampled row of a local uncompressed dataset has the id; False if unknown."""
+    """Return whether no sampled row has the id; False if unknown, as for remote or compressed datasets."""
     column = dataset.token_column
     if dataset.shards is not None or dataset.verifies or column is None or not len(dataset):
         return False

@@ -1,9 +1,9 @@
-"""Scan tars without a list, each once and in threads, to make their manifest.
+"""Scan tars that have no shards.json, each once and in threads, to make their manifest.
 
 All samples are numbered before the first one is delivered, so all tars are scanned when a dataset is opened.
-A remote tar that does not fit in the cache is scanned while it is streamed, without storing it. Payloads that
-take longer than a new request are skipped by opening the object again after them, so scanning a tar of videos
-takes one request per video instead of all its bytes.
+A remote tar that does not fit in the cache is scanned while it is streamed, without storing it. If a payload
+takes longer to transfer than a new request takes to start, it is skipped by opening the object again after
+it. So scanning a tar of videos takes one request per video instead of a transfer of all its bytes.
 
 With a cache folder, the results are kept there (`shardkit.cache.indexes.TarIndexes`): of the processes that
 open a tar at the same time, one scans it while the others wait (for a limited time), and later openings scan
@@ -35,8 +35,8 @@ from shardkit.manifest import Column, Manifest, ShardInfo
 from shardkit.progress import reading
 from shardkit.storage.store import Body, Store
 
-SKIP_BYTES = 8 << 20  # bytes that arrive in the time in which another request starts
-# A scan takes seconds, plus the time for a slow download of the tar; after that, its process must be hanging.
+SKIP_BYTES = 8 << 20  # number of bytes that arrive in the time that another request takes to start
+# Seconds to wait for another process's scan, plus time for a slow download; after that, it must be hanging.
 CLAIM_SECONDS = 30.0
 _FLOOR_BYTES_PER_SECOND = 10e6
 _PIECE_BYTES = 1 << 17
@@ -56,11 +56,11 @@ def skim_tar(
     skip_bytes: int = SKIP_BYTES,
     piece_bytes: int = _PIECE_BYTES,
 ) -> tuple[Scanned, TarIndex] | None:
-    """Scan an uncompressed tar without reading most of its bytes, in pieces.
+    """Scan a remote, uncompressed tar in pieces of `piece_bytes`, without reading most of its payloads.
 
     Unneeded bytes are skipped if there are more than `skip_bytes`. Returns None for a tar that must be read
     whole, because it is compressed or has arrays. Raises ShardError if it is damaged, ObjectChangedError if
-    it does not have `version`, and StoreError.
+    its version is not `version`, and StoreError if the store fails.
     """
     if info.compression:
         return None
@@ -75,7 +75,7 @@ def skim_tar(
 
 
 class _ArraysError(Exception):
-    """The tar has arrays, whose column is described by the headers of all of them."""
+    """The tar has .npy members. To describe their column, the headers of all of them must be read."""
 
 
 def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
@@ -87,7 +87,7 @@ def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
 
 
 class _Passing:
-    """A forward-only view of an object: a slice must not begin before the previous one. Stores nothing."""
+    """A forward-only view of an object: no slice may begin before the previous one. Stores nothing."""
 
     def __init__(
         self, store: Store, key: str, size: int, version: str, skip_bytes: int, piece_bytes: int
@@ -97,7 +97,7 @@ class _Passing:
         self._skip_bytes = skip_bytes
         self._buffer = memoryview(bytearray(piece_bytes))
         self._begin = self._end = 0  # range of the object that the buffer holds
-        self._last = (0, b"")  # the last slice, because the walk reads the end marker twice
+        self._last = (0, b"")  # start and bytes of the last slice: the end marker is read twice
 
     def __len__(self) -> int:
         return self._size
@@ -155,8 +155,8 @@ def scan_tars(
     """Return `manifest` with the samples, sizes and columns of its tars.
 
     `skim` is tried first for each tar; if it returns None, `load` must return the tar's raw bytes. At most
-    `threads` tars are scanned at a time, and `held` of them loaded. Raises ShardError for a damaged tar. If
-    it takes more than two seconds, the first process of a machine shows progress on stderr.
+    `threads` tars are scanned at a time, and at most `held` of them are in memory. Raises ShardError for a
+    damaged tar. If scanning takes more than two seconds, a machine's first process shows progress on stderr.
     """
     shards, numbers = manifest.shards, range(len(manifest.shards))
     room = Semaphore(held or threads)  # limits the number of tars in memory
@@ -191,7 +191,7 @@ def _scan_all(
     threads: int,
     report: Report,
 ) -> dict[int, Scanned]:
-    """Scan tars, each in only one process; `seconds` limits for each how long to wait for another process."""
+    """Scan tars, each in one process; `seconds` maps tars to the time limit to wait for another process."""
     missing = [*seconds]
     if indexes.folder is None:
         return _side_by_side(scan, missing, threads, report)
@@ -199,20 +199,20 @@ def _scan_all(
     def wait(number: int) -> Scanned | None:
         return _scan_claimed(scan, indexes, number, seconds[number])
 
-    # First scan the tars that no process scans; most others are finished by then, so the waits are short.
+    # First scan the tars that no other process is scanning; meanwhile, most of the others are finished.
     at_once = partial(_scan_claimed, scan, indexes, timeout_seconds=0.0)
     first = _side_by_side(at_once, missing, threads, report)
     others = [number for number, scanned in first.items() if scanned is None]
     rest = _side_by_side(wait, others, threads, report)
     done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
-    left = [number for number in missing if number not in done]  # the process that claimed them hangs
+    left = [number for number in missing if number not in done]  # claimed by a process that hangs
     return done | _side_by_side(scan, left, threads, report)
 
 
 def _scan_claimed(
     scan: Callable[[int], Scanned], indexes: TarIndexes, number: int, timeout_seconds: float
 ) -> Scanned | None:
-    """Scan a tar, or wait for the process that scans it; return None after `timeout_seconds`."""
+    """Scan a tar, or wait for the process that is scanning it; return None after `timeout_seconds`."""
     claim = indexes.claim(number, timeout_seconds)
     try:
         return indexes.scanned(number) or (None if claim is None else scan(number))

@@ -5,15 +5,15 @@ byte ranges of these files. Nothing is copied or converted, and all code that re
 (cache, prefetch, single rows, resume). Local ranges are mapped; remote ones are read by `RangeStore`, a store
 in which every range is an object.
 
-Rows. All files form one stream in the order of their names, which is cut every `sequence_length` tokens, as
-by `shardkit convert --sequence-length L --drop-tail`: the rows are the same, byte for byte. A row that begins
-in one file and ends in another is a separate shard. With `per_file`, each file is cut separately, as in
+Rows. All files form one stream in the order of their names, which is cut every `sequence_length` tokens. The
+rows equal those of `shardkit convert --sequence-length L --drop-tail`, byte for byte. A row that begins in
+one file and ends in another is a separate shard. With `per_file`, each file is cut separately, as in
 OLMo-core. An incomplete row at the end is omitted, and a warning gives its size.
 
-Fingerprint. These files have no hashes, so the fingerprint is computed from names, sizes, the cut, and the
-bytes at a few places of each file (`_PROBES` over all files, at least the first 4 KiB of each). It is equal
-for copies of the files at any location, and differs for other data of the same sizes, but not for a change
-between these places. Within a run, a file that is replaced after it was opened is an error.
+Fingerprint. These files have no hashes, so the fingerprint is computed from names, sizes, the `RowCut`, and
+the bytes at a few offsets of each file (`_PROBES` over all files, at least the first 4 KiB of each). It is
+equal for copies of the files at any location. It differs for other data of the same sizes, unless only bytes
+that were not sampled differ. Within a run, a file that is replaced after it was opened is an error.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from shardkit.units import whole_number
 
 __all__ = ["RangeStore", "RowCut", "TokenRows", "find_token_rows", "is_token_file"]
 
-SHARD_BYTES = 64 << 20  # size of a shard, whose rows are fetched together
-MAX_SHARDS = 1 << 15  # limit per dataset; shards are larger in datasets above two terabytes
+SHARD_BYTES = 64 << 20  # maximum size of a shard, whose rows are fetched together
+MAX_SHARDS = 1 << 15  # maximum number per dataset; above two terabytes, shards are larger instead
 MAX_ROW_TOKENS = 1 << 28  # longer rows are refused as a mistake
-_MOST_ID = 1 << 24  # far above the ids of any vocabulary
+_MOST_ID = 1 << 24  # higher ids cause a warning; far above any vocabulary
 _MOST_INT = np.uint64((1 << 63) - 1)
-_MOST_HALF = 7  # maximum upper 16 bits of an id below 2**19
-_FEWEST_HALVES = 32  # minimum number of upper and of lower halves to recognize a wrong dtype
+_MOST_HALF = 7  # largest value of the upper 16 bits of an id below 2**19
+_FEWEST_HALVES = 32  # minimum number of 16-bit halves of 32-bit ids by which a wrong dtype is recognized
 _PROBES, _PROBES_OF_FILE = 128, 16
 _THREADS = 32
 _SUFFIXES = (".idx", ".bin", ".npy")
@@ -68,7 +68,7 @@ _SUFFIXES = (".idx", ".bin", ".npy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCut:
-    """How flat files of tokens are cut into rows. Raises ValueError for impossible options."""
+    """Options that define how flat token files are cut into rows. Raises ValueError for impossible ones."""
 
     sequence_length: int
     """Number of tokens per row."""
@@ -97,7 +97,7 @@ class TokenRows:
     versions: Mapping[str, str]
 
     def objects(self) -> dict[int, tuple[int, str]]:
-        """Return {shard number: (size in bytes, version)}, which the cache needs."""
+        """Return {shard number: (size in bytes, version of its files)} for the shard cache."""
         shards = enumerate(self.manifest.shards)
         return {n: (info.raw.bytes, self._version(info.raw.basename)) for n, info in shards}
 
@@ -112,7 +112,7 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with `count` tokens from byte `start` on."""
+    """A file whose ids begin at byte `start`; `probe` holds sampled bytes for the fingerprint."""
 
     info: ObjectInfo
     start: int
@@ -162,7 +162,7 @@ def find_token_rows(
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Split a path or URL into (folder, name or pattern); the name is "" if the path may be a folder."""
+    """Split a path or URL into (folder, file name or pattern); the name is "" if it may be a folder's."""
     if is_pattern(path) and not (not is_remote(path) and local_path(path).exists()):
         folder = fixed_folder(path)
         return folder, path[len(folder) :].lstrip("/") if folder else path
@@ -173,17 +173,17 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
-    """Return a store of the ranges of files at a path or URL; remote requests are retried."""
+    """Return a store of byte ranges of the files in a folder or at a URL; remote requests are retried."""
     options = storage or StorageOptions()
     if not is_remote(folder):
         return RangeStore(open_store(folder or ".", options))
-    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # a branch as a commit
+    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # pins branches
     policy = RetryPolicy.of(options)
     return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
 
 
 def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
-    """Return the files in a folder that `name` or a pattern selects, in order; "" selects all."""
+    """Return the sorted files in a store that `name`, a file name or a pattern, selects; "" selects all."""
     if name and (not is_pattern(name) or _has_that_name(path, store, name)):
         return [_pair(store, name) or (store.head(name), None)]
     listed = [info for info in _listed(store, name) if matches(info.key, name or "*")]
@@ -204,7 +204,7 @@ def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
 
 
 def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
-    """Return whether a file has the pattern itself as its name."""
+    """Return whether a file exists whose name is literally `name`, although that looks like a pattern."""
     if not is_remote(path):
         return local_path(path).exists()
     try:
@@ -215,7 +215,7 @@ def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
 
 
 def _pair(store: AnyStore, name: str) -> _Named | None:
-    """Return the pair (.bin, .idx) if `name` is one of them or their common prefix, else None."""
+    """Return the Megatron pair (.bin, .idx) of which `name` is a file or the common prefix, or None."""
     stem = name[:-4] if name.endswith((".bin", ".idx")) else name
     if name.endswith(".npy"):
         return None
@@ -246,7 +246,7 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _places(size: int, probes: int) -> list[int]:
-    """Return the byte offsets at which a file is probed: at its start, near its end, and between."""
+    """Return `probes` byte offsets at which a file is sampled: at its start, near its end, and between."""
     edges = np.linspace(0, max(0, size - HEAD_BYTES), probes, dtype=np.int64)
     return sorted({int(edge) for edge in edges})
 
@@ -256,7 +256,7 @@ def _probe(store: AnyStore, info: ObjectInfo, at: int) -> bytes:
 
 
 def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -> _File:
-    """Read the header of a file and check its ids; `parts` are the bytes at its `_places`."""
+    """Read the header of a file and check its ids; `parts` are the bytes sampled at its `_places`."""
     info, index = named
     where = store.where(info.key)
     if index is not None:
@@ -280,7 +280,7 @@ def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -
 def _warn_of_odd_ids(
     where: str, dtype: np.dtype[Any], start: int, parts: Sequence[bytes], places: Sequence[int]
 ) -> None:
-    """Warn if the bytes at these places decode to impossible ids, or were written with another dtype."""
+    """Warn if the sampled bytes decode to impossible ids, or to ids that suggest another dtype."""
     found = [_ids(part, at, start, dtype) for part, at in zip(parts, places, strict=True)]
     ids = np.concatenate(found)
     if not len(ids):
@@ -300,7 +300,7 @@ def _warn_of_odd_ids(
 
 
 def _ids(part: bytes, at: int, start: int, dtype: np.dtype[Any]) -> Ints:
-    """Decode the complete ids in `part`, the bytes from `at` on of a file whose ids begin at `start`."""
+    """Decode the complete ids in `part`, a file's bytes from offset `at` on; its ids begin at `start`."""
     skip = start - at if at < start else -(at - start) % dtype.itemsize
     body = part[skip:]
     whole = np.frombuffer(body[: len(body) // dtype.itemsize * dtype.itemsize], dtype)
@@ -308,7 +308,7 @@ def _ids(part: bytes, at: int, start: int, dtype: np.dtype[Any]) -> Ints:
 
 
 def _is_of_halves(ids: Ints) -> bool:
-    """Return whether every other number is at most `_MOST_HALF`, and the numbers between them vary."""
+    """Return whether the ids look like halves of wider ids: every other one is small, the others vary."""
     for first in (0, 1):
         upper, lower = ids[first::2], ids[1 - first :: 2]
         if len(upper) < _FEWEST_HALVES or not upper.max() <= _MOST_HALF < lower.max():

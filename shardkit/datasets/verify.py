@@ -1,4 +1,4 @@
-"""Check a dataset against its index and card: the size, hashes and structure of every shard, and all counts.
+"""Check a dataset against its index and card: size, hashes and structure of every shard, and all counts.
 
 `verify` reads any MDS or tar dataset, made by shardkit or not, and reports all problems instead of stopping
 at the first. Shards are checked in threads; memory is one shard per thread if shards are compressed or
@@ -40,7 +40,7 @@ MAX_LISTED = 1000  # maximum number of problems that a report holds; all are cou
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with one file."""
+    """A problem that a check found in one file."""
 
     file: str
     problem: str
@@ -96,7 +96,7 @@ def verify(
     sizes. For a shard without any hash, all samples are decoded instead. Damage is reported, not raised;
     ShardError is raised only if there is no dataset.
     """
-    # Nothing is unpickled in spite of allow_pickle: see _check_samples.
+    # allow_pickle lets such shards be opened, but nothing is unpickled: see _check_samples.
     dataset = open_dataset(path, allow_pickle=True, decode=False, storage=storage)
     shards = dataset.manifest.shards
     count = min(threads or os.cpu_count() or 1, MAX_THREADS)
@@ -134,9 +134,9 @@ def _hashes(info: ShardInfo) -> bool:
 
 
 def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Problem | int:
-    """Return the problem with a shard, or else the number of tokens that its loss masks select.
+    """Return the problem with a shard, or the number of tokens that its loss masks select if it is intact.
 
-    Without `blocks`, the check is quick: no sample is read, and 0 tokens are counted.
+    If `blocks` is None, the check is quick: no sample is read, and the number is 0.
     """
     info, quick = dataset.manifest.shards[number], blocks is None
     name = info.stored.basename
@@ -175,7 +175,7 @@ def _check_size(dataset: Dataset, info: ShardInfo) -> Problem | None:
 
 
 def _read(dataset: Dataset, info: ShardInfo, *, verify: bool) -> Bytes:
-    """Return the raw bytes of a shard, after comparing its size and, if `verify` or remote, its hashes."""
+    """Return a shard's raw bytes after checking its size, and its hashes if `verify` or if it is remote."""
     if dataset.shards is None:
         is_raw_there = dataset.manifest.format == "mds" and (dataset.path / info.raw.basename).is_file()
         found = replace(info, zip=None, compression=None) if is_raw_there else info
@@ -187,7 +187,7 @@ def _read(dataset: Dataset, info: ShardInfo, *, verify: bool) -> Bytes:
 
 
 def _open(dataset: Dataset, info: ShardInfo, raw: Bytes) -> ShardReader:
-    """Open a shard from its raw bytes, which checks all offsets and sizes of samples."""
+    """Open a shard from its raw bytes. Opening it checks the offsets and sizes of all samples."""
     where, kind = f"{dataset.location}/{info.stored.basename}", dataset.manifest.format
     if kind == "mds":
         return mds.shard_from_raw(where, info, raw, allow_pickle=True)
@@ -197,7 +197,7 @@ def _open(dataset: Dataset, info: ShardInfo, raw: Bytes) -> ShardReader:
 
 
 class _Blocks:
-    """Compares the checksums in blocks.bin with the shards."""
+    """Compares the block checksums in a dataset's blocks.bin with the content of its shards."""
 
     def __init__(self, dataset: Dataset) -> None:
         """Locate the checksums of each shard. Raises ShardError if blocks.bin has a wrong size."""
@@ -207,7 +207,7 @@ class _Blocks:
         self._file = None if stated is None else BlockFile(where, dataset.manifest, stated)
 
     def check(self, number: int, info: ShardInfo, raw: Bytes) -> None:
-        """Raise ShardError unless blocks.bin has the checksums of shard `number`."""
+        """Raise ShardError unless blocks.bin has the right checksums for shard `number`."""
         if self._file is not None and self._store.get(BLOCKS_NAME, *self._file.range(number)) != shard_part(
             info.stored, raw
         ):
@@ -221,13 +221,13 @@ def _check_samples(shard: ShardReader) -> None:
 
 
 def _count_trained(dataset: Dataset, shard: ShardReader) -> int:
-    """Count the tokens that a shard's loss masks select; 0 if it has no loss masks as plain arrays."""
+    """Count the tokens that a shard's loss masks select; 0 if it has none that are stored as arrays."""
     column = next((column for column in shard.columns if column.name == dataset.loss_mask_column), None)
     if column is None or not column.encoding.startswith("ndarray"):
         return 0
     if (rows := shard.fixed_rows(column.name)) is not None:
         return int(np.count_nonzero(rows))
-    if dataset.manifest.format != "mds":  # members of tars are bytes here
+    if dataset.manifest.format != "mds":  # tar members are not decoded here
         return 0
     samples = (shard.sample(row, {column.name}) for row in range(len(shard)))
     return sum(int(np.count_nonzero(np.asarray(sample[column.name]))) for sample in samples)
@@ -249,7 +249,7 @@ def _check_names(dataset: Dataset) -> Iterator[Problem]:
 
 
 def _check_table(dataset: Dataset) -> Iterator[Problem]:
-    """Check index.bin, if the dataset was opened with it, against its index.json."""
+    """Check that index.bin, if the dataset was opened with it, agrees with index.json."""
     manifest = dataset.manifest
     if manifest.format != "mds" or not isinstance(manifest.shards, ShardTable):
         return
@@ -263,7 +263,7 @@ def _check_table(dataset: Dataset) -> Iterator[Problem]:
 
 
 def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
-    """Check the card against the index."""
+    """Check that the facts in the card agree with the index."""
     manifest = dataset.manifest
     length, dtype = dataset.sequence_length, dataset.token_dtype
     facts: dict[str, Any] = {

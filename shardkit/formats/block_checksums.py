@@ -40,7 +40,7 @@ Checksums = npt.NDArray[np.uint64]
 
 
 def shard_part(file: FileInfo, data: Bytes) -> bytes:
-    """Return the part of blocks.bin for a shard with the bytes `data` and the index entry `file`."""
+    """Return the part of blocks.bin for one shard; `data` is its content, `file` its index entry."""
     checksums = np.array(_checksums(data.data), dtype="<u8").tobytes()
     return checksums + _seal(file, checksums)
 
@@ -79,7 +79,7 @@ def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
 
 
 def are_right(checksums: Checksums, start: int, data: bytes | memoryview) -> bool:
-    """Return whether `data` matches the checksums of a file's blocks from `start` on, a block boundary."""
+    """Return whether `data`, a file's bytes from block boundary `start` on, matches the file's checksums."""
     first, found = start // BLOCK_BYTES, _checksums(memoryview(data))
     expected: list[int] = checksums[first : first + len(found)].tolist()
     return found == expected

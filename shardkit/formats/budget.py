@@ -13,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 
 MAX_SAMPLE_BYTES = 1 << 30
-MAX_UNSTATED_BYTES = 4 << 30  # limit for a decompressed tar; store a larger one uncompressed: it is mapped
-_HONEST_RATIO = 250  # accepted compression ratio of a tar of any size; text reaches 10, logs 50
+MAX_UNSTATED_BYTES = 4 << 30  # limit for a compressed tar of unrecorded size; uncompressed tars are mapped
+_HONEST_RATIO = 250  # compression ratio of a tar that is not suspicious; text reaches 10, logs 50
 _SMALL_BYTES = 1 << 20  # smaller values get a rough estimate from their size alone, to save time
 _PIECE_BYTES = 1 << 20
-# Bytes that CPython takes for an empty list or object, and for a number or short string plus its list entry.
+# Memory of CPython for an empty list or dict, and for a number or a short string with its entry in a list.
 _BRACKET_BYTES, _COMMA_BYTES = 64, 40
-# Lowest UTF-8 lead bytes of characters for which CPython takes two and four bytes per character.
+# Lowest UTF-8 lead bytes of characters that make CPython store a str with two or four bytes per character.
 _TWO_BYTES, _FOUR_BYTES = 0xC4, 0xF0
 
 
@@ -52,16 +52,16 @@ class SampleBudget:
 
 
 def raw_limit(stored_bytes: int, stated_bytes: int) -> int:
-    """Return the maximum decompressed size of a tar in bytes, which also depends on its stored size.
+    """Return the limit for the decompressed size of a tar whose file has `stored_bytes`, in bytes.
 
-    `stated_bytes`, the size in the index, is never exceeded; it is negative if the index has no size.
+    `stated_bytes` is the decompressed size in the index, negative if not recorded; it is never exceeded.
     """
     usual = max(MAX_UNSTATED_BYTES if stated_bytes >= 0 else MAX_SAMPLE_BYTES, _HONEST_RATIO * stored_bytes)
     return min(usual, stated_bytes) if stated_bytes >= 0 else min(usual, MAX_UNSTATED_BYTES)
 
 
 def text_bytes(data: memoryview) -> int:
-    """Estimate the memory of UTF-8 `data` as a str, in bytes, from above.
+    """Return an upper estimate of the memory that UTF-8 `data` takes as a str, in bytes.
 
     CPython takes one, two or four bytes per character, depending on the widest character.
     """
@@ -72,7 +72,7 @@ def text_bytes(data: memoryview) -> int:
 
 
 def json_bytes(data: memoryview) -> int:
-    """Estimate the memory of the value in JSON `data` from its size, brackets and commas, in bytes."""
+    """Estimate the memory of the value that JSON `data` encodes, in bytes, from its brackets and commas."""
     if len(data) < _SMALL_BYTES:
         return len(data)
     brackets = commas = 0

@@ -1,8 +1,8 @@
 """Compress shard files deterministically with the algorithms of MDS, and decompress them within a limit.
 
-A name is an algorithm with an optional level: `zstd`, `zstd:7`, `br:5`, `bz2`, `gz:9`, `snappy`; the file's
-suffix is the algorithm alone. Compression works piece by piece (except snappy's raw format and gz:0, which
-hold the whole file), and the same bytes and level always give the same file: gzip members carry no time.
+A compression is named by its algorithm, with an optional level: `zstd`, `zstd:7`, `br:5`, `bz2`, `gz:9`,
+`snappy`; the file's suffix is the algorithm alone. Compression works piece by piece (snappy's raw format and
+gz:0 hold the whole file). Equal bytes and level always give equal files: gzip members have no time stamp.
 
 Decompression also works piece by piece and stops at a limit, so that no small file can fill the memory; a
 truncated stream is an error. `decompress` is for files of an MDS dataset: a file must hold one stream (zstd:
@@ -29,7 +29,7 @@ import zstandard
 from shardkit.errors import MissingExtraError, ShardError, naming_extras
 
 Bytes = bytes | memoryview
-# Maps an algorithm to its (levels, default level), as in MosaicML.
+# Maps an algorithm to its (levels, default level), as in MosaicML; to None if it has no levels.
 COMPRESSIONS: dict[str, tuple[range, int] | None] = {
     "br": (range(12), 11),
     "bz2": (range(1, 10), 9),
@@ -38,11 +38,11 @@ COMPRESSIONS: dict[str, tuple[range, int] | None] = {
     "zstd": (range(1, 23), 3),
 }
 
-_INPUT_BYTES = 1 << 16  # input per step; small, because zlib copies its unconsumed input in each step
+_INPUT_BYTES = 1 << 16  # compressed input per step; small, because zlib copies unconsumed input in each step
 _OUTPUT_BYTES = 1 << 20
 _MAX_ZSTD_WINDOW = 1 << 27
 
-_ZSTD_HEADER_BYTES = 8  # header of a skippable frame; a frame's magic and flags take 5, a block's header 3
+_ZSTD_HEADER_BYTES = 8  # size of a skippable frame's header, and of a frame's magic, flags and block header
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPED = b"\x2a\x4d\x18"  # magic of a skippable frame, without its first byte, which varies
 _ZSTD_DICTIONARY = 0x5D  # first byte of a skippable frame that holds the dictionary for the next frames
@@ -54,11 +54,11 @@ _GZIP_WBITS = 31  # zlib's code for "gzip header, 32 KiB window"
 
 _BROTLI_MINOR = 2  # 1.2 is the first version whose decompressor has an output_buffer_limit
 
-_MAX_VARINT_BYTES = 5  # length of a varint that holds u32, the type of snappy's sizes
+_MAX_VARINT_BYTES = 5  # maximum length of a varint that encodes a u32, the type of snappy's sizes
 
 
 class Compressor(Protocol):
-    """Compresses a file piece by piece; the results of `compress` and `flush`, joined, are its bytes."""
+    """Compresses a file piece by piece; the joined results of all calls are the compressed file."""
 
     def compress(self, data: Bytes, /) -> bytes: ...
     def flush(self) -> bytes: ...
@@ -96,7 +96,7 @@ class _BrotliCompressor:
 
 
 class _WholeCompressor:
-    """Compresses the whole file in `flush`: for algorithms whose output would depend on the pieces."""
+    """Compresses the whole file in `flush`; for algorithms whose output depends on how input is split."""
 
     def __init__(self, compress_whole: Callable[[bytes], bytes]) -> None:
         self._compress_whole = compress_whole
@@ -114,7 +114,7 @@ def new_compressor(name: str, total_bytes: int) -> Compressor:
     """Return a compressor for one file of `total_bytes`. Raises ValueError for an unknown name."""
     algorithm, level = parse_compression(name)
     if algorithm == "zstd":
-        # The frame's header must have the size, because MosaicML's reader relies on it.
+        # The frame's header must record the size of the content, because MosaicML's reader relies on it.
         zstd: Compressor = zstandard.ZstdCompressor(level=level).compressobj(size=total_bytes)
         return zstd
     if algorithm == "snappy":
@@ -131,8 +131,8 @@ def new_compressor(name: str, total_bytes: int) -> Compressor:
 def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[str]) -> npt.NDArray[np.uint8]:
     """Decompress `data` into uint8[raw_bytes].
 
-    Takes a buffer of `raw_bytes` and a few MiB, never more, even for hostile data. Raises ShardError, naming
-    `file`, if the data is damaged or has another size.
+    Allocates `raw_bytes` and a few MiB, never more, even for hostile data. Raises ShardError, naming `file`,
+    if the data is damaged or its decompressed size differs.
     """
     algorithm, _ = parse_compression(name)
     output: npt.NDArray[np.uint8] = np.empty(raw_bytes, dtype=np.uint8)
@@ -141,7 +141,7 @@ def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[s
         if algorithm == "zstd":
             reader = _new_zstd().stream_reader(data, read_across_frames=True)
             filled = reader.readinto(output)
-            pieces = iter([reader.read(1)])  # one more byte would exceed raw_bytes, an error below
+            pieces = iter([reader.read(1)])  # a further byte exceeds raw_bytes: error below
         elif algorithm == "snappy":
             filled, pieces = _decompress_snappy(data, output), iter(())
         else:
@@ -178,7 +178,7 @@ def gunzip(data: memoryview, limit: int) -> bytes:
 
 @contextmanager
 def _naming(file: str | PathLike[str], algorithm: str) -> Iterator[None]:
-    """Convert errors of any algorithm into a ShardError that names `file`."""
+    """Context manager that converts errors of any algorithm's library to a ShardError that names `file`."""
     try:
         yield
     except (ValueError, OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
@@ -186,7 +186,7 @@ def _naming(file: str | PathLike[str], algorithm: str) -> Iterator[None]:
 
 
 def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
-    output = io.BytesIO()  # its getvalue() does not copy
+    output = io.BytesIO()  # getvalue() does not copy the content
     for piece in _pieces(algorithm, data, is_single=False):
         if output.tell() + len(piece) > limit:
             raise ValueError(f"it holds more than {limit:,} bytes")
@@ -195,10 +195,10 @@ def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
 
 
 def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
-    """Yield the content of compressed `data`, about `_OUTPUT_BYTES` at a time.
+    """Yield the decompressed content of `data` in pieces of about `_OUTPUT_BYTES`.
 
-    With `is_single`, `data` must be one stream and nothing else. Otherwise it may have several streams, which
-    tools such as pigz write, followed by zeros, with which some tools pad.
+    With `is_single`, `data` must be one stream and nothing else. Otherwise it may hold several streams, which
+    tools such as pigz write, and then zeros, which some tools add as padding.
     """
     new_stream, step = _STREAMS[algorithm]
     at, stream = 0, new_stream()
@@ -223,7 +223,7 @@ def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
             raise EOFError("it is truncated")
 
 
-# A step takes input and returns (a piece of the output, whether it needs more input).
+# A step function passes input to a stream, and returns (piece of the output, whether it needs more input).
 
 
 def _step_gzip(stream: Any, data: bytes) -> tuple[bytes, bool]:
@@ -236,7 +236,7 @@ def _step(stream: bz2.BZ2Decompressor | ZstdFrame, data: bytes) -> tuple[bytes, 
 
 
 class ZstdFrame:
-    """Decodes one zstd frame with the interface of `bz2.BZ2Decompressor`, including its limit on each piece.
+    """Decodes one zstd frame with the interface of `bz2.BZ2Decompressor`, in output pieces of limited size.
 
     The zstandard package has no such limit: 4 bytes can encode 128 KiB, and so 64 KiB can encode 2 GiB. A
     frame is a sequence of blocks of at most 128 KiB of content, each preceded by its size (RFC 8878, section
@@ -255,11 +255,11 @@ class ZstdFrame:
         self._max_window = max_window_bytes
         decoder = zstandard.ZstdDecompressor(dict_data=dictionary, max_window_size=max_window_bytes)
         self._frame = decoder.decompressobj()
-        self._left = sys.maxsize  # bytes of content that may follow before they exceed a reduced window
+        self._left = sys.maxsize  # bytes of content that may follow in a frame with a reduced window
         self.dictionary = bytearray()  # the content of a skippable frame that holds a dictionary
         self._holds_dictionary = False
         self._held, self._at = b"", 0  # buffered input, and the index of its first unconsumed byte
-        self._to_boundary = 0  # bytes of input up to the next block header
+        self._to_boundary = 0  # number of input bytes up to the next block header
         self._begun = False
         self._checksum_bytes = 0
         self.needs_input = True
@@ -277,7 +277,7 @@ class ZstdFrame:
     def decompress(self, data: bytes, max_length: int) -> bytes:
         """Decode the next block. Raises zstandard.ZstdError if it is damaged.
 
-        `max_length` is ignored: a block is smaller than any value in use.
+        `max_length` is ignored, because a block is smaller than any limit that callers pass.
         """
         if data:
             self._held, self._at = self._held[self._at :] + data, 0
@@ -305,7 +305,7 @@ class ZstdFrame:
         return piece
 
     def _limit_window(self, head: bytes) -> bool:
-        """Write the maximum window into the buffered header if it has a larger one; return whether it had."""
+        """Reduce the window in the buffered frame header to the maximum; return whether it was larger."""
         flags, window = head[4], head[5]
         if flags & 32 or (8 + (window & 7)) << (7 + (window >> 3)) <= self._max_window:
             return False
@@ -316,7 +316,10 @@ class ZstdFrame:
         return True
 
     def _next_boundary(self, head: bytes) -> int:
-        """Return the bytes from the header `head` to the next block header; 0 if `head` is incomplete."""
+        """Return the number of bytes from `head`, a frame or block header, to the next block header.
+
+        Returns 0 if `head` is incomplete.
+        """
         if self._begun:
             if len(head) < 3:
                 return 0
@@ -338,7 +341,7 @@ class ZstdFrame:
 
 
 class _BrotliStream:
-    """Wraps Brotli's decompressor in the interface of the others."""
+    """Wraps Brotli's decompressor in the interface that `_pieces` uses for all algorithms."""
 
     unused_data = b""  # always empty: Brotli raises an error for data after the end
 
@@ -372,9 +375,9 @@ _STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes,
 
 
 def _decompress_snappy(data: Bytes, output: npt.NDArray[np.uint8]) -> int:
-    """Decompress snappy's raw format, which begins with its size as a varint, into `output`; return the size.
+    """Decompress snappy's raw format into `output`, and return the decompressed size.
 
-    Raises ValueError unless `output` has exactly this size.
+    The data begins with this size as a varint. Raises ValueError unless `output` has exactly this size.
     """
     with naming_extras("snappy compression"):
         import cramjam  # called directly: python-snappy copies input and output

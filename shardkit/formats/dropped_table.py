@@ -3,9 +3,10 @@
 Together with `provenance/*.parquet` (documents in the dataset) and `quarantine.jsonl` (records that could not
 be read) they account for every document of the inputs; records without a document, such as redirects in a
 WARC, are only counted. `dropped` lists the documents that filters dropped, in one file per split with any.
-`duplicates` lists the documents that were removed after that, sorted by the document that was kept for them,
-so that all its duplicates are adjacent. A document kept for an exact duplicate, or for one with its URL, may
-itself be removed in a later stage: follow `kept_document_id` until no line has it as `document_id`.
+`duplicates` lists the documents that were removed after the filters, sorted by the document that was kept in
+their place, so that all duplicates of one document are adjacent. A document that was kept for an exact or a
+URL duplicate may itself be removed in a later stage: follow `kept_document_id` until no line has it as
+`document_id`.
 
 `text` holds the beginning of a document as it was when it was removed, for a bounded sample of documents. It
 is null for the others; find those in the raw files by `file` and `record`.
@@ -28,7 +29,7 @@ _DOCUMENT = [
     pa.field("record", pa.int64(), nullable=False),
     pa.field("id", pa.string()),
     pa.field("url", pa.string()),
-    pa.field("bytes", pa.int64(), nullable=False),  # size in UTF-8 when it was removed
+    pa.field("bytes", pa.int64(), nullable=False),  # size of its text in UTF-8 when it was removed
 ]
 
 DROPPED_SCHEMA = pa.schema(
@@ -36,7 +37,7 @@ DROPPED_SCHEMA = pa.schema(
         *_DOCUMENT,
         pa.field("rule", pa.string(), nullable=False),  # "<filter>/<rule>"
         pa.field("value", pa.float64()),  # the number that the rule tested
-        pa.field("label", pa.string()),  # the label that the rule tested, or the subject of `value`
+        pa.field("label", pa.string()),  # tested label, or the subject of `value`, such as an evaluation item
         pa.field("bound", pa.float64()),  # the limit with which `value` was compared
         pa.field("text", pa.string()),
     ]
@@ -45,9 +46,9 @@ DROPPED_SCHEMA = pa.schema(
 DUPLICATES_SCHEMA = pa.schema(
     [
         *_DOCUMENT,
-        # url_duplicate, exact_duplicate, near_duplicate; or duplicate_lines and empty if no text was left.
+        # url_duplicate, exact_duplicate or near_duplicate; if no text was left, duplicate_lines or empty.
         pa.field("reason", pa.string(), nullable=False),
-        pa.field("similarity", pa.float32()),  # Jaccard, with the kept document; 1 for exact, null for url
+        pa.field("similarity", pa.float32()),  # Jaccard similarity to the kept document; exact: 1, URL: null
         # Null if no text was left, or if the kept document is in an index of another corpus.
         pa.field("kept_document_id", pa.binary(16)),
         pa.field("kept_source", pa.int32()),

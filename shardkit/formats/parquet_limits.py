@@ -29,7 +29,7 @@ Limits = Mapping[str, tuple[Any, Any]]
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 1 << 16  # size of the first read, which includes most footers
-_MAX_FOOTER_BYTES = 1 << 25  # a parsed footer takes up to 100 times its size; our tables' have kilobytes
+_MAX_FOOTER_BYTES = 1 << 25  # limit for parsing, which takes up to 100 times this; ours have kilobytes
 _MAX_DEPTH = 16  # the structs of a valid footer nest eight deep
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)  # types of 16, 32 and 64 bits, which are encoded equally
@@ -51,7 +51,7 @@ class Footer:
 
     @cached_property
     def limits(self) -> tuple[Limits, ...]:
-        """One mapping per row group: the limits of integer, string and bytes columns; empty if unknown."""
+        """One mapping per row group, from each integer, string or bytes column to its known limits."""
         nothing: tuple[Limits, ...] = ({},) * self.metadata.num_row_groups
         if len(self._data) > _MAX_FOOTER_BYTES:
             return nothing
@@ -88,7 +88,7 @@ def _limits(chunks: list[Any], leaves: list[Any]) -> Limits:
         if facts.get(1) != leaf.get(1) or stated.get(5) is None or stated.get(6) is None:
             continue
         if stated.get(7) is False or stated.get(8) is False:
-            continue  # the value was truncated to a prefix
+            continue  # the recorded limit is only a prefix of the value
         low, high = _value(stated[6], leaf), _value(stated[5], leaf)
         if low is not None and high is not None:
             found[".".join(part.decode() for part in facts[3])] = (low, high)

@@ -1,10 +1,10 @@
 """The schema of `provenance/*.parquet`, which records the document from which each token comes.
 
-There is one file per partition of the build, named by `provenance_name`, and one record per piece of a
-document in a row, sorted by (shard, row, token_start) within each file and across files. Tokens that no
-record covers are padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so looking up rows reads
-one or two of them. The schema metadata of a file with records holds the build's shuffle seed and the range of
-its documents' shuffle hashes, so only one file has to be searched for a document.
+There is one file per partition of the build, named by `provenance_name`. A record describes a piece: the
+tokens of one document in one row. Records are sorted by (shard, row, token_start) within and across files.
+Tokens that no record covers are padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so one or
+two are read to look up rows. The schema metadata of a file with records holds the build's shuffle seed and
+the range of its documents' shuffle hashes, so only one file has to be searched for a document.
 
 `shardkit.writers.stages.provenance` writes these files, `shardkit.datasets.provenance` reads them.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 PROVENANCE_FOLDER = "provenance"
-ROW_GROUP_PIECES = 1 << 16  # about 2 MB in columns without repeating values
+ROW_GROUP_PIECES = 1 << 16  # records per row group: about 2 MB in columns without repeating values
 
 PROVENANCE_SCHEMA = pa.schema(
     [
@@ -26,7 +26,7 @@ PROVENANCE_SCHEMA = pa.schema(
         pa.field("token_start", pa.int32(), nullable=False),  # within the row
         pa.field("token_end", pa.int32(), nullable=False),  # exclusive; includes an eos token
         pa.field("document_id", pa.binary(16), nullable=False),
-        pa.field("document_start", pa.int64(), nullable=False),  # tokens of the document before this piece
+        pa.field("document_start", pa.int64(), nullable=False),  # number of its tokens before this piece
         pa.field("copies", pa.int32(), nullable=False),  # 1 + number of its removed duplicates
         pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
         pa.field("file", pa.string(), nullable=False),

@@ -1,7 +1,7 @@
 """Convert SentencePiece models, such as tokenizer.model of Llama 2, to an equivalent tokenizer.json.
 
-The models are protocol buffers. Few of their fields are needed, so they are parsed here. Damage raises
-RecipeError.
+The models are protocol buffers. Only a few of their fields are needed, so they are parsed here without a
+library. A damaged model raises RecipeError.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[str]:
-    """Return all merges "left right" that result in a piece, by descending score of that piece."""
+    """Return "left right" for all pairs of pieces that form a piece, by descending score of that piece."""
     scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     found = []
     for piece, score in scores.items():
@@ -100,7 +100,7 @@ def huggingface_config(
     normalizer: dict[str, Any] | None = None,
     pre_tokenizer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer.json; `added` lists added tokens as (id, text, is it special)."""
+    """Return the content of a tokenizer.json. `added` lists added tokens as (id, text, is_special)."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokens = [{"id": number, "content": text, "special": special} | plain for number, text, special in added]
     return {
@@ -127,7 +127,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
 
 
 def _check_characters(table: bytes) -> None:
-    """Raise ValueError unless a normalization table is empty, or a trie, after its size, and UTF-8 text."""
+    """Raise ValueError unless a normalization table is empty, or has u32 trie size, trie and UTF-8 text."""
     size = int.from_bytes(table[:4], "little")
     if table and (size % 4 or size > len(table) - 4):
         raise ValueError("the table of normalized characters is cut short or damaged")
@@ -135,7 +135,7 @@ def _check_characters(table: bytes) -> None:
 
 
 def _typed(fields: Mapping[int, Any], number: int, kind: type, default: Any) -> Any:
-    """Return a field of a message, or `default`. Raises ValueError if it is not of type `kind`."""
+    """Return field `number`, or `default` if it is missing. Raises ValueError if it is not of type `kind`."""
     value = fields.get(number, default)
     if not isinstance(value, kind):
         raise ValueError(f"field {number} is not of type {kind.__name__}")

@@ -20,7 +20,7 @@ from shardkit.manifest import UNKNOWN, FileInfo, Format, ShardInfo
 
 
 def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = False) -> Bytes:
-    """Return the raw bytes of a local shard as uint8[n].
+    """Return the uncompressed bytes of a local shard as uint8[n].
 
     Raises ShardNotFoundError if the file is missing and ShardError if it contradicts `info`. `verify` checks
     every hash in `info`.
@@ -44,7 +44,7 @@ def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = Fals
 
 
 def decompress_shard(kind: Format, info: ShardInfo, stored: Bytes, where: str | PathLike[str]) -> Bytes:
-    """Decompress the shard `stored`. Raises ShardError if it is damaged or not of the size in `info`."""
+    """Decompress a shard's file `stored`. Raises ShardError if it is damaged or not of the size in `info`."""
     assert info.compression
     if kind == "mds":
         raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)

@@ -112,7 +112,7 @@ class TextShard:
         return self.info.samples
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """Return document `row` as {column: value}, with only `columns` if given; missing values are None."""
+        """Return document `row` as {column: value}, with only `columns` if given; null values are None."""
         if not 0 <= row < len(self):
             raise IndexError(f"{self._file}: no document {row}; the file has {len(self)}")
         found = self._rows.row(row)
@@ -133,7 +133,7 @@ class TextShard:
 
 
 class _ParquetRows:
-    """The rows of a Parquet file in memory; caches the row group that was read last."""
+    """The rows of a Parquet file whose bytes are in memory; caches the last decoded row group."""
 
     def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
         with naming_extras("a text dataset in Parquet"):
@@ -165,7 +165,7 @@ class _ParquetRows:
                 raise ShardError(self._where, f"row group {group} cannot be read: {error}") from error
         try:
             [found] = self._held.slice(number - int(self._starts[group]), 1).to_pylist()
-        except ValueError as error:  # a string is not UTF-8, or there are fewer rows than the footer states
+        except ValueError as error:  # a string is not UTF-8, or the group has fewer rows than recorded
             raise ShardError(self._where, f"document {number:,} cannot be read: {error}") from error
         return cast(dict[str, object], found)
 
@@ -174,7 +174,7 @@ class _ParquetRows:
 
 
 class _Lines:
-    """The rows of a JSON lines file in memory."""
+    """The rows of a JSON lines file whose bytes are in memory."""
 
     def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
         self._raw, self._where = raw, file

@@ -33,7 +33,7 @@ NAME = "tokenizer.json"
 _NAMES = (NAME, "tokenizer.model", "qwen.tiktoken")
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 _HEAD_BYTES = 1 << 12  # number of bytes from which a file's kind is determined
-_MOST_IDS = 1 << 21  # limit of ids, as libraries allocate tables up to the largest; published ones reach 1 M
+_MOST_IDS = 1 << 21  # limit, because libraries allocate tables up to the largest id; published: up to 1 M
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt", ".bin")
 # Tokens that end documents in published models, the most common first.
 _END_TOKENS = (
@@ -42,7 +42,10 @@ _END_TOKENS = (
 
 
 def find_tokenizer(folder: Path, path: str) -> Path:
-    """Find the file of a recipe's `tokenizer.path`, relative to `folder`. Raises RecipeError if missing."""
+    """Return the file for `path`, a recipe's `tokenizer.path`, which may be relative to `folder`.
+
+    Raises RecipeError if a folder or model has no tokenizer; a missing file is reported when it is read.
+    """
     given = folder / path
     if given.is_dir():
         names = [*_NAMES, *sorted(file.name for file in given.glob("*.tiktoken"))]
@@ -94,10 +97,10 @@ def end_token(file: Path) -> str | None:
 
 
 def stated_tokens(file: Path) -> dict[str, str]:
-    """Return the tokens "eos" and "bos" from the configuration files in the tokenizer's folder.
+    """Return {"eos": token, "bos": token} from the configuration files in the tokenizer's folder.
 
-    "adds_bos" is the "bos" token if texts begin with it. tokenizer_config.json has priority over
-    special_tokens_map.json. Files that cannot be read are skipped.
+    A key "adds_bos" has the "bos" token, too, if every text shall begin with it. tokenizer_config.json has
+    priority over special_tokens_map.json. Tokens that are not recorded and unreadable files are left out.
     """
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -126,7 +129,8 @@ def special_tokens(config: Mapping[str, Any]) -> list[str]:
 def reason_of(error: BaseException) -> str:
     """Return the first line of a tokenizer library's error. Raises `error` again if it has another cause.
 
-    A Rust panic counts as the library's, though it is not an Exception. Signals and MemoryError do not count.
+    A Rust panic counts as an error of the library, although it is not an Exception. Signals and MemoryError
+    do not count, and are raised again.
     """
     is_panic = type(error).__name__ == "PanicException"
     if isinstance(error, MemoryError) or not (is_panic or isinstance(error, Exception)):
@@ -136,11 +140,11 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How texts are split before byte pairs are merged, and the special tokens.
+    """The pattern that splits texts before byte pairs are merged, and the special tokens.
 
-    `pattern` is for tiktoken. `plain` is for engines without possessive quantifiers; it splits equally, but
-    for white space at the end of a text. `special` maps tokens to ids; with `after_ranks`, the ids count from
-    the first id after all ranks.
+    `pattern` is the regular expression for tiktoken, `plain` the one for engines without possessive
+    quantifiers; only white space at the end of a text is split differently. `special` holds (token, id)
+    pairs; with `after_ranks`, these ids are relative to the first id after all ranks.
     """
 
     pattern: str
@@ -150,23 +154,23 @@ class Encoding:
 
     @property
     def content(self) -> str:
-        """Digest of all fields."""
+        """Digest of all fields, which identifies the encoding."""
         return digest_of(asdict(self))
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | None) -> Encoding | None:
-        """Return the encoding of a recipe, given by name or as its `pattern` and `special_tokens`."""
+        """Return the encoding that a recipe names, or gives as `pattern` and `special_tokens`."""
         if isinstance(given, Mapping):
             return cls(given["pattern"], tuple(given.get("special_tokens", {}).items()))
         return None if given is None else ENCODINGS[given]
 
     @classmethod
     def named_by(cls, path: Path) -> Encoding | None:
-        """Return the encoding whose name is the file's, as in cl100k_base.tiktoken; None if there is none."""
+        """Return the known encoding that a file is named after, as in cl100k_base.tiktoken, or None."""
         return ENCODINGS.get(path.stem) if path.suffix == ".tiktoken" else None
 
     def special_ids(self, ranks: Mapping[bytes, int]) -> dict[str, int]:
-        """Return the id of each special token for a file with these ranks."""
+        """Return {special token: id} for a tokenizer file with these ranks."""
         first = max(ranks.values()) + 1 if self.after_ranks else 0
         return {token: first + number for token, number in self.special}
 
@@ -223,7 +227,7 @@ ENCODINGS: Mapping[str, Encoding] = {
 
 
 def own_engine(source: bytes | Path) -> Engine:
-    """Return the library for which a tokenizer file, or this content of one, is made."""
+    """Return the library for which a tokenizer file is made; `source` is its path or its content."""
     if isinstance(source, Path):
         try:
             with source.open("rb") as file:
@@ -243,7 +247,10 @@ def tokenizer_config(
     *,
     parse: Callable[[bytes], Any] = load_json,
 ) -> dict[str, Any]:
-    """Convert a tokenizer file to the content of a tokenizer.json. Raises RecipeError if it is malformed."""
+    """Convert `data`, the content of tokenizer file `path`, to the content of a tokenizer.json.
+
+    Raises RecipeError if it is malformed.
+    """
     engine = own_engine(data)
     if encoding is not None and engine != "tiktoken":
         raise RecipeError(
@@ -272,7 +279,7 @@ def tokenizer_config(
 
 
 def _problem(config: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the ids and tokens of a tokenizer.json, or None.
+    """Return a description of the first error in the ids and tokens of a tokenizer.json, or None.
 
     The tokenizers library checks the other parts.
     """
@@ -305,7 +312,7 @@ def _is_id(value: object) -> bool:
 
 
 def read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    """Parse a .tiktoken file into {bytes: rank}; a rank is an id. Raises RecipeError if it is malformed."""
+    """Parse a .tiktoken file into {token's bytes: rank}, where rank is the id. Raises RecipeError."""
     ranks: dict[bytes, int] = {}
     taken: set[int] = set()
     for number, line in enumerate(data.splitlines(), start=1):
@@ -332,7 +339,10 @@ def read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
 
 def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str, Any]:
-    """Return a byte-level BPE: two neighbors merge if together they are a token, in the order of its rank."""
+    """Return the tokenizer.json of a byte-level BPE with all merges of two tokens that form another token.
+
+    The merges are in ascending order of the rank of the token that they form.
+    """
     letters = dict(zip(range(256), _byte_letters(), strict=True))
     named = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
@@ -355,7 +365,7 @@ def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str
         {
             "type": "BPE",
             "byte_fallback": False,
-            "ignore_merges": True,  # a text between two splits that is a token stays whole
+            "ignore_merges": True,  # a piece of split text that is a token is not split into bytes
             "vocab": {named[token]: rank for token, rank in ranks.items()},
             "merges": [f"{named[left]} {named[right]}" for left, right in merges],
         },

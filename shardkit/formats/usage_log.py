@@ -2,13 +2,13 @@
 
     magic "SKUSAGE1", then records: u32 length, u32 crc32, payload; little endian
     payload "R" + JSON          a run starts or resumes: `RunHead`
-    payload "S" + u64 position + ids    a step: its start, and the id of each sample, u32 or u64; an id of
-                                        all one bits is padding
+    payload "S" + u64 position + ids    a step: its start, and the id of each sample, u32 or u64; an id whose
+                                        bits are all 1 is padding
     payload "E" + u64 position  the log was closed properly at this position
 
-Ids number the rows of all streams' datasets consecutively. A record is one write, so a process that is killed
-truncates at most its last record; `scan` omits that record and reports its size. Ids take 4 bytes per sample
-(8 in runs of more than 2**32 - 2 rows): 0.1 % of the size of rows of 2,048 two-byte tokens.
+Ids number the rows of all streams' datasets consecutively. Each record is one write, so if a process is
+killed, at most its last record is truncated; `scan` omits it and reports its size. Ids take 4 bytes per
+sample (8 in runs of more than 2**32 - 2 rows): 0.1 % of the size of rows of 2,048 two-byte tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardkit.order.run_settings import RunSettings
 
 MAGIC = b"SKUSAGE1"
 SUFFIX = ".usage"
-MAX_RECORD_BYTES = 1 << 28  # fits 2**24 sequences of 8 bytes per rank and step, and a head
+MAX_RECORD_BYTES = 1 << 28  # fits a step of 2**24 sequences per rank with ids of 8 bytes, and any head
 
 _FRAME = struct.Struct("<II")
 _STEP = struct.Struct("<cQ")
@@ -41,7 +41,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """Settings of the steps that follow; `position` is the number of samples consumed before them."""
+    """Head of a log's section: settings of the steps in it; `position` counts the samples before them."""
 
     settings: RunSettings
     rank: int
@@ -95,7 +95,7 @@ def _framed(payload: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Section:
-    """The steps of one rank that follow one head: `count` records from byte `offset` on."""
+    """The steps that follow one head in a rank's log file: `count` records from byte `offset` on."""
 
     path: Path
     head: RunHead
@@ -109,7 +109,7 @@ class Section:
     """Whether the log was closed properly after these steps."""
 
     def read(self, first: int, count: int) -> tuple[_Ints, _Ints]:
-        """Return (int64[count] positions, int64[count, batch] ids) of steps from index `first` on.
+        """Return (int64[count] positions, int64[count, batch] ids) of `count` steps from step `first` on.
 
         An id of -1 is padding.
         """
@@ -166,7 +166,7 @@ def scan(path: Path) -> UsageFile:
 
 
 def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (size in bytes, payload) of each complete record; set `found.cut` or `.damage` at the end."""
+    """Yield (size in bytes, payload) of complete records; describe a bad one in `found.cut` or `.damage`."""
     offset = len(MAGIC)
     while offset < file_bytes:
         rest = file_bytes - offset
@@ -191,7 +191,7 @@ def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tupl
 
 
 def _take(found: UsageFile, payload: bytes, offset: int, size: int) -> bool:
-    """Add a record to `found`; return False if it is malformed or out of order."""
+    """Add a record, of `size` bytes at byte `offset`, to `found`; return False if it is invalid there."""
     kind = payload[:1]
     if kind == b"R":
         try:

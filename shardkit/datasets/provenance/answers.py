@@ -1,8 +1,8 @@
 """Compute the answers of `shardkit trace` as plain data: for rows, a step of a run, or a search.
 
 All values are numbers, strings or null, so that they can be printed as JSON. A row's `documents` are null if
-the dataset has no provenance; a document's `text` is null without a decoder. If a run is known, `runs` lists
-where each of its streams of this dataset delivers a row.
+the dataset has no provenance; a document's `text` is null without a decoder. If a run is given, `runs` has an
+entry for each of its streams that reads this dataset, with the stream's deliveries of the row.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Tracer:
 
     @property
     def no_text(self) -> str | None:
-        """A message on why there is no text and how to get it; None if there is, or if none is wanted."""
+        """A message on why answers have no text and how to get it; None if they have it or do not need it."""
         if self.decoder is not None or self.problem is not None or not self.characters:
             return None
         return self.how_to_see_text()
 
     def how_to_see_text(self) -> str:
-        """Return a message on how to see text."""
+        """Return a message that explains which option makes text visible."""
         named = ""
         if self.dataset.card is not None and (stated := self.dataset.card.tokenizer).file:
             named = f" of the dataset, {stated.file} (digest {stated.digest}),"
@@ -77,7 +77,7 @@ class Tracer:
         return self.table
 
     def rows(self, sample_ids: Sequence[int], *, excerpts: bool = True) -> list[dict[str, Any]]:
-        """Return rows in the given order, with their documents. Raises ShardkitError if tables lack a row."""
+        """Describe rows and their documents, in the given order. Raises ShardkitError for a missing row."""
         found: dict[int, list[Piece]] = {}
         if self.table is not None:
             for piece in pieces_of(self.table.of_rows(sample_ids)):
@@ -102,12 +102,12 @@ class Tracer:
         return answers
 
     def pieces(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Return pieces, each with the location of its row."""
+        """Describe pieces, each with the location of its row and an excerpt of its text."""
         texts = self._texts(pieces)
         return [self.place(each.sample_id) | self._facts(each, texts.get(_key(each))) for each in pieces]
 
     def place(self, row: int) -> dict[str, Any]:
-        """Return the location of a row: its shard and its number there."""
+        """Return the location of a row: number and file of its shard, and its number within the shard."""
         starts = self.dataset.manifest.shard_starts
         shard = int(np.searchsorted(starts, row, side="right")) - 1
         name = self.dataset.manifest.shards[shard].stored.basename
@@ -152,7 +152,7 @@ class Tracer:
 def trace_rows(
     tracer: Tracer, rows: Sequence[int], run: Run | None = None, epochs: int | None = None
 ) -> dict[str, Any]:
-    """Return rows with their documents, and their deliveries in the first `epochs` of `run`."""
+    """Describe rows, their documents, and their deliveries in the first `epochs` epochs of `run`."""
     answers = tracer.rows(rows)
     for answer in answers:
         answer["runs"] = None if run is None else _deliveries(run, tracer.dataset, answer["row"], epochs)
@@ -168,10 +168,10 @@ def trace_step(
     rank: int | None = None,
     limit: int = 0,
 ) -> dict[str, Any]:
-    """Return the rows of a step, or of the step that starts at `position`, with their documents.
+    """Describe the rows of step `step`, or of the step that starts at `position`, with their documents.
 
-    `rank` restricts them to one rank. `limit` is the maximum number of listed rows (0: all), not of the
-    totals.
+    `rank` restricts them to one rank. `limit` is the maximum number of listed rows (0: all); the totals
+    include all rows.
     """
     if position is None:
         assert step is not None
@@ -226,10 +226,10 @@ def trace_search(
 ) -> dict[str, Any]:
     """Find the selected pieces; return totals, the first `limit` pieces (0: all) and their deliveries.
 
-    With `follow`, and if the selection has documents, URLs or ids, the documents kept for removed duplicates
-    are found, too. `export` is a file for all pieces, with their whole text if `text`, `exclude` a file for
-    the list of their rows, and `mask` a file for the spans of their tokens. Raises ShardkitError if nothing
-    is found.
+    With `follow`, and if the selection has documents, URLs or ids, the documents kept in place of removed
+    duplicates are found, too. Files to write: all pieces to `export`, with their whole text if `text`; the
+    list of their rows to `exclude`; the spans of their tokens to `mask`. Raises ShardkitError if nothing is
+    found.
     """
     dataset, table, found, shown = tracer.dataset, tracer.known(), _Totals(mask is not None), list[Piece]()
     if text and tracer.decoder is None:
@@ -274,7 +274,7 @@ def trace_search(
 
 
 class _Totals:
-    """Totals of a search; takes 20 bytes per document, and 24 per piece if spans are needed."""
+    """Totals of a search. Takes 20 bytes of memory per document, and 24 per piece if it collects spans."""
 
     def __init__(self, has_spans: bool) -> None:
         self._has_spans, self.spans = has_spans, [np.empty((0, 3), np.int64)]
@@ -303,7 +303,7 @@ class _Totals:
         return self._ids[0]
 
     def copies(self) -> int:
-        """Return the number of raw documents, including duplicates."""
+        """Return the number of raw documents found, including removed duplicates."""
         self._compact()
         return int(self._copies[0].sum())
 
@@ -334,7 +334,7 @@ def _exclude(path: Path, tracer: Tracer, found: _Totals, unmatched: int) -> dict
 
 
 def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) -> list[dict[str, Any]]:
-    """List where each stream of `dataset` delivers a row in its first `epochs` (None: all begun epochs)."""
+    """List, for each stream of `dataset`, the deliveries of a row in its first `epochs` (None: all begun)."""
     found = []
     for stream in run.streams_of(dataset):
         count = run.epochs(stream) if epochs is None else epochs
@@ -344,7 +344,7 @@ def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) ->
 
 
 def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Count the rows, documents and tokens of each source in the rows of a step, most tokens first."""
+    """Count the rows, documents and tokens per source in `rows`; the source with most tokens is first."""
     numbers: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
     documents: defaultdict[str, set[str]] = defaultdict(set)
     tokens: Counter[str] = Counter()
@@ -361,7 +361,7 @@ def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def source_numbers(dataset: OpenDataset, labels: Collection[str]) -> list[int]:
-    """Return the numbers of the inputs with these labels. Raises ShardkitError for labels not in the card."""
+    """Return the numbers of the recipe's inputs with these labels. Raises ShardkitError for unknown ones."""
     known = [] if dataset.card is None else dataset.card.source_labels
     for label in labels:
         if label not in known:
@@ -371,7 +371,10 @@ def source_numbers(dataset: OpenDataset, labels: Collection[str]) -> list[int]:
 
 
 def parse_row(dataset: OpenDataset, text: str) -> int:
-    """Parse a row number, "17" or "SHARD:ROW" with SHARD a number or a file name. Raises ShardkitError."""
+    """Parse "17" or "SHARD:ROW", where SHARD is a number or a file name, to a row number in the dataset.
+
+    Raises ShardkitError if there is no such row.
+    """
     starts, shards = dataset.manifest.shard_starts, dataset.manifest.shards
     shard_text, mark, row_text = text.rpartition(":")
     if not row_text.isdecimal():

@@ -3,8 +3,8 @@
     text_of, documents_of    implement `Dataset.text` and `Dataset.documents`
     trace_of                 implements `shardkit.trace` and `Dataset.trace`
 
-Documents have their whole text if a tokenizer is known. The tokenizer of an open dataset is read once. Its
-provenance tables are opened for each call, and only the parts needed for the answer are read.
+Documents have their whole text if a tokenizer is known. The tokenizer of an open dataset is read once. The
+provenance tables are opened in each call, and only the parts needed for the answer are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["Document", "Question", "Trace", "documents_of", "text_of", "trace_of
 
 _EXCERPT = 60  # maximum number of characters of a text in a repr
 _SHOWN = 10  # maximum number of documents in a repr
-_TEXT_COLUMNS = ("text", "txt")  # text columns of rows without tokens; in tars, the name is the extension
+_TEXT_COLUMNS = ("text", "txt")  # names of text columns in datasets without tokens; txt is for tars
 
 _KINDS = {  # kind of question by keyword argument
     "row": "row",
@@ -57,17 +57,18 @@ _KINDS = {  # kind of question by keyword argument
 _Words = str | Sequence[str]
 _Path = str | os.PathLike[str]
 
-_decoders: WeakKeyDictionary[OpenDataset, Decoder] = WeakKeyDictionary()  # kept between calls
+# Decoders of open datasets, cached for later calls.
+_decoders: WeakKeyDictionary[OpenDataset, Decoder] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Document:
-    """A document in a row, or its piece there: tokens `start` to `end` (exclusive) of row `row`.
+    """A document in a row, or a piece of one: tokens `start` to `end` (exclusive) of row `row`.
 
     `text` is the text of these tokens, None without a tokenizer. `source` is the recipe's label of the input,
-    `record` the index in `file`, from 0, `metadata` is JSON. `document_start` is the number of tokens of the
-    document before this piece, `copies` is 1 + the number of its removed duplicates. `steps` are the steps of
-    the given run that deliver the row; None without a run or a batch size.
+    `record` the index of the record in `file`, from 0; `metadata` is JSON. `document_start` is the number of
+    the document's tokens before this piece, `copies` is 1 + the number of its removed duplicates. `steps` are
+    the steps of the given run that deliver the row; None without a run or a batch size.
     """
 
     row: int
@@ -92,7 +93,7 @@ class Document:
 
     @classmethod
     def of(cls, row: int, facts: Mapping[str, Any], steps: tuple[int, ...] | None = None) -> Self:
-        """Make a document from a piece in an answer of `shardkit.datasets.provenance.answers`."""
+        """Make a document from `facts`, a piece as described by `shardkit.datasets.provenance.answers`."""
         names = ("text", "source", "file", "record", "id", "url", "metadata", "document_id", "copies")
         start, end = facts["tokens"]
         stated = {name: facts[name] for name in names}
@@ -140,7 +141,7 @@ class Question(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trace(Described):
-    """An answer of `shardkit.trace`: the first documents found, and totals over all.
+    """An answer of `shardkit.trace`: the first documents that were found, and totals over all of them.
 
     `facts` is the whole answer as plain data, as printed by `shardkit trace --json`.
     """
@@ -152,7 +153,7 @@ class Trace(Described):
     def describe(self) -> tuple[str, Facts]:
         """Return the question as a title, and totals and the first documents as facts."""
         lines = []
-        if "pieces" in self.facts:  # a search, which counts what it does not list
+        if "pieces" in self.facts:  # a search has totals, which include unlisted pieces
             totals = ("documents", "rows", "tokens", "duplicates")
             lines += [(name, f"{self.facts[name]:,}") for name in totals if self.facts[name]]
         if (excluded := self.facts.get("exclusions")) is not None:
@@ -164,7 +165,7 @@ class Trace(Described):
 
 
 def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
-    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError without any text."""
+    """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError if rows have no text."""
     number = _row(dataset, row)
     if token_column(dataset) is None:
         sample = dataset.row(number)
@@ -194,7 +195,7 @@ def documents_of(
 
 
 def trace_of(dataset: OpenDataset, question: Question) -> Trace:
-    """Answer a question; see `shardkit.trace`."""
+    """Answer the question that the arguments of `shardkit.trace` ask about a dataset."""
     kind, limit = _kind(question), question.get("limit", 20)
     tracer, run = _tracer(dataset, question.get("tokenizer")), _run(dataset, question)
     if kind == "search":
@@ -211,7 +212,7 @@ def trace_of(dataset: OpenDataset, question: Question) -> Trace:
 
 
 def _kind(question: Question) -> str:
-    """Return the kind of question. Raises TypeError unless the arguments ask exactly one question."""
+    """Return the kind of question: search, row or step. Raises TypeError unless there is exactly one."""
     if unknown := question.keys() - Question.__annotations__.keys():
         known = ", ".join(Question.__annotations__)
         raise TypeError(f"trace() got an unexpected keyword argument {min(unknown)!r}; known: {known}")
@@ -273,7 +274,7 @@ def _documents(answer: Mapping[str, Any]) -> Iterator[Document]:
 
 
 def _steps(runs: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:
-    """Return the steps that deliver a row; None if they are not known."""
+    """Return the steps that deliver a row, from the `runs` in an answer; None if they are not known."""
     seen = [each for stream in runs or () for each in stream["seen"]]
     steps = {each["step"] for each in seen if not each["is_dropped"]}
     return None if runs is None or None in steps else tuple(sorted(steps))
@@ -292,14 +293,14 @@ def _row(dataset: OpenDataset, row: SupportsIndex) -> int:
 
 
 class _WholeText(Decoder):
-    """A decoder whose excerpts are whole texts."""
+    """A decoder whose excerpts are not shortened: they are the whole texts."""
 
     def excerpt(self, tokens: Row, characters: int) -> str:
         return self.text(tokens)
 
 
 def _decoder(dataset: OpenDataset, tokenizer: _Path | None) -> Decoder | None:
-    """Return the decoder of a dataset, cached for the next call; None if its tokenizer is not found."""
+    """Return the decoder of a dataset, and cache it; None if the dataset's tokenizer is not found."""
     known = _decoders.get(dataset)
     if known is not None and (tokenizer is None or known.path == local_path(tokenizer, "tokenizer")):
         return known

@@ -1,7 +1,8 @@
-"""Find the documents that were kept for removed duplicates, in the table `duplicates/` of a dataset.
+"""Find the documents that were kept in place of removed duplicates, by the table `duplicates/` of a dataset.
 
-The text of a removed duplicate is in the dataset only as the text of the document that was kept for it. For
-an exact duplicate of a document that was itself removed as a near-duplicate, finding it takes two steps.
+The dataset holds the text of a removed duplicate only as the text of the document that was kept in its place.
+If that document was itself removed in a later stage, as a near-duplicate, it takes two steps to find the one
+that was kept.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Duplicates:
         self.folder = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA)
 
     def follow(self, selection: Selection) -> Followed:
-        """Find the removed documents that match a selection, and the documents finally kept for them."""
+        """Find the removed documents that match a selection, and those finally kept in their place."""
         columns = ["document_id", "kept_document_id"]
         asked = list(self.folder.search(selection, columns)) if self.folder.names else []
         found = [_pairs(table) for table in asked]
@@ -50,9 +51,10 @@ class Duplicates:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """The result of `Duplicates.follow`. `asked`, S16[n], are the removed documents that match the selection.
+    """The result of `Duplicates.follow`; all fields hold document ids, S16[n].
 
-    `kept[i]` was kept for `removed[i]`. `removed` is sorted and includes intermediate documents.
+    `asked` are the removed documents that match the selection. `kept[i]` was kept in place of `removed[i]`.
+    `removed` is sorted; it also has the removed documents that were kept in place of others at first.
     """
 
     asked: _Ids
@@ -60,9 +62,9 @@ class Followed:
     kept: _Ids
 
     def chain(self, document: bytes) -> list[bytes]:
-        """Return the chain of documents after a removed one up to the one that was finally kept.
+        """Return the documents that were kept in place of a removed one, stage by stage; the last one stays.
 
-        It is empty if the kept document is in another corpus.
+        Returns [] if the document that stays is in another corpus.
         """
         found: list[bytes] = []
         while True:
@@ -76,7 +78,7 @@ class Followed:
 
     @property
     def stays(self) -> list[bytes]:
-        """The documents finally kept for all documents in `asked`."""
+        """The documents of the dataset that were finally kept in place of the documents in `asked`."""
         kept = np.setdiff1d(self.kept, self.removed)
         return [one.ljust(16, b"\0") for one in kept.tolist() if one]
 

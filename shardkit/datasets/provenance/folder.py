@@ -1,6 +1,6 @@
-"""Read the Parquet tables in one folder of a dataset, local or remote, in order and ahead.
+"""Read the Parquet tables in one folder of a dataset, local or remote, with threads that read ahead.
 
-Threads read row groups in parallel, and results keep the order of files and row groups. Only a few row groups
+Threads read row groups in parallel; results are in the order of files and row groups. Only a few row groups
 are in memory at a time, for tables of any size.
 """
 
@@ -23,7 +23,7 @@ from shardkit.formats.parquet_limits import Footer, Limits
 from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
 
-_THREADS = 4  # reading takes one core or waits for a store; four threads hold about 100 MB
+_THREADS = 4  # a thread uses one core or waits for a store; four threads hold about 100 MB
 
 _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
 
@@ -53,12 +53,12 @@ class ParquetFolder:
         return sum(footer.num_rows for footer, _ in self.run(self.footer, iter(range(len(self.names)))))
 
     def footer(self, number: int) -> tuple[pq.FileMetaData, pa.Schema]:
-        """Return the footer of a file and its schema. Raises ShardError if a column is missing."""
+        """Return (footer, schema) of file `number`. Raises ShardError if it is damaged or lacks a column."""
         footer, schema = self._footer(number)
         return footer.metadata, schema
 
     def limits(self, number: int) -> Sequence[Limits]:
-        """Return, for each row group of a file, the (minimum, maximum) of columns with statistics."""
+        """Return {column: (minimum, maximum)} per row group of a file, for columns with statistics."""
         return self._footer(number)[0].limits
 
     def _footer(self, number: int) -> tuple[Footer, pa.Schema]:
@@ -95,7 +95,7 @@ class ParquetFolder:
         columns: Sequence[str] | None = None,
         advance: Callable[[int], None] = lambda lines: None,
     ) -> Iterator[pa.Table]:
-        """Yield the selected lines in order, with these columns or all.
+        """Yield the selected lines of all tables in order, with `columns` (default: all).
 
         `advance` is called with the number of lines searched since its last call.
         """
@@ -122,7 +122,7 @@ class ParquetFolder:
                 yield table
 
     def run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Generator[_Result, None, None]:
-        """Yield the results of `work` in order; threads work a little ahead. Close it to stop them."""
+        """Yield `work(item)` for `items` in order; threads work ahead. Close the generator to stop them."""
         waiting: deque[Future[_Result]] = deque()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
             try:
@@ -159,7 +159,7 @@ class ParquetFolder:
 
 
 def _problem(schema: pa.Schema, expected: pa.Schema) -> str | None:
-    """Return the problem if a table lacks an expected column; None if all are there."""
+    """Return the problem if a table lacks an expected column or has another type for it; otherwise None."""
     for name in expected.names:
         if (count := schema.names.count(name)) != 1:
             return f"has no column {name!r}" if not count else f"has {count} columns named {name!r}"

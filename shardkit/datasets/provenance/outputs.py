@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 1 << 16  # number of rows whose pieces are in memory at a time
 
 
 class Ranges:
-    """Merges rows into ranges [begin, end); rows may be added in any order, but should mostly ascend."""
+    """Merges row numbers into ranges [begin, end); they may be in any order, but should mostly ascend."""
 
     def __init__(self) -> None:
         self._parts: list[_Ints] = []
@@ -76,8 +76,8 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class RemovalReport:
-    """The effect of an exclusion list: the `tokens` in its rows are the sum of `removed_tokens` (of documents
-    that were searched for), `other_tokens` (of other documents in these rows) and `padding`."""
+    """The effect of an exclusion list. `tokens`, the size of the excluded rows, consists of `removed_tokens`
+    (of documents that were searched for), `other_tokens` (of other documents in these rows) and `padding`."""
 
     rows: int
     dataset_rows: int
@@ -100,7 +100,7 @@ def measure(
     *,
     rows_at_once: int = _ROWS_AT_ONCE,
 ) -> RemovalReport:
-    """Measure the effect of excluding these rows, whose pieces are all read.
+    """Measure the effect of excluding rows, by reading all their pieces from the provenance table.
 
     `removed` are the sorted ids S16[documents] of the documents searched for. Takes 16 bytes of memory for
     each other document that loses a piece, and the pieces of `rows_at_once` rows.
@@ -155,7 +155,10 @@ def write_exclusions(
 
 
 def write_mask(path: str | os.PathLike[str], dataset: OpenDataset, mask: TokenMask, documents: int) -> None:
-    """Write a mask for `TokenMask.read` and `Stream(mask=...)`, for this dataset. Raises ShardkitError."""
+    """Write a token mask for `TokenMask.read` and `Stream(mask=...)`, valid for this dataset only.
+
+    `documents` is the number of documents in it. Raises ShardkitError if the file cannot be written.
+    """
     lines = [
         f"# tokens that are no targets: {mask.tokens:,} of {documents:,} documents, in {mask.rows:,} rows of "
         f"{dataset.location}",
@@ -172,7 +175,7 @@ def _write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
 
 
 def document_ids(table: pa.Table) -> _Ids:
-    """Return the document ids of pieces as S16[n], which NumPy can compare and sort."""
+    """Return the column `document_id` of a table as S16[n], which NumPy can compare and sort."""
     parts = [
         np.frombuffer(chunk.buffers()[1], "S16", len(chunk), 16 * chunk.offset)
         for chunk in table.column("document_id").chunks
@@ -182,7 +185,7 @@ def document_ids(table: pa.Table) -> _Ids:
 
 
 def _blocks(excluded: Exclusions, rows_at_once: int) -> Iterator[_Ints]:
-    """Yield the excluded rows, ascending, in blocks of `rows_at_once` rows that may span several ranges."""
+    """Yield the excluded rows in ascending blocks of `rows_at_once`; a block may span several ranges."""
     block: list[_Ints] = []
     room = rows_at_once
     for begin, end in excluded.to_list():
@@ -203,10 +206,10 @@ Texts = Callable[[pa.Table], list[str]]
 
 
 class Exporter:
-    """Writes tables of `ProvenanceTable.search` to a file; a context manager that publishes the file on exit.
+    """Writes the pieces that `ProvenanceTable.search` yields to a file, which appears under its name on exit.
 
-    `texts` returns the text of each line of a table; None omits that column. Raises ShardkitError if the file
-    cannot be written.
+    A context manager. `texts` returns the text of each piece in a table; None omits the column `text`. Raises
+    ShardkitError if the file cannot be written.
     """
 
     def __init__(

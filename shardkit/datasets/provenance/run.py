@@ -1,12 +1,12 @@
 """Compute where a training run delivers a row and which rows a step has, without reading samples.
 
-A row's positions, one per epoch of its stream, are computed by the inverse of the order; a step's rows are
-computed by the order itself. The positions of a step are given by the loader's `BatchPlan`, provided that
-batch size and world size are constant from position 0 on. All results are exact for a run of any length:
+The sample order maps positions to rows, so it gives the rows of a step; its inverse gives the positions of a
+row, one per epoch of the row's stream. The loader's `BatchPlan` gives the positions of a step, provided that
+batch size and world size are constant from position 0 on. All results are exact for a run of any length;
 nothing is replayed.
 
-Steps are counted from 1: before step 1 nothing is delivered. With gradient accumulation a step is one
-optimizer step, with `accumulate` batches of each rank.
+Steps are counted from 1. With gradient accumulation, a step is one optimizer step, which takes `accumulate`
+batches per rank.
 
 A run is described by the state of its loader (`read_state`, `Run.from_state`), which fixes all settings
 except batch size, world size and `balance`, or by the options of its loader (`Run.from_options`). With
@@ -50,11 +50,11 @@ NO_IDS = DocumentIds()
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One delivery of a row; `epoch` counts the epochs of its stream.
+    """One delivery of a row by a run; `epoch` is the epoch of the row's stream, from 0.
 
-    `step`, `rank` and `index` (in the rank's batch) are None if batch size and world size are not known, or,
-    with `is_dropped`, because the tail drops the position. `is_delivered` is true before the state's
-    position. `batch` is the number of the batch within the step, from 1.
+    `step`, `rank` and `index` (in the rank's batch) are None if batch size and world size are not known. They
+    are also None if `is_dropped`: the run drops the incomplete batch at the end of an epoch (tail="drop").
+    `is_delivered` is true before the state's position. `batch` numbers the batches of the step from 1.
     """
 
     epoch: int
@@ -86,7 +86,7 @@ class BatchRow:
 
 
 class Run:
-    """The deliveries of a loader with these settings and datasets, one dataset per stream.
+    """A training run: the deliveries of a loader with given settings and datasets, one dataset per stream.
 
     Without `batch_size`, positions are known, but not steps. `accumulate` is the number of batches per step,
     `delivered` the number of samples that the run has delivered (a state's position), None if unknown. Raises
@@ -195,7 +195,7 @@ class Run:
         balance: Balance = None,
         ids: DocumentIds = NO_IDS,
     ) -> Self:
-        """Make the run of a loader with these options over one dataset; lanes and window default as there.
+        """Make the run of a loader with these options over one dataset; lanes and window default as in one.
 
         Raises ShardkitError if a loader would refuse the options.
         """
@@ -265,7 +265,7 @@ class Run:
         return excluded is not None and bool(excluded.contains([row])[0])
 
     def sightings(self, row: int, stream: int = 0, *, epochs: int) -> list[Sighting]:
-        """List the deliveries of a row in the first `epochs` of its stream; empty if the row is excluded."""
+        """List the deliveries of a row in its stream's first `epochs` epochs; empty for an excluded row."""
         if self.is_excluded(row, stream):
             return []
         found = []
@@ -277,7 +277,7 @@ class Run:
         return found
 
     def batch(self, step: int) -> list[BatchRow]:
-        """Return the rows of a step, counted from 1, over all ranks: batch by batch, rank by rank."""
+        """Return the rows of step `step`, counted from 1, of all ranks: batch by batch, rank by rank."""
         if step < 1:
             raise ShardkitError(f"there is no step {step}: steps are counted from 1")
         return self.batch_at(self._known_plan().start_of_step((step - 1) * self.accumulate + 1))
@@ -292,7 +292,7 @@ class Run:
         return rows
 
     def _global_batch(self, start: int, count: int, number: int) -> list[BatchRow]:
-        """Return the rows of the `count` positions from `start` on, batch `number` of a step."""
+        """Return the rows of batch `number` of a step, which has the `count` positions from `start` on."""
         plan = self._known_plan()
         located = self._order.locate(self._batch_in_places(start, count))
         rows = []
@@ -339,7 +339,7 @@ class Run:
 
 
 def read_state(path: Path) -> LoaderState:
-    """Find and read the loader's state anywhere in a JSON file or a torch checkpoint. Raises StateError."""
+    """Find the loader's state in a JSON file or a torch checkpoint, at any depth. Raises StateError."""
     try:
         if path.suffix in _TORCH_ENDINGS:
             data = _load_torch(path)
@@ -363,7 +363,7 @@ def _load_torch(path: Path) -> object:
         return torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # pickle and torch raise many types
+    except Exception as error:  # pickle and torch raise errors of many types
         remedy = "give the state as JSON (`json.dump(loader.state_dict(), file)`)"
         if not zipfile.is_zipfile(path):
             problem = "is not a zip file, as torch writes since 1.6; older formats and bare pickles"
@@ -371,7 +371,7 @@ def _load_torch(path: Path) -> object:
         if _is_torchscript(path):
             problem = "is a TorchScript program, which has no loader's state"
             raise StateError(f"{path}: {problem}; {remedy}") from error
-        words = str(error).strip().partition("\n")[0][:200]  # drops the page of advice that torch adds
+        words = str(error).strip().partition("\n")[0][:200]  # without the advice that torch adds
         raise StateError(f"{path}: cannot be read as a checkpoint: {words}; {remedy}") from error
 
 
@@ -384,7 +384,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
-    """Yield all loader states anywhere in a checkpoint."""
+    """Yield all loader states in the nested mappings and lists of a checkpoint."""
     if isinstance(data, Mapping):
         if data.keys() >= _STATE_KEYS:
             yield data

@@ -1,7 +1,8 @@
 """Select documents by document id, user id or URL, limited to sources, files and records.
 
-A document is selected if it has one of the ids or URLs (if any are given) and one of the sources, files and
-records (if any are given). Documents in `always` are selected in any case. `UrlPatterns` are
+A document is selected if it has one of the given ids or URLs, one of the given sources, one of the given
+files and one of the given records; a criterion that is not given selects all. Documents in `always` are
+selected in any case. `UrlPatterns` are
 
     https://example.org/page    this exact URL
     https://example.org/blog/*  all URLs with this prefix
@@ -11,7 +12,7 @@ records (if any are given). Documents in `always` are selected in any case. `Url
 
 Hosts are compared in lower case and in IDNA, the rest of a URL exactly. Patterns that have matched are
 recorded, so that patterns without a match can be reported. Matching a million URLs takes 20 ms for exact
-URLs, another 20 ms for each distinct length of prefixes, and 0.4 s if there are hosts.
+URLs, another 20 ms for each distinct length of the prefixes, and 0.4 s if there are patterns of hosts.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from shardkit.hashing import keyed_hashes
 
 _Mask = npt.NDArray[np.bool_]
 
-_FEW = 32  # for up to this number of domains, comparing each is faster than testing each host's parents
+_FEW = 32  # up to this number of domains, comparing all with each host is faster than looking up its parents
 
 
 class UrlPatterns:
-    """A set of URL patterns, described in the module. Raises ShardkitError for a malformed pattern."""
+    """A set of URL patterns; see the module docstring. Raises ShardkitError for a malformed pattern."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = sorted(set(patterns))
@@ -101,7 +102,7 @@ class UrlPatterns:
         return mask
 
     def _below(self, names: pa.Array) -> _Mask:
-        """Return bool[n], true for names that are a selected host or domain, or below a selected domain."""
+        """Return bool[n], true for host names that equal a selected host or domain or are its subdomains."""
         listed, domains = self._listed
         mask = _flags(pc.is_in(names, value_set=listed))
         if len(domains) <= _FEW:
@@ -118,12 +119,12 @@ class UrlPatterns:
 
     @cached_property
     def _listed(self) -> tuple[pa.Array, pa.Array]:
-        """The Arrow arrays (hosts and domains, domains)."""
+        """The selected names as Arrow arrays: (hosts and domains, domains only)."""
         domains = pa.array([*self._domains], pa.string())
         return pa.array([*self._hosts, *self._domains], pa.string()), domains
 
     def _patterns_of(self, authority: str) -> set[str]:
-        """Return the patterns of hosts and domains that an authority (user@host:port) matches."""
+        """Return the host and domain patterns that match the authority (user@host:port) of a URL."""
         host = _plain_host(authority)
         labels = host.split(".")
         parents = (".".join(labels[first:]) for first in range(len(labels)))
@@ -134,7 +135,7 @@ class UrlPatterns:
 
 
 class _Strings:
-    """A set of exact strings and prefixes to match, as bytes."""
+    """A set of exact strings and prefixes, as bytes, each with the URL pattern from which it comes."""
 
     def __init__(self) -> None:
         self._exact: dict[bytes, str] = {}
@@ -161,7 +162,7 @@ class _Strings:
 
     @cached_property
     def _sets(self) -> list[tuple[int | None, pa.Array, dict[bytes, str]]]:
-        """List of (length of the prefixes or None for exact strings, strings, {string: pattern})."""
+        """List of (length of prefixes, prefixes, {prefix: pattern}); the length is None for exact strings."""
         sets: list[tuple[int | None, dict[bytes, str]]] = [(None, self._exact)] if self._exact else []
         sets += sorted(self._prefixes.items())
         return [(length, pa.array(list(texts), pa.binary()), texts) for length, texts in sets]
@@ -183,8 +184,8 @@ def read_url_list(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _plain_host(authority: str) -> str:
-    """Return the host of an authority in lower case and IDNA, without user and port."""
-    end = re.search(r"[?#\\]", authority)  # ends the authority of a URL without a path
+    """Return the host in an authority (user@host:port), in lower case and IDNA."""
+    end = re.search(r"[?#\\]", authority)  # these end an authority that no path follows
     host = (authority[: end.start()] if end else authority).rpartition("@")[2].lower()
     host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].strip(".")
     if not host.isascii():
@@ -199,9 +200,10 @@ def _flags(mask: pa.Array) -> _Mask:
 
 
 class Selection:
-    """The criteria of a search. `sources` are numbers of recipe inputs, `ids` are the user's ids.
+    """The criteria of a search for documents; see the module docstring.
 
-    `files` are names, ends of names, or patterns. `always` are ids of documents selected in any case.
+    `documents` are document ids, `ids` the user's ids, `sources` numbers of recipe inputs. `files` are paths,
+    last parts of paths, or patterns. `always` are ids of documents that are selected in any case.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class Selection:
         self._files: dict[str, bool] = {}
 
     def with_always(self, documents: Collection[bytes]) -> Selection:
-        """Return a copy that also selects `documents` in any case; both share the URL patterns."""
+        """Return a copy that also selects `documents` in any case; both have the same `urls` object."""
         return Selection(
             documents=self.documents,
             urls=self.urls,
@@ -250,7 +252,7 @@ class Selection:
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     def match(self, table: pa.Table) -> _Mask:
-        """Return bool[n], true for the selected lines of a provenance table with at least `columns`."""
+        """Return bool[n], true for the selected lines of a table, which must have at least `columns`."""
         which: list[_Mask] = []
         if self.documents:
             which.append(_flags(pc.is_in(_column(table, "document_id"), value_set=self._document_ids)))
@@ -271,21 +273,21 @@ class Selection:
         return wanted
 
     def unmatched(self, found: npt.NDArray[np.bytes_]) -> list[str]:
-        """Return the document ids that are not in `found` (S16, sorted), and the patterns without a match."""
+        """Return the wanted document ids that are not in `found` (sorted S16[n]), and unmatched patterns."""
         asked = sorted(self.documents)
         there = np.isin(np.frombuffer(b"".join(asked), "S16"), found).tolist()
         missing = [one.hex() for one, is_there in zip(asked, there, strict=True) if not is_there]
         return missing + (self.urls.unmatched if self.urls is not None else [])
 
     def may_be_in(self, hashes: HashRange | None) -> bool:
-        """Return whether a table with shuffle hashes in this range may have selected documents."""
+        """Return whether a table may have selected documents, by the range of their shuffle hashes."""
         if self.urls is not None or self.ids or not self.documents or hashes is None:
             return True
         found = keyed_hashes(self.documents | self.always, hashes.seed, "shuffle")
         return bool(((hashes.first <= found) & (found <= hashes.last)).any())
 
     def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
-        """Return whether lines whose columns have these (minimum, maximum) values may be selected."""
+        """Return whether a row group may have selected lines, by its columns' (minimum, maximum) values."""
         if self.always:
             return True
         if self.sources and "source" in limits:

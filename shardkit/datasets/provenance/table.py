@@ -1,14 +1,14 @@
 """Look up pieces in the provenance tables of a dataset, local or remote: by row, or by document.
 
-`provenance/*.parquet` have one line per piece of a document in a row, sorted by (shard, row, token_start)
-within each file and across files (`shardkit.writers.stages.provenance` writes them). Therefore:
+`provenance/*.parquet` have one line per piece (the tokens of one document in one row), sorted by (shard, row,
+token_start) within and across files (`shardkit.writers.stages.provenance` writes them). Therefore:
 
-    rows -> pieces      only the row groups that may have the rows, by the footers' statistics, are read; the
+    rows -> pieces      only row groups that may have these rows, by the footers' statistics, are read; the
                         file of a shard is found by binary search
     documents -> rows   all files are scanned, first the columns of the search criteria; files and row groups
-                        that cannot have a document are skipped
+                        that cannot have one of the documents are skipped
 
-Row groups have 65,536 lines: a few of them are in memory at a time, for tables of any size (folder.py).
+Row groups have 65,536 lines, and only a few are in memory at a time, for tables of any size (folder.py).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class NoProvenanceError(ShardkitError):
 class Piece:
     """Tokens [token_start, token_end) of row `sample_id`, and the document from which they come.
 
-    `document_start` is the number of tokens of the document before the piece, `copies` is 1 + the number of
-    its removed duplicates, and `source` is the number of the recipe's input.
+    `document_start` is the number of the document's tokens before the piece, `copies` is 1 + the number of
+    its removed duplicates, and `source` is the index of its input in the recipe.
     """
 
     sample_id: int
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The footer of one file; `groups` and the arrays have an entry for each row group with lines."""
+    """Facts from one file's footer; `groups` and the two arrays have an entry per row group with lines."""
 
     footer: pq.FileMetaData
     hashes: HashRange | None
@@ -102,7 +102,7 @@ class ProvenanceTable:
         return sum(part.footer.num_rows for part in parts)
 
     def of_rows(self, sample_ids: npt.ArrayLike, columns: Sequence[str] = COLUMNS) -> pa.Table:
-        """Return the pieces of rows (numbers in dataset order), sorted by (row, token).
+        """Return the pieces of rows, given as numbers in dataset order, sorted by (row, token).
 
         The table has `sample_id` and `columns`, and is held in memory. Raises IndexError for a missing row.
         """
@@ -116,7 +116,7 @@ class ProvenanceTable:
     def search(
         self, selection: Selection, advance: Callable[[int], None] = lambda lines: None
     ) -> Iterator[pa.Table]:
-        """Yield the selected pieces in the order of their rows; the first column is `sample_id`.
+        """Yield tables of the selected pieces in row order; their first column is `sample_id`.
 
         `advance` is called with the number of lines searched since its last call.
         """
@@ -133,7 +133,7 @@ class ProvenanceTable:
                 yield table
 
     def _groups_with(self, rows: _Ints) -> Iterator[tuple[int, int]]:
-        """Yield (file number, row group) of all row groups that may have lines of these sorted rows."""
+        """Yield (file number, row group) of all row groups that may have pieces of these sorted rows."""
         at = 0
         while at < len(rows):
             end = at + 1
@@ -148,7 +148,7 @@ class ProvenanceTable:
             at = end
 
     def _file_of(self, row: int) -> int:
-        """Return the number of the first file that may have lines of a row, by binary search."""
+        """Return the number of the first file that may have pieces of a row, by binary search."""
         low, high = 0, len(self._folder.names) - 1
         while low < high:
             middle = (low + high) // 2
@@ -187,7 +187,7 @@ class ProvenanceTable:
         return _Part(footer, HashRange.from_metadata(schema.metadata or {}), tuple(groups), *rows)
 
     def _lines_of(self, number: int, group: int, rows: _Ints, columns: Sequence[str]) -> pa.Table:
-        """Return the lines of a row group that belong to these sorted rows."""
+        """Return the pieces of the sorted `rows` that are in row group `group` of file `number`."""
         with self._folder.open(number) as file:
             places = file.read_row_group(group, columns=_PLACE, use_threads=False)
             ids = self._sample_ids(places)
@@ -229,7 +229,7 @@ def pieces_of(table: pa.Table) -> list[Piece]:
 def _with_columns(
     file: pq.ParquetFile, group: int, columns: Sequence[str], ids: _Ints, mask: npt.NDArray[np.bool_]
 ) -> pa.Table:
-    """Return the lines of a row group selected by `mask`, with `sample_id` from `ids` and these columns."""
+    """Return the lines of a row group that `mask` selects: `sample_id`, taken from `ids`, and `columns`."""
     schema = pa.schema([_SCHEMA.field(name) for name in ("sample_id", *columns)])
     if not mask.any():
         return schema.empty_table()

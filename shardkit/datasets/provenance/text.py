@@ -46,7 +46,7 @@ class Decoder:
             config = tokenizer_config(path, data, encoding)
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
             if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
-                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # otherwise bytes appear as letters
+                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else bytes appear as letters
         except BaseException as error:  # a panic of `tokenizers` is not an Exception
             raise ShardkitError(f"{path}: cannot be read as a tokenizer: {reason_of(error)}") from error
         self.eos_id, self.bos_id = stated.eos_id, stated.bos_id
@@ -57,7 +57,7 @@ class Decoder:
             )
 
     def text(self, tokens: Row) -> str:
-        """Decode tokens to text, without an eos at the end and a bos at the beginning.
+        """Decode tokens to text, leaving out an eos at their end and a bos at their beginning.
 
         A truncated character becomes U+FFFD.
         """
@@ -69,7 +69,7 @@ class Decoder:
         return self._decoded(ids)
 
     def piece(self, before: int | None, ids: list[int]) -> str:
-        """Decode `ids` as they follow the token `before`; None means that they start a row."""
+        """Return the text of `ids` after the token `before`, on which it may depend; None: a row's start."""
         if before is None:
             return self._decoded(ids)
         return self._decoded([before, *ids])[len(self._decoded([before])) :]
@@ -89,7 +89,7 @@ class Decoder:
             raise ShardkitError(f"{self.path}: cannot decode these tokens: {reason_of(error)}") from error
 
     def excerpt(self, tokens: Row, characters: int) -> str:
-        """Decode the beginning of tokens to one line of at most `characters` characters."""
+        """Return the beginning of the tokens' text as one line of at most `characters` characters."""
         most = characters * _TOKENS_A_CHARACTER
         text = " ".join(self.text(tokens[:most]).strip("\ufffd").split())  # without truncated characters
         cut = len(text) > characters or len(tokens) > most
@@ -97,9 +97,10 @@ class Decoder:
 
 
 def find_tokenizer(dataset: OpenDataset) -> Path | None:
-    """Find the card's tokenizer file with the same digest, at its path or relative to the dataset's folder.
+    """Find the tokenizer file that the card names, and whose digest is that in the card.
 
-    The parents of the folder are searched as well. Returns None if there is no such file.
+    Searches its path, also relative to the dataset's folder and the two folders above it. Returns None if
+    there is no such file.
     """
     stated = TokenizerFacts() if dataset.card is None else dataset.card.tokenizer
     if (named := stated.path) is None or stated.digest is None:
@@ -118,16 +119,17 @@ def find_tokenizer(dataset: OpenDataset) -> Path | None:
 
 
 def token_column(dataset: OpenDataset) -> str | None:
-    """Return the name of the column with the tokens of rows or of whole documents; None if there is none."""
+    """Return the name of the column that holds tokens, of rows or of whole documents; None if none does."""
     if any(c.name == "tokens" and c.encoding in _ANY_LENGTH for c in dataset.columns):
         return "tokens"
     return dataset.token_column
 
 
 def read_rows(dataset: OpenDataset, sample_ids: Iterable[int]) -> Iterator[tuple[int, Row]]:
-    """Yield (row, tokens) for rows given by number in dataset order; read remote rows by range if possible.
+    """Yield (row number, tokens) of rows, given by number, in ascending order.
 
-    Rows of a token store are documents. Raises ShardError if the dataset has no column of tokens.
+    Remote rows are read by range if possible. In a token store, each document is a row. Raises ShardError if
+    the dataset has no column of tokens.
     """
     column = token_column(dataset)
     if column is None:

@@ -36,7 +36,7 @@ from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.mds import images
 
-# The byte that encodes each dtype in an array's header.
+# Maps the byte in an array's header to the dtype that it encodes.
 ARRAY_DTYPES = {
     8: "uint8",
     9: "int8",
@@ -55,12 +55,12 @@ _DTYPE_BYTES = {name: byte for byte, name in ARRAY_DTYPES.items()}
 
 MAX_AXES = 32  # limit of NumPy 1; the header could encode up to 63
 
-_MAX_COLUMN_BYTES = (1 << 32) - 1  # limit of a shard, whose offsets are u32, and so of a sample
+_MAX_COLUMN_BYTES = (1 << 32) - 1  # the limit of a shard, because its offsets are u32
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """The array properties that a column fixes: its dtype, or its dtype and shape, or nothing (None)."""
+    """The dtype and shape that a column fixes for all its arrays; None if each array records its own."""
 
     dtype: np.dtype[Any] | None
     shape: tuple[int, ...] | None
@@ -151,10 +151,10 @@ def _decode_shape(data: memoryview, start: int) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A column encoding. `dtype` and `shape` are set if it fixes them for all its arrays or numbers.
+    """A column encoding. `dtype` and `shape` are set if they are the same for all its arrays or numbers.
 
-    `decode_within` decodes values that may take more memory than their bytes: it takes that memory from the
-    sample's budget first. None if `decode` suffices.
+    `decode_within` decodes values that may take more memory than their bytes, and takes that memory from the
+    sample's budget first; it is None if `decode` suffices. `safe` is false for pickles, which can run code.
     """
 
     name: str
@@ -186,12 +186,12 @@ def constant_layout(name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] |
     try:
         encoding = encoding_of(name)
     except ValueError:
-        return None  # an extension that only tars use
+        return None  # an encoding that only tars use
     return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
 
 
 def encode_value(encoding: Encoding, value: object) -> bytes:
-    """Encode `value`. A value of type `bytes` counts as already encoded, for any column, and is checked.
+    """Encode a column's `value`. In any column, a value of type `bytes` is already encoded, and is checked.
 
     MosaicML's users pass JPEG files to a `jpeg` column this way. Pickles are not checked.
     """
@@ -255,7 +255,7 @@ def _encode_bytes(value: object) -> bytes:
 
 
 def _text_encoder(kind: type, name: str) -> Callable[[object], bytes]:
-    """Return an encoder that writes values of type `kind` with `str`."""
+    """Return an encoder for values of type `kind`, which writes `str(value)` in UTF-8."""
 
     def encode(value: object) -> bytes:
         _expect(value, kind, name)

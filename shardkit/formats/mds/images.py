@@ -32,14 +32,14 @@ _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _MORE_FORMATS = ("PPM", "TIFF")  # additional formats in folders of images, and in tars made of them
 
 _UNREADABLE = "image cannot be read: "
-# Encoded bytes per pixel by image mode; mode "1", which packs eight pixels of a row into a byte, is not here.
+# Bytes per pixel of a `pil` value, by mode. Mode "1" is not listed: a byte packs eight pixels of a row.
 _PIXEL_BYTES = {
     **dict.fromkeys(("L", "P"), 1),
     **dict.fromkeys(("LA", "La", "PA", "I;16", "I;16B"), 2),
     **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
     **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
 }
-# Bytes per pixel of a loaded image by mode. All other modes take four: Pillow keeps three bytes as four.
+# Bytes per pixel of a loaded image, by mode. All other modes take four: Pillow pads three bytes to four.
 _LOADED_PIXEL_BYTES = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B"), 2)}
 _BUFFERED_FORMATS = frozenset({"WEBP", "GIF"})
 
@@ -71,7 +71,7 @@ def decode_raw(data: memoryview, budget: SampleBudget | None = None) -> Image:
     (budget or SampleBudget()).take(len(data) + width * height * _LOADED_PIXEL_BYTES.get(mode, 4))
     try:
         return module.frombytes(mode, (width, height), bytes(data[pixels:]))  # type: ignore[no-any-return]
-    except Exception as error:  # Pillow documents no list of what it raises
+    except Exception as error:  # Pillow does not document which errors it raises
         raise ValueError(f"image cannot be read: {error}") from error
 
 
@@ -99,14 +99,14 @@ def decode_file(data: memoryview, budget: SampleBudget | None = None, *, more_fo
     """
     try:
         image = open_file(data, more_formats=more_formats)
-        # Pillow decodes WebP and GIF in an additional buffer.
+        # Pillow decodes WebP and GIF images in an additional buffer of the same size.
         copies = 2 if image.format in _BUFFERED_FORMATS else 1
         pixel_bytes = copies * _LOADED_PIXEL_BYTES.get(image.mode, 4)
         (budget or SampleBudget()).take(image.width * image.height * pixel_bytes)
         image.load()
     except MissingExtraError:
         raise
-    except Exception as error:  # Pillow documents no list of what its decoders raise
+    except Exception as error:  # Pillow does not document which errors its decoders raise
         problem = str(error).removeprefix(_UNREADABLE) or type(error).__name__
         raise ValueError(f"{_UNREADABLE}{problem}") from error
     return image
@@ -121,7 +121,7 @@ def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
     try:
         image: Image = module.open(io.BytesIO(data), formats=_installed_formats(more_formats))
         _check_pixels(*image.size)
-    except Exception as error:  # Pillow documents no list of what its decoders raise
+    except Exception as error:  # Pillow does not document which errors its decoders raise
         raise ValueError(f"{_UNREADABLE}{error or type(error).__name__}") from error
     return image
 
@@ -147,7 +147,7 @@ def decode_jpeg_array(data: memoryview, budget: SampleBudget | None = None) -> l
 def list_functions(
     encode: Callable[[Any], bytes], decode: Callable[[memoryview, SampleBudget | None], object]
 ) -> tuple[Callable[[Any], bytes], Callable[[memoryview, SampleBudget | None], list[object]]]:
-    """Return the functions (encode, decode) of `list[x]`, given those of encoding x."""
+    """Return the functions (encode, decode) of `list[x]`, given `encode` and `decode` of encoding x."""
 
     def encode_list(values: object) -> bytes:
         if not isinstance(values, list):

@@ -9,7 +9,7 @@ A dataset with block checksums (formats/block_checksums.py) has one more key, wh
 `"blocks": {"bytes", "xxh3_128"}`. It is in the index, not in another file, because a missing file would
 silently disable the checksums.
 
-A shard's own header ("config") repeats all keys but samples, raw_data and zip_data. Written files have the
+The config in a shard's header repeats all keys of its entry but samples, raw_data, zip_data. Files have the
 bytes that MDSWriter writes. Reading takes about 10 microseconds per shard, half of it Python's JSON: 450,000
 shards take four to five seconds.
 
@@ -17,7 +17,7 @@ index.bin holds the same content in arrays that load in a fraction of a second. 
 `header` (JSON: version, size and xxh3_128 of its index.json, the dataset's fingerprint, one index entry for
 each kind of shard), `kind`, `samples`, and the names, sizes and digests of the raw and the stored files. It
 only saves time: if it is missing, damaged, or belongs to another index.json, index.json is read instead. To
-compare the two, index.json is hashed if it is in a folder; a store has its hash as metadata.
+detect the latter, a local index.json is hashed; a store has its hash as metadata.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from shardkit.manifest import (
 
 INDEX_NAME = "index.json"
 TABLE_NAME = "index.bin"
-TABLE_SHARDS = 10_000  # minimum number for index.bin; fewer are read from JSON in a tenth of a second
-LARGE_INDEX_BYTES = TABLE_SHARDS * 256  # a smaller index.json has no index.bin: entries are larger than 256
+TABLE_SHARDS = 10_000  # a dataset of fewer has no index.bin: reading its JSON takes a tenth of a second
+LARGE_INDEX_BYTES = TABLE_SHARDS * 256  # a smaller index.json has no index.bin: entries exceed 256 bytes
 VERSION = 2
 MAX_INDEX_BYTES = 1 << 31  # index of about four million shards; a larger dataset needs larger shards
 MAX_SHARD_BYTES = (1 << 32) - 1  # offsets in a shard are u32
@@ -66,7 +66,7 @@ MAX_COLUMNS = 4096
 
 _BLOCKS_KEY = "blocks"
 _TABLE_VERSION = 1
-_MAX_HEADER_BYTES = 1 << 24  # parsing takes 30 times this memory; one kind of shard takes about 300 bytes
+_MAX_HEADER_BYTES = 1 << 24  # limit in index.bin: a kind of shard takes 300 bytes, and 30 times more to parse
 _NPY_HEADER_BYTES = 4096  # maximum size of an array's header; NumPy writes far less
 _INDEX_HASH = "xxh3_128"
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
@@ -103,7 +103,7 @@ def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
 def write_index(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
     """Publish index.json for `shards` in `folder` atomically, with the bytes that MDSWriter would write.
 
-    `blocks` describes their file of block checksums, which is then added to the index. A large dataset also
+    `blocks`, the entry of their block checksum file, is added to the index if given. A large dataset also
     gets index.bin, which has the same content and opens faster.
     """
     files = index_files(shards, blocks)
@@ -114,14 +114,14 @@ def write_index(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | No
 
 
 def index_files(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> dict[str, bytes]:
-    """Return {name: bytes} of the index files of `shards`: index.bin first, if large, then index.json."""
+    """Return {name: bytes} of the index files of `shards`: index.bin if they are many, then index.json."""
     index = index_bytes(shards, blocks)
     table = table_bytes(shards, index, blocks)
     return ({} if table is None else {TABLE_NAME: table}) | {INDEX_NAME: index}
 
 
 def table_bytes(shards: Sequence[ShardInfo], index: bytes, blocks: FileInfo | None = None) -> bytes | None:
-    """Return index.bin for `shards`, or None if they are few; `index` is their index.json in bytes."""
+    """Return the bytes of index.bin for `shards`, or None if they are few; `index` is their index.json."""
     if len(shards) < TABLE_SHARDS:
         return None
     table = table_of(shards, Manifest("mds", shards).fingerprint, blocks)
@@ -151,7 +151,7 @@ def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
 def config_bytes(
     columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
 ) -> bytes:
-    """Return the JSON text that a shard has between its offsets and its samples."""
+    """Return the config: the JSON text between the offsets and the samples of a shard."""
     return json.dumps(_config(columns, compression, hashes, size_limit), sort_keys=True).encode()
 
 
@@ -231,12 +231,12 @@ def _parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
     blocks = None if stated is None else stated_file(BLOCKS_NAME, stated, file)
     manifest = Manifest("mds", shards, blocks=blocks)
     if len(shards) >= TABLE_SHARDS and (table := table_of(shards, manifest.fingerprint, blocks)) is not None:
-        return Manifest("mds", table, blocks=blocks)  # a table takes a fraction of the memory
+        return Manifest("mds", table, blocks=blocks)  # takes a fraction of the list's memory
     return manifest
 
 
 class _EntryParser:
-    """Parses and checks index entries; columns and compressions that repeat are checked once."""
+    """Parses and checks the shard entries of an index; repeated columns and compressions only once."""
 
     def __init__(self, file: str | PathLike[str]) -> None:
         self._file = file
@@ -310,7 +310,7 @@ class _EntryParser:
         try:
             key = tuple([tuple(column) if type(column) is list else None for column in lists])
             known = self._columns.get(key)
-        except TypeError:  # a list in a list is not hashable; the parser reports it
+        except TypeError:  # a list in a list is not hashable; parse_columns raises the error
             return parse_columns(self._file, entry)
         if known is None:
             known = self._columns[key] = parse_columns(self._file, entry)
@@ -332,7 +332,7 @@ def _shown(value: object) -> str:
 
 
 def _table_bytes(table: ShardTable, index: bytes) -> bytes:
-    """Return index.bin for the shards that `index`, the bytes of index.json, lists."""
+    """Return the bytes of index.bin for `table`; `index` is the index.json of the same shards, in bytes."""
     files = {"raw": table.raw} | ({"zip": table.packed} if table.packed is not None else {})
     header = {
         "version": _TABLE_VERSION,
@@ -358,7 +358,7 @@ def _table_bytes(table: ShardTable, index: bytes) -> bytes:
 
 
 def read_table(index_file: Path, *, is_proved: bool = False) -> ShardTable | None:
-    """Load the index.bin of `index_file`, as `load_table`; return None if it is missing or does not match."""
+    """Load the index.bin in the folder of `index_file`, like `load_table`; None if missing or not its own."""
     file = index_file.with_name(TABLE_NAME)
     try:
         if not file.is_file():
@@ -374,9 +374,9 @@ def load_table(
 ) -> ShardTable | None:
     """Load the table in index.bin, given as a path or as bytes.
 
-    Returns None if it is damaged, or if `index`, the size and xxh3_128 of an index.json, does not match. A
-    path's table is a memory map, so processes share its memory. With `is_proved`, only checksums are checked:
-    a process on this machine has already validated this file completely.
+    Returns None if it is damaged, or not made for the index.json whose (size, xxh3_128) is `index`. The table
+    of a path is a memory map, so processes share its memory. With `is_proved`, only checksums are compared,
+    because a process on this machine has already validated this file completely.
     """
     file = source if isinstance(source, Path) else Path(TABLE_NAME)
     try:
@@ -388,7 +388,7 @@ def load_table(
         if header["version"] != _TABLE_VERSION or index not in (None, found):
             return None
         return _table(header, arrays, _EntryParser(file), is_proved=is_proved)
-    except Exception:  # zipfile, tokenize and NumPy raise many types; the caller then reads index.json
+    except Exception:  # zipfile, tokenize and NumPy raise many types of errors; index.json is read instead
         return None
 
 

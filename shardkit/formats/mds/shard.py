@@ -39,10 +39,10 @@ _MAX_STREAMED_SAMPLES = 1 << 24  # limit for a shard that is read sequentially: 
 
 
 class SampleLayout:
-    """Locates the values of a sample by the sizes at its beginning; safe to share among threads."""
+    """Locates the values in a sample, by the sizes at the sample's start; safe to share among threads."""
 
     def __init__(self, file: str | PathLike[str], columns: Sequence[Column]) -> None:
-        """Prepare the layout of `columns`; errors name `file`."""
+        """Prepare the layout of samples with these columns; errors name `file`."""
         self._file, self.columns = file, columns
         self.encodings = [encoding_of(column.encoding) for column in columns]
         sizes = [encoding.size for encoding in self.encodings]
@@ -159,7 +159,7 @@ class MdsShard:
         """Return a read-only view (samples, *shape) of a column; None unless all columns have a fixed size.
 
         No byte is copied. The shape is () for a column of numbers, and `shape` for `ndarray:dtype:shape`. The
-        view is C-contiguous if the shard has no other column; it need not be aligned.
+        view is C-contiguous if the shard has no other column. Its values may be unaligned.
         """
         names = [c.name for c in self.info.columns]
         if column not in names:
@@ -175,7 +175,7 @@ class MdsShard:
         return values.reshape(self.info.samples, *shape)
 
     def close(self) -> None:
-        """Drop the map; views returned earlier stay readable."""
+        """Drop the memory map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
         self._offsets = np.zeros(1, dtype=_U32)
 
@@ -202,7 +202,7 @@ class MdsShard:
 def open_shard(
     folder: Path, info: ShardInfo, *, allow_pickle: bool = False, verify: bool = False
 ) -> MdsShard:
-    """Open the shard that `info` describes, below `folder`.
+    """Open the shard that `info` describes; its file is in `folder` or below.
 
     The raw file is preferred if `folder` holds it in addition to a compressed one, as MosaicML's caches do.
     `verify` checks every recorded hash. Columns of pickles can run any code when they are read: they are
@@ -218,7 +218,7 @@ def open_shard(
 def shard_from_raw(
     where: str | PathLike[str], info: ShardInfo, raw: npt.NDArray[np.uint8], *, allow_pickle: bool = False
 ) -> MdsShard:
-    """Open the shard whose raw bytes are `raw`; errors name it `where`."""
+    """Open the shard whose raw bytes are `raw`; `where` is its name in errors."""
     _refuse_pickles(where, info, allow_pickle)
     if len(raw) != info.raw.bytes:
         problem = f"has {len(raw):,} bytes, the index states {info.raw.bytes:,}; fetch it again"
@@ -239,7 +239,7 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
 def _checked_offsets(
     file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint32]:
-    """Return the sample offsets u32[samples + 1], checked to not decrease and to end at the file's end."""
+    """Check that the sample offsets never decrease and end at the file's end; return u32[samples + 1]."""
     header_bytes = 4 * (info.samples + 2)
     if len(data) < header_bytes:
         raise ShardError(file, f"{len(data):,} bytes cannot hold the offsets of {info.samples:,} samples")
@@ -265,9 +265,9 @@ def _check_order(file: str | PathLike[str], offsets: npt.NDArray[np.uint32]) -> 
 
 
 def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
-    """Raise ShardError if the shard's config lists other columns than `info`.
+    """Raise ShardError if the config in a shard's header lists other columns than `info`.
 
-    Read with the wrong columns, a shard would decode to nonsense.
+    If a shard were decoded with the wrong columns, its values would be nonsense.
     """
     start = 4 * (info.samples + 2)
     if start == end:

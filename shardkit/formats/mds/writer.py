@@ -1,4 +1,4 @@
-"""Write MDS shards: whole arrays at once for a build, samples of any columns for everything else.
+"""Write MDS shards: from whole arrays in a build, and from samples with any columns in `MdsWriter`.
 
 Shards have the bytes that MosaicML's MDSWriter writes for the same samples and settings, and end at the same
 samples; `MdsWriter` adds block checksums, which its index lists. (Compressed shards only decompress to the
@@ -30,9 +30,9 @@ from shardkit.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 1 << 26
 
-_PIECE_BYTES = 1 << 20  # small enough to stay in the CPU's cache between hashing and writing
+_PIECE_BYTES = 1 << 20  # a piece stays in the CPU's cache between hashing and writing
 
-_OFFSET_BYTES = 4  # each sample has one offset in the header
+_OFFSET_BYTES = 4  # size of a sample's offset in the header
 
 
 def write_rows_shard(
@@ -47,8 +47,8 @@ def write_rows_shard(
 ) -> ShardInfo:
     """Write `rows` (n, *shape) as a shard with one column `ndarray:dtype:shape` and return its index entry.
 
-    `size_limit` is only recorded: the caller cuts shards. Raises ValueError if the rows exceed 4 GiB. The
-    file is not synced to disk; the caller that publishes the dataset does that.
+    `size_limit` is only recorded in the index: the caller splits rows into shards. Raises ValueError if the
+    rows exceed 4 GiB. The file is not synced to disk; the caller that publishes the dataset does that.
     """
     shape = ",".join(map(str, rows.shape[1:]))
     if rows.ndim < 2:
@@ -101,9 +101,9 @@ def write_arrays_shard(
 
 
 def array_bytes(lengths: npt.NDArray[np.int64], *dtypes: np.dtype[Any]) -> npt.NDArray[np.int64]:
-    """Return int64[n], the bytes that samples of these lengths take in a shard, offsets included.
+    """Return int64[n], the size in bytes that each of n samples takes in a shard, including its offset.
 
-    A sample has one array per dtype in `dtypes`.
+    Sample i has one array of `lengths[i]` values for each of `dtypes`.
     """
     head = 4 + 1 + np.where(lengths <= 0xFF, 1, np.where(lengths <= 0xFFFF, 2, 4))
     return _OFFSET_BYTES + len(dtypes) * head + lengths * sum(dtype.itemsize for dtype in dtypes)
@@ -121,7 +121,7 @@ def _sample_pieces(columns: Sequence[Sequence[npt.NDArray[Any]]]) -> Iterator[me
 
 
 class MdsWriter:
-    """Writes a dataset with any columns: `write` adds samples, `write_rows` whole arrays of one fixed column.
+    """Writes a dataset with any columns. `write` adds a sample, `write_rows` an array of rows if possible.
 
     Use it in a `with` block, or call `finish` at the end. The index is written last, and not at all if an
     exception leaves the block. Holds one shard in memory.
@@ -157,7 +157,7 @@ class MdsWriter:
         self._start_shard()
 
     def write(self, sample: Mapping[str, object]) -> None:
-        """Append {column: value}. Raises ValueError or TypeError, naming the column, for a bad value."""
+        """Append a sample {column: value}. Raises ValueError or TypeError, naming the bad value's column."""
         if sample.keys() != {column.name for column in self._columns}:
             names = ", ".join(column.name for column in self._columns)
             raise ValueError(f"a sample needs exactly the columns {names}; it has {', '.join(sample)}")
@@ -171,7 +171,7 @@ class MdsWriter:
         self.write_encoded(encoded)
 
     def write_encoded(self, sample: Mapping[str, bytes | memoryview]) -> None:
-        """Append {column: encoded value}; the caller has checked the values, so only sizes are checked."""
+        """Append a sample {column: encoded value}; only sizes are checked, the caller checks the values."""
         words, values = [], []
         for column, encoding in zip(self._columns, self._encodings, strict=True):
             value = sample[column.name]
@@ -189,7 +189,7 @@ class MdsWriter:
     def write_rows(self, rows: npt.NDArray[Any]) -> None:
         """Append rows (n, *shape), or numbers (n,), to a dataset with a single column of fixed size.
 
-        The files equal those from `write` row by row; complete shards go to disk without a copy.
+        The files equal those of calling `write` for each row. Complete shards are written without a copy.
         """
         encoding = self._encodings[0]
         if len(self._encodings) != 1 or encoding.size is None or encoding.dtype is None:
@@ -236,11 +236,14 @@ class MdsWriter:
     def _start_shard(self) -> None:
         self._pending: list[memoryview] = []
         self._sizes: list[npt.NDArray[np.int64]] = []
-        # MosaicML's limit counts u32 n, the first offset, the config, and an offset for each sample.
+        # As in MosaicML, the size of a shard counts the u32 n, n + 1 offsets and the config.
         self._shard_bytes = 2 * _OFFSET_BYTES + len(self._file.config)
 
     def _make_room(self, size: int) -> None:
-        """End the shard, even an empty one, before a sample that would exceed the limit, as MosaicML does."""
+        """End the shard, even an empty one, if a sample of `size` bytes would exceed the limit.
+
+        MosaicML's writer does the same.
+        """
         if self._manifest is not None:
             raise ValueError(
                 f"{self._folder / INDEX_NAME} is written; no samples can be added to a finished dataset"
@@ -277,7 +280,7 @@ class _ShardFile:
         self._suffix = parse_compression(compression)[0] if compression else ""
         self._hashes = sorted(set(hashes))
         for name in self._hashes:
-            new_hash(name)  # raises for an unknown name now, not after the first shard
+            new_hash(name)  # an unknown name raises an error now, not after the first shard
         self.config = config_bytes(columns, self._compression, self._hashes, size_limit)
 
     def write(
@@ -285,7 +288,7 @@ class _ShardFile:
     ) -> ShardInfo:
         """Write a shard atomically and return its index entry.
 
-        `sizes` int64[n] are the bytes of each sample; `samples` yields all samples' bytes in any pieces.
+        `sizes` int64[n] holds each sample's size in bytes; `samples` yields their bytes, in any pieces.
         """
         header = self._header(sizes)
         raw_bytes = len(header) + int(sizes.sum())

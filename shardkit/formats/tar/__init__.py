@@ -1,9 +1,9 @@
-"""WebDataset tars: shardkit's own and any made by others, read in place; constant-stride tars written.
+"""Read WebDataset tars in place, shardkit's own and those of others; write tars with a constant stride.
 
-This module exports the format's functions. `shard` has the open tar; `members` finds members and samples,
-`stride` finds them faster if all samples are alike, `values` decodes members, `writer` writes a tar.
-`shard_list` (shards.json, and the syntax of tar names) and `find` decide which tars make a dataset. Damaged
-or hostile input raises ShardError with the file and, where known, the byte offset.
+This module exports the format's functions. `shard` reads an open tar; `members` finds members and samples,
+`stride` finds them faster if all samples have the same layout, `values` decodes members, `writer` writes a
+tar. `shard_list` (shards.json, and the syntax of tar names) and `find` determine the tars of a dataset.
+Damaged or hostile input raises ShardError with the file and, where known, the byte offset.
 """
 
 from shardkit.formats.tar.shard import (

@@ -1,8 +1,8 @@
 """Find tars by name: resolve brace lists, patterns, folders, and lists of them, to files or objects.
 
-The tars keep the order of the given names; those of one folder or pattern are sorted. All tars of a dataset
-are below one folder, or in one bucket; their names are relative to the deepest folder that they share. A tar
-named twice is an error: its samples would be delivered twice.
+The tars are in the order of the given names; the tars of one folder or pattern are sorted. All tars of a
+dataset are below one folder, or in one bucket; their names are relative to their deepest common folder. A tar
+that is named twice is an error, because its samples would be delivered twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardkit.storage.url import is_remote, local_path, split_url
 
 MAX_LISTED = 1 << 20  # maximum number of objects to list in search of tars; a whole bucket may hold more
 
-_MAX_HEADS = 64  # maximum number of HEAD requests; listing, 1,000 keys per request, is cheaper for more
+_MAX_HEADS = 64  # for more objects, a listing, with 1,000 keys per request, is cheaper than HEAD requests
 
 _THREADS = 16
 
@@ -42,12 +42,12 @@ _OTHER_DATASET = "is itself an MDS dataset; pass several datasets as streams: [S
 
 
 def expand(names: Sequence[str], is_there: Callable[[str], bool] = lambda _: False) -> list[str]:
-    """Split `names` at "::" and expand their brace lists, except in a name for which `is_there` is true.
+    """Split `names` at "::" and expand brace lists, except in a name that exists according to `is_there`.
 
     Raises ShardError if no name or an empty name results, or if braces are unbalanced.
     """
     try:
-        # ARNs may contain "::". They are kept whole, so that the store's error quotes them as given.
+        # ARNs may contain "::". They are not split, so that the store's error message quotes them as given.
         parts = [part for text in names for part in ([text] if _is_arn(text) else text.split("::"))]
         found = [
             name
@@ -62,7 +62,7 @@ def expand(names: Sequence[str], is_there: Callable[[str], bool] = lambda _: Fal
 
 
 def is_there(name: str, storage: StorageOptions | None = None) -> bool:
-    """Return whether a path exists, or the object of a tar's URL. Raises StoreError if the store fails."""
+    """Return whether a path, or the object at a tar's URL, exists. Raises StoreError if the store fails."""
     if not is_remote(name):
         return local_path(name).exists()
     folder, key = split_url(name)
@@ -87,7 +87,7 @@ def unscanned(objects: Sequence[ObjectInfo]) -> Manifest:
 
 
 def local_tars(names: Sequence[str]) -> tuple[Path, list[ObjectInfo]]:
-    """Return (common folder, tars in it) for these paths. Raises ShardError naming a path without tars."""
+    """Return (common folder, tars below it) for local paths. Raises ShardError if a path has no tars."""
     paths = [Path(name) for name in names]
     if len({path.is_absolute() for path in paths}) > 1 or any(".." in path.parts for path in paths):
         paths = [Path(os.path.normpath(path.absolute())) for path in paths]
@@ -98,7 +98,7 @@ def local_tars(names: Sequence[str]) -> tuple[Path, list[ObjectInfo]]:
 
 
 def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
-    """Return each file's size and version. Raises ShardError if a file is missing or named twice."""
+    """Return name, size and version of files in `folder`. Raises ShardError if one is missing or repeated."""
     _refuse_repeated(str(folder), names)
     objects = []
     for name in names:
@@ -112,7 +112,7 @@ def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
 
 
 def _local_files(path: Path) -> tuple[Path, list[Path]]:
-    """Return (a folder above the tars, the tars) for a path: a tar, a folder or a pattern."""
+    """Return (folder that contains all tars, tars) for a path that names a tar, a folder or a pattern."""
     if path.is_dir():
         files = [path / name for name in tar_files(path)]
         if (path / "index.json").is_file():
@@ -138,7 +138,7 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
 def remote_tars(
     names: Sequence[str], storage: StorageOptions | None = None
 ) -> tuple[ResilientStore, list[ObjectInfo]]:
-    """Return (store, tars in it) for these URLs.
+    """Return (store of the deepest common folder, tars in the store) for URLs of tars, folders or patterns.
 
     Raises ShardError if a URL has no tars, and StoreError if the store fails.
     """
@@ -152,7 +152,7 @@ def remote_tars(
     listed = _listing(store, keys)
     objects: list[ObjectInfo] = []
     for name, key in zip(names, keys, strict=True):
-        if key in listed:  # before the test for patterns: an object's name may look like one
+        if key in listed:  # tested first: the name of an existing object may look like a pattern
             objects.append(listed[key])
         elif is_pattern(key):
             is_folder = is_pattern(key) and not is_pattern(name)
@@ -182,7 +182,7 @@ def folder_tars(store: Store) -> list[ObjectInfo]:
 
 
 def refuse_unfinished(where: str, names: Sequence[str]) -> None:
-    """Raise ShardNotFoundError if `names` below `where` include MDS shards: they have no index."""
+    """Raise ShardNotFoundError if `names`, the files below a folder without an index, include MDS shards."""
     shards = [name for name in names if _MDS_SHARD.search(name) and matches(name, "**/*")]
     if not shards:
         return
@@ -204,7 +204,7 @@ _MDS_SHARD = re.compile(r"\.mds(\.[a-z0-9]+)*$")
 
 
 def _listing(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
-    """Return, by key, all objects that `keys` name or that their patterns may match, in order."""
+    """Return {key: object} of the objects that `keys` name or may match as patterns, in listing order."""
     plain = [key for key in keys if not is_pattern(key)]
     if len(plain) == len(keys) <= _MAX_HEADS:
         return _heads(store, plain)

@@ -49,22 +49,22 @@ from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column
 
 BLOCK = 512
-MAX_EXTENSION_HEADERS = 16  # limit before one member; common writers use at most x + L + K + g
-MAX_EXTENSION_BYTES = 1 << 20  # limit of one header's PAX records, which hold a path and a few times
-MAX_NAME_BYTES = 1 << 16  # far above PATH_MAX, which is 4,096
-MAX_MEMBERS = 1 << 23  # limit per shard: the index of 8 million members takes about a gigabyte
+MAX_EXTENSION_HEADERS = 16  # maximum number before one member; common writers use up to four: x, L, K, g
+MAX_EXTENSION_BYTES = 1 << 20  # maximum size of one header's PAX records, usually a path and timestamps
+MAX_NAME_BYTES = 1 << 16  # far above Linux's PATH_MAX, which is 4,096
+MAX_MEMBERS = 1 << 23  # maximum number per shard; the index of 8 million members takes about a gigabyte
 
 _ZEROS = bytes(BLOCK)
 _END_PIECE = 1 << 20
 _REGULAR = frozenset(b"0\x007")  # type 7 is a contiguous file, stored like a regular one
 _NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders and pipes, whose size field has no meaning
-_EXTENSIONS = frozenset(b"xgXLK")  # X is the Solaris spelling of x
+_EXTENSIONS = frozenset(b"xgXLK")  # X is the type that Solaris uses for x
 
-_MAGIC = b"shardtx2"  # format version 2; scans for version 1 accepted recurring keys
+_MAGIC = b"shardtx2"  # format version 2: indexes of version 1 may have recurring keys
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 22
-_MAX_COUNT = 1 << 53  # the largest integer range that every JSON reader represents exactly
+_MAX_COUNT = 1 << 53  # every JSON reader represents integers below this exactly
 _I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
 _Ints = npt.NDArray[np.int64]
 _Kinds = npt.NDArray[np.int32]
@@ -73,7 +73,11 @@ Path = str | PathLike[str]
 
 
 class Member(NamedTuple):
-    """A regular member, with the byte offsets of its first extension header, own header and payload."""
+    """A regular member of a tar, located by byte offsets.
+
+    `start` is its first extension header (or `header` if it has none), `header` its own header, and `offset`
+    its payload.
+    """
 
     start: int
     header: int
@@ -94,7 +98,7 @@ def padded(size: int) -> int:
 
 
 class Bytes(Protocol):
-    """The bytes of a tar as `walk_members` reads them: by slices whose starts never decrease."""
+    """Access to a tar's bytes for `walk_members`, which reads slices whose start offsets never decrease."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, span: slice, /) -> bytes | memoryview: ...
@@ -177,12 +181,12 @@ def _read_header(data: Bytes, position: int, file: Path) -> _Header | None:
 
 
 def _check_sum(block: bytes, file: Path, position: int) -> None:
-    """Raise ShardError unless the stored checksum matches the header, summed as unsigned or signed bytes."""
+    """Raise ShardError unless the header's checksum is the sum of its bytes, as unsigned or signed values."""
     field = block[148:156]
     stored = _number(field, "checksum", file, position)
     instead = sum(field) - 8 * 32  # the checksum counts its own field as eight spaces
-    # The low half of adler32 is 1 + the sum of all bytes modulo 65,521, and five times faster than `sum`. If
-    # half of the 512 bytes are zero, the sum is at most 256 * 255, so the modulo does not change it.
+    # The low half of adler32 is 1 + the sum of all bytes, modulo 65,521; it is five times faster than `sum`.
+    # If half of the 512 bytes are zero, the sum is at most 256 * 255, so the modulo does not change it.
     if 2 * block.count(0) >= BLOCK and 1 + stored + instead == zlib.adler32(block) & 0xFFFF:
         return
     unsigned = sum(block) - instead
@@ -191,13 +195,13 @@ def _check_sum(block: bytes, file: Path, position: int) -> None:
 
 
 def _number(field: bytes, what: str, file: Path, position: int) -> int:
-    """Parse a non-negative number in octal or base 256."""
+    """Parse the non-negative number in a header field: octal digits, or GNU's base 256. Empty means 0."""
     digits = field.rstrip(b"\0 ")
     if digits.isdigit() and b"8" not in digits and b"9" not in digits:
         return int(digits, 8)
     if field[0] & 0x80:
         value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-        if field[0] & 0x40:  # two's complement: a negative number
+        if field[0] & 0x40:  # the sign bit: base 256 uses two's complement
             raise ShardError(file, f"tar header has a negative {what}", offset=position)
         return value
     text = _up_to_nul(field).strip(b" ")
@@ -227,7 +231,7 @@ def _extension_body(data: Bytes, position: int, header: _Header, file: Path) -> 
 
 
 def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
-    """Return the PAX records `path` and `size`. An empty value cancels an earlier record (POSIX)."""
+    """Parse PAX records; return `path` and `size` only. An empty value cancels an earlier record (POSIX)."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(body) and body[at]:
@@ -235,7 +239,7 @@ def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
         length = int(body[at:space]) if space > at and body[at:space].isdigit() else 0
         stop = at + length
         keyword, equals, value = body[space + 1 : stop - 1].partition(b"=")
-        is_whole = space + 1 < stop <= len(body) and body[stop - 1] == 0x0A  # and so `at` grows
+        is_whole = space + 1 < stop <= len(body) and body[stop - 1] == 0x0A  # so stop > at: the loop ends
         if not is_whole or not keyword or not equals:
             raise ShardError(file, "a PAX record has a wrong length or form", offset=offset + at)
         if keyword.startswith(b"GNU.sparse"):
@@ -249,7 +253,7 @@ def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
 
 
 def _payload_size(header: _Header, overrides: dict[bytes, bytes], file: Path, position: int) -> int:
-    """Return the size of the payload after a header in bytes, with the PAX override applied."""
+    """Return the size in bytes of the payload after a header: the PAX `size` if given, else the header's."""
     if header.kind == ord("S"):
         raise ShardError(file, "a member is sparse; write the tar without --sparse", offset=position)
     if header.kind in _NO_PAYLOAD or (header.kind == 0 and header.name.endswith(b"/")):
@@ -264,9 +268,10 @@ def _payload_size(header: _Header, overrides: dict[bytes, bytes], file: Path, po
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """The samples of one tar: sample i has the members from `starts[i]` up to, excluding, `starts[i + 1]`.
+    """The samples of one tar: sample i consists of members `starts[i]` to `starts[i + 1]` (exclusive).
 
-    `offsets` and `sizes` locate the members' payloads in bytes; `kinds` are indices into `extensions`.
+    `offsets` and `sizes` are the byte offset and size of each member's payload; `kinds` is the index of each
+    member's extension in `extensions`.
     """
 
     keys: Sequence[str]
@@ -285,7 +290,7 @@ class TarIndex:
         return bool(inside.all())
 
     def members_of(self, extension: str) -> npt.NDArray[np.int64] | None:
-        """Return the index of each sample's `extension` member; None unless every sample has one."""
+        """Return the index of each sample's member with this extension; None unless every sample has one."""
         if extension not in self.extensions:
             return None
         members = np.flatnonzero(self.kinds == self.extensions.index(extension))
@@ -303,7 +308,8 @@ def split_name(name: str) -> tuple[str, str] | None:
     if dot < 0 or name.startswith("._", folder) or name[folder:] == ".DS_Store":
         return None
     if dot == folder:
-        # A hidden file: its folder is the key, as in webdataset, unless the folder's name has a dot, too.
+        # A hidden file, such as a/.txt: the folder is the key, as in webdataset. If the folder's name has a
+        # dot, too, the file belongs to no sample.
         parent = name.rfind("/", 0, max(folder - 1, 0)) + 1
         if folder == 0 or "." in name[parent:folder]:
             return None
@@ -311,11 +317,11 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def looks_like_a_base_name(extension: str) -> bool:
-    """Return whether an extension ("05.txt", "05") may be the end of a base name with dots."""
+    """Return whether an extension ("05.txt", "05") may be the end of a base name with dots ("22.05.txt")."""
     return extension[:1].isdigit() and ("." in extension or extension.isdigit())
 
 
-_warned_of_dots: set[str] = set()  # folders of tars already warned about: one warning per dataset
+_warned_of_dots: set[str] = set()  # folders whose tars were warned about: one warning per dataset
 
 
 def _warn_of_dots(names: Sequence[str], file: str | PathLike[str]) -> None:
@@ -331,7 +337,10 @@ def _warn_of_dots(names: Sequence[str], file: str | PathLike[str]) -> None:
 
 
 def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIndex:
-    """Return the index of a tar's members. Raises ShardError if an extension repeats or a key recurs."""
+    """Group a tar's members into samples by their keys, and return the index of the samples.
+
+    Raises ShardError if an extension repeats within a sample, or a key recurs later in the tar.
+    """
     keys: list[str] = []
     known: set[str] = set()
     dotted: list[str] = []  # the first two names whose extension looks like part of a base name
@@ -381,7 +390,7 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """The manifest entries of a tar, found by scanning it; `raw_bytes` is its decompressed size."""
+    """The facts for a tar's manifest entry, found by scanning it; `raw_bytes` is its decompressed size."""
 
     samples: int
     raw_bytes: int
@@ -389,7 +398,7 @@ class Scanned:
 
 
 def index_file_bytes(origin: str, scanned: Scanned, index: TarIndex) -> bytes:
-    """Encode `scanned` and `index` as an index file for the object that `origin` names."""
+    """Encode a tar's scan result and index as an index file; `origin` names the tar and its version."""
     keys = [key.encode("utf-8", "surrogateescape") for key in index.keys]
     ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     body = b"".join(
@@ -414,18 +423,18 @@ def index_file_bytes(origin: str, scanned: Scanned, index: TarIndex) -> bytes:
 
 
 def read_head(file: BinaryIO, origin: str) -> Scanned:
-    """Read the head of an index file. Raises ValueError if it is incomplete or not about `origin`."""
+    """Read the head of an index file. Raises ValueError if it is damaged or of another tar than `origin`."""
     return _scanned(_read_head(file, origin))
 
 
 def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
-    """Read a whole index file: its head and the index of the members. Raises ValueError like `read_head`."""
+    """Read a whole index file: return its head and the tar's index. Raises ValueError like `read_head`."""
     head = _read_head(file, origin)
     samples, members, key_bytes = head["samples"], head["members"], head["key_bytes"]
     counts = [samples + 1, members, members, samples]
     size = 8 * sum(counts) + 4 * members + key_bytes
     start = file.tell()
-    if file.seek(0, os.SEEK_END) - start != size + _DIGEST_BYTES:  # checked before allocating
+    if file.seek(0, os.SEEK_END) - start != size + _DIGEST_BYTES:  # before allocating
         raise ValueError("the members are cut short")
     file.seek(start)
     data = file.read(size + _DIGEST_BYTES)
@@ -447,7 +456,7 @@ def _check_places(
 ) -> None:
     """Raise ValueError unless every member belongs to a sample and ends within the tar.
 
-    A crafted file can have valid checksums, so these are checked as well.
+    Checksums alone do not suffice: a maliciously crafted file can have valid ones.
     """
     in_order = bool((np.diff(starts) >= 0).all() and (np.diff(ends, prepend=0) >= 0).all())
     is_whole = starts[0] == 0 and starts[-1] == head["members"]
@@ -495,7 +504,7 @@ def _scanned(head: dict[str, Any]) -> Scanned:
 
 
 class PackedKeys(Sequence[str]):
-    """Keys in one buffer, each decoded on access; `ends` are the byte offsets of their ends."""
+    """The keys of all samples in one buffer, each decoded on access; key i ends before byte `ends[i]`."""
 
     def __init__(self, data: bytes, ends: npt.NDArray[np.int64]) -> None:
         self._data, self._ends = data, ends

@@ -1,11 +1,11 @@
 """WebDataset tars: shardkit's own and any made by others, read in place.
 
-`open_shard` maps a tar (or decompresses a compressed one into memory) and indexes its members. Where the
-samples repeat with a constant stride, an extension of equal .npy members is a strided matrix over the map:
-`fixed_rows` gathers a batch with no Python per sample, exactly as for MDS. Everything else is decoded
-sample by sample (see `shardkit.formats.tar.values`). Opening takes milliseconds for a constant stride, and
-about 10 microseconds per member otherwise. Every returned view keeps its map alive, so closing never breaks a
-reader.
+`open_shard` maps a tar (or decompresses a compressed one into memory) and indexes its members. If .npy
+members of one extension have equal headers and are a constant stride apart, `fixed_rows` returns them as a
+strided matrix over the map: indexing it gathers a batch without a Python step per sample, exactly as for MDS.
+All other members are decoded sample by sample (see `shardkit.formats.tar.values`). Opening takes milliseconds
+for a constant stride, and about 10 microseconds per member otherwise. Every returned view keeps its map
+alive, so closing a shard never breaks code that uses its views.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK = 1 << 14  # number of members whose headers are compared at a time
 
 
 class TarShard:
-    """An open tar: gives samples by row, and strided matrices of its fixed-size array columns."""
+    """An open tar. Returns samples by row number, and columns of fixed-size arrays as strided matrices."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class TarShard:
         return len(self.index)
 
     def key(self, row: int) -> str:
-        """Return the key of sample `row`: its member names without extensions."""
+        """Return the key of sample `row`, which all its member names share: the name without extension."""
         return self.index.keys[self._checked(row)]
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
         """Return a sample as {"__key__": key, column: value}, decoding only `columns` if they are given.
 
-        `columns` holds column names or extensions. Raises ShardError if a member does not fit its extension.
+        `columns` holds column names or extensions. Raises ShardError if a member cannot be decoded.
         """
         row, index = self._checked(row), self.index
         sample: dict[str, object] = _Renamed(self.names) if self.names else {}
@@ -95,15 +95,16 @@ class TarShard:
     def member_columns(self) -> tuple[Column, ...]:
         """One column per extension, in order of first appearance, named by extension as in shards.json.
 
-        Arrays of one shape, a constant stride apart, are `ndarray:dtype:shape`; only they have a `size`.
+        A column of equally shaped arrays a constant stride apart has encoding `ndarray:dtype:shape` and a
+        `size`. All other columns have no `size`.
         """
         return tuple(self._column(extension) for extension in self.index.extensions)
 
     def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None:
         """Return a read-only view of shape (samples, *shape) over the .npy members of one column.
 
-        Returns None unless every sample has the member, all have the same header, and the distance between
-        them is constant. `column` is a name or an extension; `tokens` is short for `tokens.npy`.
+        Returns None unless every sample has such a member, all have the same header, and consecutive ones
+        are a constant distance apart. `column` is a name or an extension; `tokens` also means `tokens.npy`.
         """
         found = self._arrays.get(self._extension(column))
         if found is None:
@@ -113,10 +114,11 @@ class TarShard:
         return None if stride is None else self._matrix(header, int(self.index.offsets[members[0]]), stride)
 
     def offset_rows(self, column: str) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]] | None:
-        """Return (view, index): `view[index[rows]]` gathers .npy members with equal headers at any offsets.
+        """Return (view, index) such that `view[index[rows]]` gathers a column's .npy members of these rows.
 
-        Returns None if there are no such members. Payloads start at whole blocks, so the view has a row for
-        every block. Most of its rows are meaningless: access it only through `index`.
+        The members may have any offsets. Returns None unless every sample has one and all have the same
+        header. Payloads start at 512-byte blocks, so the view has a row for every block. Most of its rows
+        are meaningless: access it only through `index`.
         """
         found = self._arrays.get(self._extension(column))
         if found is None:
@@ -128,7 +130,7 @@ class TarShard:
         return self._matrix(header, first * BLOCK, BLOCK, count), blocks - first
 
     def close(self) -> None:
-        """Drop the map; views returned earlier stay readable."""
+        """Drop the memory map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
         self._view = memoryview(b"")
         self.__dict__.pop("_arrays", None)
@@ -155,7 +157,7 @@ class TarShard:
 
     @cached_property
     def _arrays(self) -> dict[str, tuple[NpyHeader, npt.NDArray[np.int64]]]:
-        """Maps each extension whose .npy headers are all equal to (header, indices of its members)."""
+        """Maps an extension to (.npy header, indices of its members) if every sample has it, all equal."""
         arrays = {}
         for extension in self.index.extensions:
             members = self.index.members_of(extension) if extension.rpartition(".")[2] == "npy" else None
@@ -173,7 +175,7 @@ class TarShard:
         return arrays
 
     def _same_headers(self, header: NpyHeader, members: npt.NDArray[np.int64]) -> bool:
-        """Return whether all members have the size and, byte for byte, the .npy header of the first."""
+        """Return whether all members have the first one's size and, byte for byte, its .npy header."""
         sizes, offsets = self.index.sizes[members], self.index.offsets[members]
         if (sizes != sizes[0]).any():
             return False
@@ -183,7 +185,7 @@ class TarShard:
         return all((heads[blocks[i : i + _CHUNK]] == first).all() for i in range(0, len(blocks), _CHUNK))
 
     def _stride(self, members: npt.NDArray[np.int64]) -> int | None:
-        """Return the distance from each of these members to the next in bytes; None if it varies."""
+        """Return the constant distance between the offsets of these members in bytes; None if it varies."""
         steps = np.diff(self.index.offsets[members])
         if not len(steps):
             return BLOCK
@@ -214,7 +216,7 @@ class _Renamed(dict[str, object]):
 
 
 def column_names(columns: Sequence[Column]) -> dict[str, str]:
-    """Return {extension: name} of the columns whose name in rows and batches is not their extension.
+    """Return {extension: name} for the columns whose name in samples and batches is not their extension.
 
     They are `tokens.npy`, if it holds token rows of one length, and its loss mask. As in MDS, their names are
     `tokens` and `loss_mask`. All other columns are named by their extension. So is every column of a tar
@@ -245,9 +247,9 @@ def _rows(
     stride: int,
     count: int,
 ) -> npt.NDArray[np.generic]:
-    """Return a read-only view of shape (count, *shape) over `data`.
+    """Return a read-only view of shape (count, *shape) over `data`; row i starts at byte offset + i * stride.
 
-    NumPy raises an error if the view would leave the buffer.
+    NumPy raises an error if the view would extend outside of `data`.
     """
     inner = [dtype.itemsize * prod(shape[i + 1 :]) for i in range(len(shape))]
     rows: npt.NDArray[np.generic] = np.ndarray(
@@ -284,7 +286,7 @@ def shard_from_raw(
     decode: bool | str = True,
     index: TarIndex | None = None,
 ) -> TarShard:
-    """Open the tar whose uncompressed bytes are `raw`; errors name it `where`.
+    """Open the tar whose uncompressed bytes are `raw`; `where` is its name in errors.
 
     `index` is the result of an earlier scan of the same tar; without one, the tar is scanned.
     """

@@ -7,8 +7,8 @@ shards.json has the form that `wids` reads, plus our hashes:
                     "hashes": {"xxh64": …}, "columns": {"tokens.npy": "ndarray:uint16:2048"}}, …]}
 
 wids defines `url`, `nsamples`, `filesize` and `md5sum`. `hashes`, `columns` and `raw_bytes` (of a compressed
-tar) are ours and optional, so lists made by `wids-index` are readable too. Ours is also the optional "blocks"
-of the whole list: size and xxh3_128 of the dataset's block checksums (formats/block_checksums.py). URLs are
+tar) are ours and optional, so lists made by `wids-index` are readable too. The whole list may have "blocks",
+also ours: size and xxh3_128 of the dataset's block checksums (formats/block_checksums.py). URLs are
 relative to the list's folder; in lists by others they may be absolute, relative to a "base", and grouped into
 "datasets". The list is published last: its presence means that the dataset is complete.
 
@@ -66,9 +66,9 @@ _RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(
 
 
 def tar_compression(basename: str) -> tuple[str, str] | None:
-    """Return (algorithm, name of the uncompressed tar), None if the name is not a tar's.
+    """Return (compression algorithm, name of the uncompressed tar) for a file name; None if it is no tar.
 
-    The algorithm of a plain tar is "".
+    The algorithm of an uncompressed tar is "".
     """
     lower = basename.lower()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
@@ -89,7 +89,7 @@ def is_pattern(name: str) -> bool:
 
 
 def expand_braces(text: str) -> list[str]:
-    """Return a brace list's names in order. Raises ValueError for unbalanced braces or too many names."""
+    """Expand brace lists into names, in order. Raises ValueError for unbalanced braces or too many names."""
     try:
         return _expand(text)
     except RecursionError as error:
@@ -131,7 +131,7 @@ def _alternatives(inner: str) -> list[str]:
             parts.append(inner[start:at])
             start = at + 1
     parts.append(inner[start:])
-    if len(parts) == 1:  # not a list: bash keeps the braces
+    if len(parts) == 1:  # neither a list nor a range: as in bash, braces are kept
         return [f"{{{name}}}" for name in _expand(inner)]
     return [name for part in parts for name in _expand(part)]
 
@@ -152,7 +152,7 @@ def _range(found: re.Match[str]) -> list[str]:
 
 
 def fixed_folder(name: str) -> str:
-    """Return the folder of a name, or the deepest one above all possible matches of a pattern; "" if none."""
+    """Return a name's folder; for a pattern, the deepest folder above all possible matches; "" if none."""
     parts = name.split("/")
     count = next((i for i, part in enumerate(parts) if is_pattern(part)), len(parts) - 1)
     return "/".join(parts[: min(count, len(parts) - 1)])
@@ -170,7 +170,7 @@ def common_folder(folders: Sequence[str]) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches `name`, folder by folder; as in a shell, hidden names do not match."""
+    """Return whether a pattern matches `name`, folder by folder. As in a shell, `*` skips hidden names."""
     return _matches(name.split("/"), pattern.split("/"))
 
 
@@ -187,7 +187,7 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 LIST_NAME = "shards.json"
 
-MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes take about 150 MB
+MAX_LIST_BYTES = 1 << 30  # maximum size of a list; 450,000 shards with two hashes take about 150 MB
 
 _BLOCKS_KEY = "blocks"
 _MAX_COUNT = 1 << 53  # every JSON reader represents integers below this exactly
@@ -214,7 +214,7 @@ def describe_tar(
 
 
 def fixed_size(encoding: str) -> int | None:
-    """Return the bytes of one value of encoding `ndarray:dtype:shape`; None for other encodings."""
+    """Return the size in bytes of a value of encoding `ndarray:dtype:shape`; None for other encodings."""
     parts = encoding.split(":")
     if len(parts) != 3 or parts[0] != "ndarray":
         return None
@@ -235,7 +235,7 @@ def tar_files(folder: Path) -> list[str]:
 
 
 def read_list(file: Path) -> bytes:
-    """Return the bytes of a list. Raises ShardError if it cannot be read or exceeds `MAX_LIST_BYTES`."""
+    """Return the bytes of a shards.json. Raises ShardError if it is unreadable or above `MAX_LIST_BYTES`."""
     try:
         if file.stat().st_size > MAX_LIST_BYTES:
             raise ShardError(file, f"is larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
@@ -245,7 +245,7 @@ def read_list(file: Path) -> bytes:
 
 
 def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
-    """Parse a list whose tars are in its own folder. Raises ShardError, naming `file`, for any other."""
+    """Parse a shards.json whose tars are in its own folder. Raises ShardError, naming `file`, otherwise."""
     base, manifest = parse_listing(file, text)
     if base is not None:
         raise ShardError(file, f"lists tars elsewhere, at {base}; list only tars of its own folder")
@@ -253,9 +253,9 @@ def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
 
 
 def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, Manifest]:
-    """Parse the bytes of any list into (URL that its names are relative to, manifest).
+    """Parse the bytes of any shards.json into (base URL to which its names are relative, manifest).
 
-    The URL is None for the list's own folder. Raises ShardError naming `file` if the list is malformed.
+    The base is None if it is the list's own folder. Raises ShardError, naming `file`, for a malformed list.
     """
     try:
         listing = load_json(text)
@@ -280,7 +280,7 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
 
 
 def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return the entries of a list, or of one of its datasets; `base` is prepended to relative URLs."""
+    """Return the entries of a list, or of one dataset in it, with `base` prepended to relative URLs."""
     if base is not None and not isinstance(base, str):
         raise ShardError(file, f"has a base that is not a URL: {str(base)[:80]!r}")
     entries = []
@@ -340,12 +340,12 @@ def _count(
 
 
 def write_shard_list(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
-    """Publish shards.json for `shards` atomically; `blocks` describes their file of block checksums."""
+    """Publish shards.json for `shards` atomically. `blocks` is the entry of their block checksum file."""
     publish_bytes(folder / LIST_NAME, shard_list_bytes(shards, blocks))
 
 
 def shard_list_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
-    """Return the bytes of shards.json for `shards`; `blocks` describes their file of block checksums."""
+    """Return the bytes of shards.json for `shards`. `blocks` is the entry of their block checksum file."""
     # wids caches shards under this name, so it must differ between datasets.
     name = f"shardkit-{Manifest('tar', shards).fingerprint}"
     listing: dict[str, object] = {

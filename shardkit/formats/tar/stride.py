@@ -1,10 +1,11 @@
 """Index a tar of equally laid out samples with whole-array checks, without walking its members.
 
 Packed shards (ours, and those that `webdataset`'s writer makes of fixed-size samples) repeat one pattern of
-blocks with a constant stride. The first sample is walked; all others must have the same header bytes except
-key, time and checksum, and those three are verified for all samples with whole-array operations. So the
-result equals the walk's, without a Python step per sample: a few milliseconds for 8,192 samples. For any
-other tar the result is None, and the caller walks the tar, which also raises the errors.
+blocks with a constant stride. The members of the first sample are read one by one (`walk_members`). All other
+samples must have the same header bytes except key, time and checksum, and those three are verified for all
+samples with whole-array operations. So the result equals that of walking the whole tar, without a Python step
+per sample: a few milliseconds for 8,192 samples. For any other tar the result is None, and the caller walks
+the tar, which also raises the errors.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _RECORD_BYTES = 64  # maximum size of a PAX `mtime` record
 
 _SIZE, _TIME, _CHECKSUM = slice(124, 136), slice(136, 148), slice(148, 156)
 
-Blocks = npt.NDArray[np.uint8]  # (samples, 512)
+Blocks = npt.NDArray[np.uint8]  # one header block per sample: (samples, 512)
 
 
 def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]) -> TarIndex | None:
-    """Index a tar whose samples repeat with a constant stride; return None if it must be walked."""
+    """Index a tar whose samples repeat with a constant stride; return None for any other tar."""
     try:
         first = _first_sample(data.data, file)
     except ShardError:
@@ -78,7 +79,7 @@ def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]
 
 
 def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Member], int] | None:
-    """Return the first sample's members and the stride to the second sample.
+    """Return the first sample's members and the stride, the distance in bytes to the second sample.
 
     Returns None if a header is of a form that the whole-array checks do not handle.
     """
@@ -86,7 +87,7 @@ def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Mem
     key = None
     for member in walk_members(data, file):
         parts = split_name(member.name)
-        # Every header must carry the whole name itself: no prefix, no long name, no path override.
+        # The header's name field must hold the whole name: no ustar prefix, no GNU long name, no PAX path.
         stated = bytes(data[member.header : member.header + 100]).rstrip(b"\0")
         if parts is None or stated != member.name.encode("utf-8", "surrogateescape"):
             return None
@@ -96,14 +97,14 @@ def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Mem
             return (members, member.start) if plain else None
         key = parts[0]
         members.append(member)
-        is_odd = parts[1] == "__key__" or looks_like_a_base_name(parts[1])  # the walk reports these
+        is_odd = parts[1] == "__key__" or looks_like_a_base_name(parts[1])  # walking reports these
         if len(members) > MAX_SAMPLE_MEMBERS or is_odd:
             return None
     return None
 
 
 def _gapless(members: list[Member], stride: int) -> bool:
-    """Return whether the members fill the stride, so that the walk skipped no folder or link."""
+    """Return whether the members fill the stride without gaps, that is, with no folder or link between."""
     ends = [0, *(m.offset + padded(m.size) for m in members)]
     return ends == [*(m.start for m in members), stride]
 
@@ -113,14 +114,17 @@ def _strided(data: npt.NDArray[np.uint8], offset: int, samples: int, stride: int
 
 
 def _count_samples(data: npt.NDArray[np.uint8], stride: int) -> int:
-    """Count the samples that start one stride apart with a block that has the first block's magic."""
+    """Count the samples: consecutive strides whose first block has the same tar magic as the first one."""
     blocks = _strided(data, 0, len(data) // stride, stride)
     different = np.flatnonzero((blocks[:, 257:265] != blocks[0, 257:265]).any(axis=1))
     return int(different[0]) if len(different) else len(blocks)
 
 
 def _keys_are_plain(keys: Blocks) -> bool:
-    """Return whether the keys are distinct printable ASCII, have slashes at equal places and end dotless."""
+    """Return whether the keys are distinct, printable ASCII, and have slashes at the same positions.
+
+    Also checks that they do not begin with "_", and that their last component has no dot and is not empty.
+    """
     slash = keys == ord("/")
     last = int(np.flatnonzero(slash[0])[-1]) + 1 if slash[0].any() else 0
     return (
@@ -134,7 +138,7 @@ def _keys_are_plain(keys: Blocks) -> bool:
 
 
 def _differ(keys: npt.NDArray[np.bytes_]) -> bool:
-    """Return whether no key occurs twice. Keys are usually sorted, and checking that is faster."""
+    """Return whether no key occurs twice. First tests for ascending keys: the usual case, and faster."""
     return bool((keys[1:] > keys[:-1]).all()) or len(np.unique(keys)) == len(keys)
 
 
@@ -143,9 +147,9 @@ def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
 
 
 def _alike(blocks: Blocks, free: list[slice]) -> bool:
-    """Return whether all header blocks equal the first outside `free`, and every checksum is right.
+    """Return whether all header blocks equal the first, except in the slices `free`, with valid checksums.
 
-    The first block is known to be valid, so only the free bytes of the others have to be summed.
+    The first block is known to be valid, so only the bytes in `free` have to be summed for the others.
     """
     first = blocks[0]
     fixed = np.ones(BLOCK, dtype=bool)
@@ -162,7 +166,7 @@ def _alike(blocks: Blocks, free: list[slice]) -> bool:
         sums = base + sum(chunk[:, part].sum(axis=1, dtype=np.int64) for part in free)
         if stated is None or not _equal(stated, sums) or not _equal(chunk[:, 154:156], first[154:156]):
             return False
-    return bytes(first[154:156]) == b"\0 "  # end of "%06o\0 ", the form that all common writers use
+    return bytes(first[154:156]) == b"\0 "  # all common writers store checksums as "%06o\0 "
 
 
 def _numbers(digits: npt.NDArray[np.uint8], *, base: int) -> npt.NDArray[np.int64] | None:

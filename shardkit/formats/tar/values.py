@@ -7,7 +7,7 @@
 | json, jsn                             | the decoded JSON value |
 | txt, text, transcript                 | str (UTF-8) |
 | cls, cls2, index, inx, id             | int |
-| gz                                    | decompressed, then by the part before it |
+| gz                                    | decompressed, then decoded by the part before `.gz` |
 | ten, tb, mp, msg                      | through the `webdataset` library (extra `webdataset`) |
 | cbor                                  | through `cbor2` (extra `webdataset`), up to `MAX_CBOR_DEPTH` |
 | pyd, pickle, pkl, pth                 | refused unless `allow_pickle`: they can run any code |
@@ -25,7 +25,8 @@ stack overflows on nested data. Errors are ValueErrors; the reader adds file and
 shallow and holds no operators, because deep literals can exhaust the parser's stack. The size of an array
 must match its shape and dtype exactly, so that a header alone cannot cause a large allocation.
 
-Memory beyond a member's own bytes is taken from the sample's budget before it is allocated (formats.budget).
+Memory in addition to a member's stored bytes is taken from its sample's budget before it is allocated
+(formats.budget).
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
 
-MAX_INTEGER_BYTES = 4096  # below the 4,300 digits up to which Python parses integers
-MAX_HEADER_BYTES = 1 << 16  # above the 10,000 characters that NumPy itself accepts
+MAX_INTEGER_BYTES = 4096  # maximum number of digits; Python itself refuses integers of over 4,300 digits
+MAX_HEADER_BYTES = 1 << 16  # maximum size of a .npy header; NumPy itself accepts 10,000 characters
 MAX_DIMENSIONS = 32
 MAX_NESTING = 16  # maximum depth of brackets in a header; structured types nest a few levels
-WRITTEN_HEADER_BYTES = 128  # a multiple of 64 that fits any 1-D header: payloads stay 64-byte aligned
+WRITTEN_HEADER_BYTES = 128  # fits any 1-D header; a multiple of 64, so that payloads stay 64-byte aligned
 
 _MAGIC = b"\x93NUMPY"
 
@@ -63,7 +64,7 @@ _STRINGS = re.compile(rb"'[^'\\\n]*'|\"[^\"\\\n]*\"")
 
 @dataclass(frozen=True, slots=True)
 class NpyHeader:
-    """The header of a .npy file; the values start `bytes` after the start of the file."""
+    """The header of a .npy file; `bytes` is its size, and so the offset of the values in the file."""
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
@@ -104,7 +105,7 @@ def _parse(text: bytes, header_bytes: int, version: int) -> NpyHeader:
         raise ValueError("a .npy header has an impossible shape")
     try:
         dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(fields["descr"])
-    except Exception as error:  # hostile descriptions make np.dtype raise many types, even SyntaxError
+    except Exception as error:  # np.dtype raises errors of many types for hostile input, even SyntaxError
         raise ValueError(f"a .npy header has an unknown dtype: {str(fields['descr'])[:60]!r}") from error
     if dtype.hasobject:
         raise ValueError("the array holds Python objects, which only unpickling can read; store plain arrays")
@@ -160,8 +161,8 @@ IMAGE_WORDS = frozenset(
 
 MAX_COMPRESSIONS = 4  # maximum times that one member may be compressed, as in .txt.gz.gz.gz.gz
 MAX_CBOR_DEPTH = 400
-_WORD_BYTES = 32  # memory per pixel: four channels of float32, plus the image that they are made from
-_OBJECT_BYTES = 64  # memory of the CPython object that one byte of CBOR or MessagePack can encode
+_WORD_BYTES = 32  # memory per pixel of an image decoded by webdataset: four float32 channels, plus the source
+_OBJECT_BYTES = 64  # memory of the largest CPython object that one byte of CBOR or MessagePack encodes
 
 _METADATA = "__"  # prefix of an extension that marks metadata
 _PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
@@ -187,9 +188,9 @@ def decode_member(
     allow_pickle: bool = False,
     budget: SampleBudget | None = None,
 ) -> object:
-    """Decode a member. Raises ValueError if its bytes are not what its extension claims.
+    """Decode the payload of a member by its extension. Raises ValueError if the payload is not of that type.
 
-    `budget` is the memory that its sample may still take; by default, the member has a whole budget.
+    `budget` tracks the memory that the member's sample may still take; the default is a new full budget.
     """
     budget = SampleBudget() if budget is None else budget
     if decode is False:
@@ -223,7 +224,7 @@ def _expanded(extension: str, payload: memoryview, budget: SampleBudget) -> tupl
 
 
 def encoding_of(extension: str) -> str:
-    """Return the name of the encoding of a member's value; it is the MDS name if MDS has one."""
+    """Return the encoding name for members with this extension, in MDS's terms if MDS has the encoding."""
     if extension.startswith(_METADATA):
         return "str"
     kind = extension.removesuffix(".gz").rpartition(".")[2]
@@ -269,7 +270,7 @@ def _decode_npz(
     try:
         with zipfile.ZipFile(io.BytesIO(payload)) as archive:
             entries = archive.infolist()
-            # The memory of all arrays, plus the undecoded bytes of the largest: one is decoded at a time.
+            # All decoded arrays, plus the undecoded bytes of the largest: arrays are decoded one at a time.
             budget.take(sum(e.file_size for e in entries) + max((e.file_size for e in entries), default=0))
             return {e.filename.removesuffix(".npy"): decode_npy(memoryview(archive.read(e))) for e in entries}
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
@@ -282,7 +283,7 @@ def _decode_cbor(payload: memoryview, budget: SampleBudget) -> object:
         import cbor2
     try:
         return cbor2.loads(payload, max_depth=MAX_CBOR_DEPTH)
-    except Exception as error:  # constructors of tagged values may raise many types
+    except Exception as error:  # constructors of tagged values raise errors of many types
         raise ValueError(f"the CBOR cannot be decoded: {error}") from error
 
 
@@ -314,7 +315,7 @@ def _decode_image(kind: str, payload: memoryview, decode: bool | str, budget: Sa
     try:
         if decode is True:
             return decode_file(payload, budget, more_formats=True)
-        # webdataset opens any format that Pillow knows, and Pillow starts other programs for some of them.
+        # Check the format first: webdataset opens any that Pillow knows, even if that starts other programs.
         image = open_file(payload, more_formats=True)
         budget.take(_WORD_BYTES * image.width * image.height)
     except ValueError as error:
@@ -332,7 +333,7 @@ def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
         return _through_webdataset(kind, payload) if kind == "pth" else pickle.loads(payload)
     except (MissingExtraError, ValueError):
         raise
-    except Exception as error:  # a pickle may raise anything
+    except Exception as error:  # unpickling may raise any exception
         raise ValueError(f"the member cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
@@ -345,5 +346,5 @@ def _through_webdataset(kind: str, payload: memoryview, image_word: str | None =
             return handler(f".{kind}", bytes(payload))
     except ImportError:
         raise
-    except Exception as error:  # the library's decoders raise many types, AssertionError among them
+    except Exception as error:  # the library's decoders raise errors of many types, even AssertionError
         raise ValueError(f"webdataset cannot decode it: {type(error).__name__}: {error}") from error

@@ -28,7 +28,7 @@ KEY_DIGITS = 12  # default width of a key
 
 MOST_KEY_DIGITS = 18
 
-RECORD_BYTES = 10_240  # a tar's size is a multiple of 20 blocks
+RECORD_BYTES = 10_240  # a tar's size is a multiple of this, which is 20 blocks
 
 _CHECKSUM_DIGITS = 6
 
@@ -50,7 +50,7 @@ def write_rows_shard(
     key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """Write `rows` (n, L) as one tar; keys are `key_start`, `key_start + 1`, ... with `key_digits` digits.
+    """Write `rows` (n, L) as one tar of n samples. Keys count from `key_start`, in `key_digits` digits.
 
     Raises ValueError for rows, columns or keys that the format cannot hold. An existing file is replaced; a
     crash leaves a file whose name ends in `.tmp`.
@@ -72,9 +72,9 @@ def write_columns_shard(
     key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """Write several matrices (n, length) like `write_rows_shard`: a sample has one row of each.
+    """Write matrices (n, length), one per column, as one tar whose sample i has row i of each matrix.
 
-    The dtype may also be uint8.
+    Otherwise this is like `write_rows_shard`, but the dtype may also be uint8.
     """
     count = len(next(iter(columns.values())))
     for name, rows in columns.items():
@@ -119,9 +119,9 @@ def member_bytes(length: int, dtype: np.dtype[np.generic]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """The member of one column: `pattern` holds its bytes with a key of zeros and an empty row.
+    """The layout of one column's members: `pattern` holds a member's bytes with zeros as its key and row.
 
-    The member begins at byte `start` of a sample; `payload` is the place of the row within the sample.
+    The member begins at byte `start` of a sample; `payload` is the byte range of the row in the sample.
     """
 
     rows: npt.NDArray[np.generic]
@@ -158,7 +158,7 @@ class _Member:
 
 
 def _chunks(members: Sequence[_Member], rows: int, key_start: int, key_digits: int) -> Iterator[memoryview]:
-    """Yield the tar in pieces of about CHUNK_BYTES; each piece is valid until the next is requested."""
+    """Yield the tar's bytes in pieces of about CHUNK_BYTES; each is valid until the next one is requested."""
     pattern = np.concatenate([member.pattern for member in members])
     count = max(1, min(rows, CHUNK_BYTES // len(pattern)))
     buffer = np.tile(pattern, (count, 1))
@@ -180,7 +180,7 @@ def _chunks(members: Sequence[_Member], rows: int, key_start: int, key_digits: i
 def _number(
     headers: npt.NDArray[np.uint8], digits: npt.NDArray[np.int64], pattern: npt.NDArray[np.uint8]
 ) -> None:
-    """Write the keys' digits and the resulting checksums into a member's headers."""
+    """Write keys, given as their decimal digits, and the resulting checksums into one column's headers."""
     headers[:, : digits.shape[1]] = digits + ord("0")
     base = int(bytes(pattern[_CHECKSUM])[:_CHECKSUM_DIGITS], 8)  # the checksum for a key of zeros
     sums = base + digits.sum(axis=1)

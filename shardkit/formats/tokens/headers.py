@@ -31,7 +31,7 @@ from shardkit.formats.tar.values import parse_npy_header
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 MEGATRON_HEADER_BYTES = 34
-# Codes 9 and 10 are from Megatron-DeepSpeed and GPT-NeoX.
+# Maps the dtype byte of an .idx to a dtype. Codes 9 and 10 are from Megatron-DeepSpeed and GPT-NeoX.
 DTYPES = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
     9: "uint32", 10: "uint64",
@@ -55,7 +55,7 @@ class TokenHeader(NamedTuple):
 def read_header(where: str | PathLike[str], head: bytes, size: int) -> TokenHeader:
     """Parse the header of a .bin or .npy of `size` bytes from `head`, its first `HEAD_BYTES`.
 
-    A file without a header is bare ids. Raises ShardError if a header does not fit the file.
+    A file without a known header holds bare ids. Raises ShardError if a header contradicts the file's size.
     """
     if head.startswith(_NPY_MAGIC):
         return _npy_header(where, head, size)
@@ -96,14 +96,15 @@ def refuse_two_kinds(where: str | PathLike[str], names: Sequence[str]) -> None:
 
 
 class MegatronIndex:
-    """Reads the header of an open .idx file, and the ends of documents."""
+    """Checks a Megatron .idx file; reads its header, and on demand the ends of documents."""
 
     def __init__(
         self, file: BinaryIO, where: str | PathLike[str], size: int, tokens: str | PathLike[str], bytes: int
     ) -> None:
-        """Read and check the whole index `where`, of `size` bytes; `tokens` is its .bin, of `bytes` bytes.
+        """Read and check all of an index: `where` is its name, `size` its size in bytes.
 
-        Raises ShardError if the index is malformed or does not fit the .bin.
+        `tokens` and `bytes` are name and size of its .bin. Raises ShardError if the index is malformed or
+        contradicts the size of the .bin.
         """
         self._where, self._size = where, size
         self._tokens, self._bytes = tokens, bytes
@@ -117,7 +118,10 @@ class MegatronIndex:
         return max(0, self.marks - 1) or self.sequences
 
     def document_ends(self, file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield arrays with the ends of documents, in tokens; without marks, each sequence is a document."""
+        """Yield int64 arrays of the documents' ends, in tokens from the start of the .bin.
+
+        If the index has no document marks, each sequence counts as a document.
+        """
         marks_start, total = MEGATRON_HEADER_BYTES + 12 * self.sequences, self._bytes // self.dtype.itemsize
         count = max(0, self.marks - 1) if self.marks else self.sequences
         for first in range(0, count, _PIECE):
@@ -161,7 +165,7 @@ class MegatronIndex:
         return ShardError(self._where, problem, offset=offset)
 
     def _check_sequences(self, file: BinaryIO) -> None:
-        """Raise ShardError unless sizes and pointers cover the whole .bin in order without gaps."""
+        """Raise ShardError unless the sequences, by sizes and pointers, cover the whole .bin in order."""
         expected = 0
         for first in range(0, self.sequences, _PIECE):
             count = min(_PIECE, self.sequences - first)
@@ -193,7 +197,7 @@ class MegatronIndex:
             )
 
     def _check_documents(self, file: BinaryIO) -> None:
-        """Raise ShardError unless document marks rise from 0 to the number of sequences."""
+        """Raise ShardError unless document marks, which are sequence numbers, ascend from 0 to the last."""
         start = MEGATRON_HEADER_BYTES + 12 * self.sequences
         before = 0
         for first in range(0, self.marks, _PIECE):

@@ -1,7 +1,7 @@
 """Read rows of constant length from flat files of token ids, in place.
 
-A *piece* is a range of bytes of a file. `TokenShard` has the rows of one piece, or a single row that spans
-several: the end of a file and the beginnings of the next ones. Its name in a manifest gives its location:
+A *piece* is a range of bytes of a file. A `TokenShard` holds the rows of one piece, or a single row made of
+several: the end of a file and the beginnings of the next ones. A shard's name in a manifest is its location:
 `tokens.npy@128-67108992`, or several such pieces joined by "&".
 """
 
@@ -38,7 +38,7 @@ class Piece:
 
 
 def name_of(pieces: Sequence[Piece]) -> str:
-    """Return the name in a manifest of the shard that consists of `pieces`; `pieces_of` is the inverse."""
+    """Return the manifest's name for the shard that consists of `pieces`; `pieces_of` is the inverse."""
     return "&".join(f"{quote(piece.file)}@{piece.start}-{piece.stop}" for piece in pieces)
 
 
@@ -84,7 +84,7 @@ class TokenShard:
         return {column.name: self._rows()[row].astype(self._dtype.newbyteorder("="))}
 
     def fixed_rows(self, column: str) -> npt.NDArray[Any]:
-        """Return a read-only view (samples, length) of all rows; it is no copy, and need not be aligned."""
+        """Return a read-only view (samples, length) of all rows, without a copy; values may be unaligned."""
         if column != self.info.columns[0].name:
             raise KeyError(
                 f"{os.fspath(self._where)}: no column {column!r}, only {self.info.columns[0].name}"
@@ -92,7 +92,7 @@ class TokenShard:
         return self._rows()
 
     def close(self) -> None:
-        """Drop the map; views returned earlier stay readable."""
+        """Drop the memory map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
 
     def _rows(self) -> npt.NDArray[Any]:
@@ -100,7 +100,7 @@ class TokenShard:
 
 
 def open_shard(folder: Path, info: ShardInfo, dates: Mapping[str, tuple[int, int]]) -> TokenShard:
-    """Map the rows that `info` names, in files below `folder`.
+    """Memory-map the rows of the shard `info`, whose name gives ranges of files below `folder`.
 
     `dates` maps each file to its expected (modification time in ns, size in bytes). Raises ShardError if a
     file was replaced.
