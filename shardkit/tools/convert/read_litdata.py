@@ -149,7 +149,7 @@ class _Litdata:
         return {"item_loader": self._index.loader, "data_format": self._index.formats}
 
     def _chunks(self) -> Iterator[tuple[Path, npt.NDArray[np.uint8], npt.NDArray[np.int64], int | None, int]]:
-        """Yield (path, content, offsets of items, tokens by the index or None, stored bytes) of each chunk."""
+        """Yield (path, content, item offsets, tokens by the index or None, stored bytes) of each chunk."""
         for name, _, items, dim in self._index.chunks:
             path = self._index.folder / name
             try:
