@@ -80,7 +80,7 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
 
 
 def _total(sizes: Iterable[int]) -> int | None:
-    """Return the sum of sizes; None if the index lacks one of them, which is then below 0."""
+    """Return the sum of sizes; None if one is below 0, which means that the index does not record it."""
     known = list(sizes)
     return None if any(size < 0 for size in known) else sum(known)
 

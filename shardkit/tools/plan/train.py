@@ -70,7 +70,7 @@ class TrainNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPlan:
-    """The result of planning a training run; rates and bytes are of all nodes unless named per node or GPU."""
+    """The result of planning a training run; rates and bytes are for all nodes unless named otherwise."""
 
     nodes: int
     tokens_per_second: Fraction
