@@ -40,8 +40,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "build",
         help="build a dataset from a recipe; continue where an interrupted build stopped",
         description="Build the dataset that a recipe describes. To continue after an interruption or a "
-        "crash, run the same command again; finished work is not redone. The result is the same byte for byte "
-        "with any number of workers.",
+        "crash, run the same command again; finished work is not redone. The result is the same byte for "
+        "byte with any number of workers.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file; relative paths start from its folder")
