@@ -193,7 +193,7 @@ def bar(part: float, whole: float, *, blocks: bool, cells: int = BAR_CELLS) -> s
 
 
 def sparkline(counts: Sequence[int], *, blocks: bool) -> str:
-    """Return one character per count, the largest count with the highest one; a space for a count of 0."""
+    """Return one character per count, whose height is relative to the largest count; a space for 0."""
     levels, most = _LEVELS if blocks else _ASCII_LEVELS, max(counts, default=0)
     return "".join(levels[(len(levels) * n - 1) // most] if n else " " for n in counts)
 

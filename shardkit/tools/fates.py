@@ -181,7 +181,7 @@ def find_dropped(
 
 
 def _ranked(folder: ParquetFolder, rule: str, nearest: bool) -> Iterable[tuple[float, int, dict[str, Any]]]:
-    """Yield (rank, running number, table line) of each document that the rule dropped; rank 0 is the best."""
+    """Yield (rank, running number, line) of each document that a rule dropped; low ranks come first."""
     number = 0
     for file, group in folder.groups():
         with folder.open(file) as opened:

@@ -57,7 +57,7 @@ class Discrepancies:
         self._explained = self._not_followed = 0
 
     def add(self, stream: int, found: Delivered, first_step: int) -> set[int]:
-        """Record a block's missing and unexpected samples; return its first faulty steps, counted from 0."""
+        """Record a block's missing and unexpected samples; return the block's first faulty steps."""
         size = max(self._expected.streams[stream].samples, 1)
         start, end = int(found.edges[0]), int(found.edges[-1])
         fitting = np.flatnonzero(found.fits)

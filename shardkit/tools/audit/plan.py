@@ -108,7 +108,7 @@ class PlannedRun:
         ]
 
     def _of_rank(self, plan: BatchPlan, count: int) -> Ints:
-        """Return int64[count, batch], a rank's sample ids; with workers, each plans every n-th step."""
+        """Return int64[count, batch], a rank's sample ids; with n workers, each plans every n-th step."""
         if self._workers < 2:
             return self._planned(plan, self._cursor, count, 1)
         ids = np.empty((count, plan.batch_size), dtype=np.int64)

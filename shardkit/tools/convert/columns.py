@@ -196,7 +196,7 @@ def _encoding(column: Column) -> str:
 
 
 def _array_encoding(encoding: str) -> str:
-    """Return the MDS encoding for arrays; for arrays without axes ("ndarray:float32:"), of a number."""
+    """Return the MDS encoding for arrays: a number such as "float32" if they have no axes, else ndarray."""
     kind, _, details = encoding.partition(":")
     dtype, colon, shape = details.partition(":")
     if colon and not shape:

@@ -41,7 +41,7 @@ _OFFSET_BYTES = 4  # size of the offset of each sample in an MDS shard
 
 
 def content_hasher() -> Hasher:
-    """Return a new hasher for the content digest: of all values in order, whatever the format and shards."""
+    """Return a hasher for the digest of all values in order, equal for all formats and shard sizes."""
     return new_hash(CONTENT_HASH)
 
 
@@ -170,7 +170,7 @@ _MAX_MEMBER_BYTES = 1 << 32  # exclusive limit of a member's size in bytes, whic
 
 
 class SampleDigest:
-    """Computes the digest of all values of all samples in order, whatever the sizes of the shards."""
+    """Computes the digest of all values of all samples in order, which is equal for all shard sizes."""
 
     def __init__(self) -> None:
         self._hasher: Hasher = content_hasher()

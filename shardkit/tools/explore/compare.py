@@ -113,7 +113,7 @@ def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChang
     """Return the losses of each step and rule in two builds; the first entry is "read", the last "kept"."""
     rows = [{(row.rule or row.label): row for row in funnel_rows(card)} for card in (before, after)]
     order = list(rows[1])
-    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # before "kept": only the first has them
+    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # of the first only: before "kept"
     found = []
     for name in order:
         counts = [

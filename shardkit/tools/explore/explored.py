@@ -76,7 +76,7 @@ class Explored:
 
     @cached_property
     def missing(self) -> list[str]:
-        """Sentences for the user about missing files, and the pages or details that need them."""
+        """Sentences that tell the user which files are missing and what cannot be shown without them."""
         found = []
         if not self.has_funnel:
             found.append(

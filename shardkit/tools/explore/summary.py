@@ -22,8 +22,8 @@ from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.tools.explore.scan import Place
 
 _TEXT_FILES = 256
-_TEXTS_OF_RULE = 100  # number of texts per rule that are nearest to the bound; also the farthest, and random
-_CLUSTERS = 100  # number of largest clusters that are kept, and number of random clusters
+_TEXTS_OF_RULE = 100  # maximum texts per rule in each list: nearest to its bound, farthest from it, random
+_CLUSTERS = 100  # maximum number of clusters in each list: the largest, and a random sample
 _MANTISSA_BITS_CUT = 16
 
 _Floats = npt.NDArray[np.float64]

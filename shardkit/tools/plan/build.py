@@ -1,4 +1,4 @@
-"""Computes the raw input, cores, disk, requests and cost of a build from its tokens, or tokens from input.
+"""Computes what a build needs (input, cores, disk, requests, cost) from its tokens, or tokens from input.
 
     kept text  = tokens * text_bytes_per_token
     raw text   = kept text / retention of all stages
