@@ -215,7 +215,7 @@ def _show(report: AuditReport) -> None:
         if number := report.findings.counts[kind]:
             out.print(f"  {number:,} {KINDS[kind]} ({kind})")
     out.print("first findings:")
-    # Show a few of each kind, so that hundreds of lost samples do not hide the rank that lost them.
+    # Show only some findings of each kind, so that many lost samples do not hide the rank that lost them.
     for kind in KINDS:
         for finding in [one for one in report.findings.kept if one.kind == kind][:SHOWN_OF_KIND]:
             out.print(f"  {finding}")

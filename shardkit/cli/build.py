@@ -39,9 +39,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "build",
         help="build a dataset from a recipe; continue where an interrupted build stopped",
-        description="Build the dataset that a recipe describes. Finished work is not redone: after an "
-        "interruption or a crash the same command continues. The result is the same byte for byte with any "
-        "number of workers.",
+        description="Build the dataset that a recipe describes. To continue after an interruption or a "
+        "crash, run the same command again; finished work is not redone. The result is the same byte for "
+        "byte with any number of workers.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file; relative paths start from its folder")
@@ -119,16 +119,18 @@ def _ended_by_sigterm() -> Iterator[None]:
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the caller handles SIGTERM
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # left to the calling program
         yield
         return
     signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except KeyboardInterrupt as interrupt:  # may be another exception than ours, as Ray replaces it
+    except KeyboardInterrupt as interrupt:  # Ray may raise a new one in place of the one from `end`
         if not came.is_set():
             raise
-        said = "; ".join(["terminated", *getattr(interrupt, "__notes__", []), "the same command continues"])
+        said = "; ".join(
+            ["terminated", *getattr(interrupt, "__notes__", []), "run the same command again to continue"]
+        )
         sys.stderr.write(f"shardkit: {said}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from shardkit.progress import TransferListener
     from shardkit.storage.store import StorageOptions
 
-_FIRST_CONTACT_SECONDS = 5.0  # wait for a store's first answer in commands that a person waits for
+_FIRST_CONTACT_SECONDS = 5.0  # timeout for a store's first answer in commands that are not long jobs
 _STORAGE = "shardkit.storage.store:StorageOptions"
 _EXECUTION = "shardkit.writers.executors:Execution"
 _CONFIG = "shardkit.loaders.config:LoaderConfig"
-_OF_RUNS = ("lanes", "window", "balance", "eos_id", "bos_id", "pad_id")  # keys of --loader in all verbs
+_OF_RUNS = ("lanes", "window", "balance", "eos_id", "bos_id", "pad_id")  # --loader's keys in every verb
 
 PATH_HELP = "folder, index file, tar, pattern or URL"
 
@@ -62,7 +62,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def file_path(text: str) -> Path:
-    """Parse an argparse value as a path on this machine with `local_path`."""
+    """Parse an argparse value as a path on this machine; errors of `local_path` become argparse errors."""
     from shardkit.files import local_path
 
     return argument(local_path)(text)  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ natural = whole(0)
 
 def print_json(result: Mapping[str, Any]) -> None:
     """Print plain data as JSON on stdout."""
-    text = json.dumps(result, indent=2, ensure_ascii=False)  # escapes C0, but not DEL, C1 and surrogates
+    text = json.dumps(result, indent=2, ensure_ascii=False)  # does not escape DEL, C1 and lone surrogates
     sys.stdout.write(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
@@ -92,10 +92,10 @@ def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     class EscapingConsole(Console):
-        def render_str(self, text: str, *args: Any, **options: Any) -> Text:  # all lines and table cells
+        def render_str(self, text: str, *args: Any, **options: Any) -> Text:  # renders all lines and cells
             return super().render_str(escaped(text), *args, **options)
 
-    # No markup, because names of files and sources may hold brackets; no cut lines, as output may be piped.
+    # No markup, because file names may contain brackets. Lines are not wrapped, because output may be piped.
     return EscapingConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -149,7 +149,7 @@ def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
-    """Return a transfer's `progress`: False with --quiet, lines with --json, else a bar on a terminal."""
+    """Return a transfer's argument `progress`: False for --quiet, lines for --json, else True (a bar)."""
     from shardkit.progress import Lines
 
     if arguments.quiet:
@@ -158,7 +158,7 @@ def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
 
 
 def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None:
-    """Register --set; `example` is a KEY=VALUE for its help."""
+    """Register --set; `example` is the KEY=VALUE that its help text shows."""
     parser.add_argument(
         "--set",
         action="append",
@@ -170,7 +170,7 @@ def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None
 
 
 def add_loader_arguments(group: argparse._ActionsContainer, *keys: str) -> None:
-    """Register --seed, --shuffle, --tail and --loader; `keys` are further keys of --loader."""
+    """Register --seed, --shuffle, --tail and --loader; `keys` are keys of --loader in this verb only."""
     add_options(
         group,
         "shardkit.loaders.loader:StreamingLoader",
@@ -215,7 +215,7 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> StorageOptions:
-    """Return the storage options of the command line; with `is_job`, wait for an unavailable store."""
+    """Return the command line's storage options; a job (`is_job`) waits longer for a store to answer."""
     from shardkit.storage.store import StorageOptions
 
     waits: dict[str, Any] = {} if is_job else {"first_contact_seconds": _FIRST_CONTACT_SECONDS}
@@ -228,7 +228,7 @@ def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> S
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
-    """Register --set, --workers, --engine, --ray-address and --quiet; `example` is a KEY=VALUE for --set."""
+    """Register --set, --workers, --engine, --ray-address and --quiet; --set's help shows `example`."""
     add_override_argument(parser, example)
     add_options(parser, _EXECUTION, "workers", number=count)
     add_options(parser, _EXECUTION, "engine", "ray_address")
@@ -237,12 +237,12 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An option with a value. `default` is text; None: the value is required or computed."""
+    """An option whose value is shown to users; `default` is its text, None if it is required or computed."""
 
     flag: str
     """The option, or an option and a key, such as "--price get_1000"."""
     name: str
-    """Name of the field that the value is for."""
+    """Name of the plan's input that gets the value."""
     parse: Callable[[str], Any]
     show: Callable[[Any], str]
     help: str

@@ -32,21 +32,21 @@ _SHOWN = {"False": "no", "True": "yes", "None": "none"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field or argument as declared in its source."""
+    """A field or argument as declared in the source code."""
 
     name: str
     type: str
     """The annotation, without `| None`."""
     choices: tuple[str, ...]
-    """The values of its `Literal`; () if it has another type."""
+    """The allowed values if the type is a `Literal`, else ()."""
     default: str
     """Source text of the default; "" if there is none."""
     doc: str
-    """First paragraph of its docstring."""
+    """First paragraph of the field's docstring; "" for an argument."""
 
     @property
     def metavar(self) -> str:
-        """The placeholder for its value in help texts."""
+        """The placeholder for the value in help texts."""
         if self.choices or self.type == "bool":
             return "|".join(self.choices or _SWITCH)
         return "N" if self.type in ("int", "Fraction") else self.name.rpartition("_")[2].upper()
@@ -82,7 +82,10 @@ class Setting:
 
 @cache
 def settings(served: str) -> Mapping[str, Setting]:
-    """Return fields, including inherited ones, or keyword arguments of `served` ("module:name"), in order."""
+    """Return {name: setting} for the fields or keyword arguments of `served` ("module:name"), in order.
+
+    The fields of a class include inherited ones.
+    """
     module, _, name = served.partition(":")
     [node] = [one for one in _parsed(module).body if getattr(one, "name", None) == name]
     made_by = [one for one in getattr(node, "body", ()) if getattr(one, "name", None) == "__init__"]
@@ -124,7 +127,7 @@ def _arguments(node: ast.stmt) -> Iterator[tuple[str, ast.expr, ast.expr | None,
 
 
 def _words(kind: ast.expr, module: str) -> tuple[str, ...]:
-    """Return the values of a `Literal`, or of a name for one that `module` assigns or imports."""
+    """Return the values of an annotation that is a `Literal` or a module's name for one; () for others."""
     if isinstance(kind, ast.BinOp):  # a union with None
         return _words(kind.left, module)
     if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
@@ -138,7 +141,7 @@ def _words(kind: ast.expr, module: str) -> tuple[str, ...]:
 
 @cache
 def _named(module: str) -> Mapping[str, ast.expr | str]:
-    """Return, by name, the expression that the module assigns, or the shardkit module it is imported from."""
+    """Return {name in the module: expression assigned to it, or shardkit module it is imported from}."""
     found: dict[str, ast.expr | str] = {}
     conditional = [node for one in _parsed(module).body if isinstance(one, ast.If) for node in one.body]
     for node in (*_parsed(module).body, *conditional):
@@ -150,7 +153,7 @@ def _named(module: str) -> Mapping[str, ast.expr | str]:
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `parse` as an argparse type, which shows the message of a ValueError to the user."""
+    """Wrap `parse` as an argparse type, so that argparse shows the message of a ValueError to the user."""
 
     def parsed(text: str) -> Any:
         try:
@@ -168,9 +171,9 @@ def add_options(
     number: Callable[[str], int] | None = None,
     **texts: str,
 ) -> None:
-    """Register an option for each name in `names` and `texts`; `texts` has help that replaces docstrings.
+    """Register an option for each of `names` and each key of `texts`; values of `texts` are help texts.
 
-    `number`: parser of whole numbers; default: any number of at least 0.
+    The help of other options is their docstring. `number` parses whole numbers (None: any of at least 0).
     """
     for name in (*names, *texts):
         setting = settings(served)[name]
@@ -237,9 +240,10 @@ def add_keys(
     parse: Callable[[str], Any] | None = None,
     **texts: str,
 ) -> None:
-    """Register the option `flag KEY=VALUE` with the keys `names` of `served`; `texts` as in `add_options`.
+    """Register the option `flag KEY=VALUE`, whose keys are settings `names` of `served`.
 
-    `parse`: parser that replaces the parsers of all values.
+    `texts` is {key: help text}; the help of other keys is their docstring. `parse` parses the values of all
+    keys (None: by their types).
     """
     declared = settings(served)
     known = {name: replace(declared[name], doc=texts.get(name, declared[name].doc)) for name in names}

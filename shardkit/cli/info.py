@@ -80,7 +80,7 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
 
 
 def _total(sizes: Iterable[int]) -> int | None:
-    """Return the sum of sizes; None if the index lacks one of them, which is then below 0."""
+    """Return the sum of sizes; None if one is below 0, which means that the index does not record it."""
     known = list(sizes)
     return None if any(size < 0 for size in known) else sum(known)
 
@@ -193,7 +193,7 @@ def bar(part: float, whole: float, *, blocks: bool, cells: int = BAR_CELLS) -> s
 
 
 def sparkline(counts: Sequence[int], *, blocks: bool) -> str:
-    """Return one character per count, the largest count with the highest one; a space for a count of 0."""
+    """Return one character per count, whose height is relative to the largest count; a space for 0."""
     levels, most = _LEVELS if blocks else _ASCII_LEVELS, max(counts, default=0)
     return "".join(levels[(len(levels) * n - 1) // most] if n else " " for n in counts)
 

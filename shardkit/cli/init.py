@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None, str | None]:
-    """Return the tokenizer's path for the recipe, its eos and bos tokens, and why it is not usable yet."""
+    """Return (tokenizer path for the recipe, eos, bos or None, reason why it is not usable yet or None)."""
     from shardkit.formats.tokenizer_file import end_token, find_tokenizer, stated_tokens
 
     given = arguments.tokenizer

@@ -37,7 +37,7 @@ VERBS = {
     "trace": "trace", "upload": "transfer", "verify": "verify",
     "view": "view",
 }  # fmt: skip
-# Former options: those replaced by a key of another name, and those that were removed.
+# Options of earlier versions, for hints in errors: {option: key that replaces it}, {option: what to do now}.
 RENAMED = {
     "--virtual-style": "path_style=false", "--eos": "eos_id", "--bos": "bos_id", "--pad": "pad_id",
     "--price-core-hour": "core_hour", "--price-get": "get_1000", "--price-put": "put_1000",
@@ -49,7 +49,7 @@ FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers misuse with one line and a suggestion, without the usage of all options."""
+    """A parser that answers wrong arguments with one line and a hint, not with the usage of all options."""
 
     def error(self, message: str) -> NoReturn:
         """Print a message and exit with the status of misuse."""
@@ -122,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with not_for_everyone(), naming_extras(f"`shardkit {arguments.verb}`"):
             return int(arguments.run(arguments))
-    except BrokenPipeError:  # the reader of our output, such as head, has exited
+    except BrokenPipeError:  # the program that read the output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt as interrupt:
-        continues = ["the same command continues"] if arguments.verb in CONTINUING else []
+        continues = ["run the same command again to continue"] if arguments.verb in CONTINUING else []
         _say("; ".join(["interrupted", *_notes(interrupt), *continues]))
         return INTERRUPTED
     except Exception as error:

@@ -24,7 +24,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="pack a token store into rows of any length, without raw text or tokenizer",
         description="Pack the documents of a token store, a dataset built with `output.format: tokens`, into "
         "rows of any length. The result has the same bytes as a build of that length from the raw text. To "
-        "continue an interrupted run, use the same command.",
+        "continue an interrupted run, run the same command again.",
         allow_abbrev=False,
     )
     parser.add_argument("store", metavar="STORE", help="folder or URL of the token store")

@@ -406,7 +406,7 @@ def _build(arguments: argparse.Namespace) -> _Plan:
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None, list[str]]:
-    """Return measurements, the bytes of raw text in all inputs, and notes."""
+    """Return measurements of a dataset or a sample, the bytes of raw text in all inputs, and notes."""
     from shardkit.tools.plan.build import measured_from_card
 
     if arguments.recipe is None and (arguments.sample is not None or arguments.sample_bytes is not None):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SEARCH = ("document", "url", "url_list", "id", "source", "file")
-_OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options that need a search for rows
+_OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options valid only if rows are searched
 _OF_ORDER = ("seed", "shuffle", "tail", "batch_size")
 _IDS = ("eos_id", "bos_id", "pad_id")
 

@@ -25,7 +25,7 @@ def show(kind: str, answer: Mapping[str, Any]) -> None:
 
 
 def _run(run: Mapping[str, Any]) -> str:
-    """Return a line with the settings that determine the rows of a run."""
+    """Return a line with the settings that determine which rows each step of a run receives."""
     text = f"run: seed {run['seed']}, shuffle {run['shuffle']}"
     if run["shuffle"] == "window":
         text += f" ({run['lanes']:,} lanes, window {run['window']:,})"

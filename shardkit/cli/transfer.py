@@ -32,9 +32,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="upload a dataset's folder to S3 or the Hugging Face Hub: only missing files, the index last",
         description="Send a dataset to s3://bucket/prefix, hf://datasets/org/name, another folder, or any "
         "URL that fsspec supports. Every file is checked against the index while it is read, files that the "
-        "target has are not sent again, and the index comes last: the same command continues after an "
-        "interruption, and readers never see an incomplete dataset. Other files at the target are not "
-        "changed. For tars without an index, an index is written at the target.",
+        "target has are not sent again, and the index comes last, so that readers never see an incomplete "
+        "dataset. To continue after an interruption, run the same command again. Other files at the target "
+        "are not changed. For tars without an index, an index is written at the target.",
         allow_abbrev=False,
     )
     upload.add_argument("source", metavar="SRC", help="folder of the dataset")
@@ -45,8 +45,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="download a dataset from S3 or the Hugging Face Hub into a folder: only missing files",
         description="Fetch a dataset from s3://bucket/prefix, hf://datasets/org/name, another folder, or "
         "any URL that fsspec supports. Every file is checked while it is received, existing files are not "
-        "fetched again, and the index comes last: the same command continues after an interruption. "
-        "Training needs no download: the loader reads s3:// and hf:// itself.",
+        "fetched again, and the index comes last. To continue after an interruption, run the same command "
+        "again. Training needs no download: the loader reads s3:// and hf:// itself.",
         allow_abbrev=False,
     )
     download.add_argument("source", metavar="URL", help="the dataset, such as s3://bucket/prefix")

@@ -85,7 +85,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve the pages until interrupted, or export them."""
-    importlib.import_module("uvicorn")  # first, as a missing one names the extra with all that pages need
+    importlib.import_module("uvicorn")  # first: if it is missing, the error names the extra for all pages
     from shardkit.datasets.provenance.run import read_state
     from shardkit.tools.explore.export import export_site
     from shardkit.tools.explore.server import bind, first_address, make_server

@@ -37,8 +37,8 @@ _QUARANTINE = "quarantine.jsonl"
 def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict[str, Any]:
     """Count the documents that match `selection` by outcome, and describe the first `limit` of each outcome.
 
-    A `limit` of 0 means all. The values are numbers, text or null. Raises ShardkitError if no table contains
-    a matching document.
+    A `limit` of 0 means all. The answer can be written as JSON. Raises ShardkitError if no table contains a
+    matching document.
     """
     dataset = tracer.dataset
     dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
@@ -63,7 +63,7 @@ def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict
 
 
 def _kept(tracer: Tracer, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of matching documents in the dataset, and the first of them with their rows."""
+    """Return how many documents in the dataset match, and the first `limit` of them with their rows."""
     if tracer.table is None:
         return 0, []
     ids = [np.empty(0, "S16")]
@@ -89,7 +89,7 @@ def _with_rows(tracer: Tracer, pieces: list[Piece]) -> dict[str, Any]:
 def _lines(
     tracer: Tracer, folder: ParquetFolder, selection: Selection, limit: int
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of matching lines in a table of removed documents, and the first of them."""
+    """Return how many lines of a table of removed documents match, and the first `limit` of them."""
     count, shown = 0, list[dict[str, Any]]()
     for table in folder.search(selection) if folder.names else ():
         count += table.num_rows
@@ -99,7 +99,7 @@ def _lines(
 
 
 def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a line with ids in hexadecimal and sources as labels."""
+    """Return a copy of a table's line with ids in hexadecimal, and labels in place of source numbers."""
     plain = dict(line)
     for name, value in line.items():
         if name.endswith("document_id"):
@@ -110,7 +110,7 @@ def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unreadable(dataset: OpenDataset, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of matching quarantined records (by file and record only), and the first of them."""
+    """Return how many quarantined records match by file and record, and the first `limit` of them."""
     if not selection.files or head_if_any(dataset.store, _QUARANTINE) is None:
         return 0, []
     lines = [load_json(line) for line in dataset.store.get(_QUARANTINE).splitlines()]
@@ -122,7 +122,7 @@ def _unreadable(dataset: OpenDataset, selection: Selection, limit: int) -> tuple
 
 
 def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str, Any]]) -> None:
-    """Add to each duplicate the document that was finally kept in its place, with its rows and text."""
+    """Add to each duplicate, as `stays`, the document that was finally kept in its place: rows and text."""
     if not shown:
         return
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown]
@@ -137,7 +137,7 @@ def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str,
 
 
 def _add_values(dataset: OpenDataset, shown: list[dict[str, Any]]) -> None:
-    """Add the value of every rule to each document, if the dataset has annotations."""
+    """Add to each document the value that every rule computed for it, if the dataset has annotations."""
     of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT[:4]])
     folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, of_document)
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown if "document_id" in facts]
@@ -181,7 +181,7 @@ def find_dropped(
 
 
 def _ranked(folder: ParquetFolder, rule: str, nearest: bool) -> Iterable[tuple[float, int, dict[str, Any]]]:
-    """Yield (rank, number, line) of a rule's documents, reading one row group at a time."""
+    """Yield (rank, running number, line) of each document that a rule dropped; low ranks come first."""
     number = 0
     for file, group in folder.groups():
         with folder.open(file) as opened:

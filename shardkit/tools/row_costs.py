@@ -27,10 +27,10 @@ def make_row_costs(
     storage: StorageOptions | None = None,
     progress: bool = True,
 ) -> list[str]:
-    """Write the table next to the index of `path`, or of each of its `copies`; return the files written.
+    """Write the row costs of the dataset `path` next to its index, or next to the indexes of its `copies`.
 
-    Documents end with `eos_id` (default: the id in the card) or begin with `bos_id`. Raises ShardError if the
-    dataset has no token rows of one fixed length, or if a copy has a different fingerprint.
+    Return the files written. Documents end with `eos_id` (default: the card's id) or begin with `bos_id`.
+    Raises ShardError if the dataset has no token rows of one length, or if a copy has another fingerprint.
     """
     if eos_id is not None and bos_id is not None:
         raise ValueError("documents are found by eos_id or by bos_id: give one of the two")

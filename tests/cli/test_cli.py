@@ -205,7 +205,7 @@ def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(
     done = subprocess.run(
         [sys.executable, "-c", TERMINATED, corpus], capture_output=True, text=True, timeout=60
     )
-    expected = "shardkit: terminated; tasks finished: 7; the same command continues\n"
+    expected = "shardkit: terminated; tasks finished: 7; run the same command again to continue\n"
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, expected)
 
 

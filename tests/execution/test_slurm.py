@@ -95,5 +95,5 @@ def test_a_job_that_is_preempted_starts_again_and_continues(slurm: SlurmCluster,
     other = slurm.submit("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 1", cwd=tmp_path)
     assert slurm.wait(other, JOB_SECONDS) == "COMPLETED"
     job.check()
-    assert re.search(r"terminated; tasks finished: \d+; the same command continues", job.log)
+    assert re.search(r"terminated; tasks finished: \d+; run the same command again to continue", job.log)
     assert int(slurm.show(job.number, "Restarts")) == 1

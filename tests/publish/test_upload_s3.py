@@ -238,4 +238,4 @@ def test_ctrl_c_ends_an_upload_at_once_even_if_the_server_hangs(
         process.kill()
         process.wait(60)
     assert process.returncode == 130
-    assert err.decode() == "shardkit: interrupted; the same command continues\n"
+    assert err.decode() == "shardkit: interrupted; run the same command again to continue\n"

@@ -40,7 +40,7 @@ _Which = slice | npt.NDArray[np.intp]
 
 
 class Checker:
-    """Checks a walk that begins at `position`; `finish` adds the walk to the report."""
+    """Checks the steps of a walk, which begins at `position`; `finish` adds the results to `report`."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Checker:
         self._whole_epochs = [0] * len(expected.streams)
         self._delivered = np.zeros(expected.shards, dtype=np.int64)  # samples delivered per shard
         self._dropped = np.zeros_like(self._delivered)
-        self._broken: list[tuple[int, int]] = []  # ranges of positions that no run delivered or logged
+        self._broken: list[tuple[int, int]] = []  # [begin, end) of positions that were skipped as unknown
         self._discrepancies = Discrepancies(expected, report.findings)
 
     @property
     def position(self) -> int:
-        """The position where the next step begins, unless the tail drops the rest of the epoch."""
+        """The position after the last checked step, where the next begins unless the tail drops samples."""
         return self.walk.end
 
     def deliver(self, ids: Ints) -> None:
@@ -83,12 +83,12 @@ class Checker:
             self._check(steps, ids[done : done + steps.count])
             done += steps.count
             settled = self.expected.tiling.settle(steps.end, ranks * batch)
-            # A loader skips the dropped samples right after a step, before the next step's size is known.
+            # Count dropped samples right after the step, as a loader does: the next step's size is unknown.
             if settled > steps.end:
                 self._drop(steps.end, settled)
 
     def skip(self, position: int) -> None:
-        """Move to `position`; the epochs of the skipped positions stay unproved."""
+        """Continue at `position`; epochs that contain a skipped position are not proved."""
         assert position >= self.position
         if position > self.position:
             self._broken.append((self.position, position))
@@ -104,9 +104,9 @@ class Checker:
         rank: int | None = None,
         sample: int | None = None,
     ) -> None:
-        """Add a finding about `step` (default: the next step) and `sample`, the first sample concerned.
+        """Add a finding about `step` (None: the next step) and `sample`, the first sample with the problem.
 
-        `step` is counted from 0 here, and from 1 in findings.
+        The argument `step` is counted from 0, the finding's step from 1.
         """
         step = 1 + (self.walk.steps if step is None else step)
         found = Finding(kind=kind, problem=problem, step=step, position=position, rank=rank)
@@ -115,7 +115,7 @@ class Checker:
         self.findings.add(found)
 
     def finish(self, *, seconds: float, superseded: int = 0) -> None:
-        """End the walk: report it, its partial epochs, wrong use of shards, and classified discrepancies."""
+        """End the walk: add it to the report, with its incomplete epochs, wrong deliveries and shard use."""
         for (stream, epoch), tally in sorted(self._tallies.items()):
             if tally.count:
                 self.walk.partial.append((self.expected.names[stream], epoch, tally.count))
@@ -126,7 +126,7 @@ class Checker:
         self._report.shards, self._report.shard_count = self._checked_shards(), self.expected.shards
 
     def _checked_shards(self) -> list[ShardUse]:
-        """Return the first shards, shards with wrong use first, and add a finding for each wrong one."""
+        """Return the use of up to MAX_SHARDS_LISTED shards, wrong use first; add findings for wrong use."""
         whole, part = [], []
         for stream, order in enumerate(self.expected.streams):
             kept = np.diff(order.order.shard_starts)
@@ -153,7 +153,7 @@ class Checker:
         self._close_epochs()
 
     def _drop(self, start: int, end: int) -> None:
-        """Count the samples that the tail "drop" left out; otherwise no epoch would be complete."""
+        """Count samples from `start` to `end`, which the tail drops, so that their epoch is complete."""
         self.walk.dropped += end - start
         for begin in range(start, end, BLOCK_POSITIONS):
             steps = Steps(begin, min(BLOCK_POSITIONS, end - begin), 1)
@@ -173,7 +173,7 @@ class Checker:
         low, high = self._hashing(ids)
         if not real.all():
             low, high = np.where(real, low, 0).astype(np.uint64), np.where(real, high, 0).astype(np.uint64)
-        # Both sums of a step are adjacent, so that the digest does not depend on the size of blocks.
+        # Order the sums by step, not by hash word, so that the digest does not depend on the block size.
         sums = np.stack([words.sum(axis=1, dtype=np.uint64) for words in (low, high)], axis=1)
         self._digest.update(sums.astype("<u8").tobytes())
         edges = self.expected.edges(steps)
@@ -201,7 +201,10 @@ class Checker:
         self._move_to(steps.end, [int(each[-1]) for each in edges])
 
     def _real(self, steps: Steps, ids: Ints) -> _Bools:
-        """Return which entries are valid samples; add findings for wrong padding and invalid ids."""
+        """Return a mask of `ids`: True for a valid id, which is neither padding nor excluded.
+
+        Adds findings for wrong padding, excluded rows and ids that the dataset does not have.
+        """
 
         def at(row: int) -> dict[str, int]:
             return {"step": self.walk.steps + row, "position": steps.start + row * steps.size}
@@ -228,7 +231,7 @@ class Checker:
         return real & ~foreign & ~excluded
 
     def _by_stream(self, flat: Ints, where: _Which) -> Sequence[_Which]:
-        """Return, for each stream, which of the entries `where` belong to it, in ascending order."""
+        """Split `where`, indices into the ids `flat`, by stream; return each stream's indices, ascending."""
         if len(self.expected.streams) == 1:
             return [where]
         where = np.arange(len(flat))[where]
@@ -247,7 +250,7 @@ class Checker:
         where: _Which,
         shape: tuple[int, int],
     ) -> set[int]:
-        """Check one stream's samples in a block of steps; return the rows of the first faulty steps."""
+        """Check a stream's samples in a block of steps; return its first faulty steps, counted from 0."""
         first, end = int(edges[0]), int(edges[-1])
         if not len(ids) and first == end:
             return set()
@@ -265,10 +268,11 @@ class Checker:
         return self._discrepancies.add(stream, delivered, self.walk.steps)
 
     def _indices_of(self, stream: int, own_ids: Ints, rows: Ints, edges: Ints) -> Ints:
-        """Return the index of each sample in the epoch of its step.
+        """Return each sample's index in the stream, in the epoch of the step that delivered it.
 
-        If a step has samples of several epochs, a sample belongs to the epoch in which it fits, or else to an
-        epoch of which the step lacks a sample, because that is the sample it replaced.
+        A step can contain samples of several epochs. A sample then belongs to the epoch in which it is due at
+        this step. A sample that is not due at all is assigned to an epoch of which the step lacks a sample,
+        because it was delivered in place of that sample.
         """
         order = self.expected.streams[stream]
         size = max(order.samples, 1)
@@ -279,13 +283,13 @@ class Checker:
         for epoch in range(first // size, (end - 1) // size + 1):
             begin, stop = max(first, epoch * size), min(end, (epoch + 1) * size)
             steps = np.searchsorted(edges, (begin, stop), side="right") - 1
-            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # rows are in order
+            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # `rows` is sorted
             free = low + np.flatnonzero(indices[low:high] < 0)
             found = order.positions_of(own_ids[free], epoch)
             fits = (found >= np.maximum(edges[rows[free]], begin)) & (
                 found < np.minimum(edges[rows[free] + 1], stop)
             )
-            # If a step has a sample twice, the second one may belong to the next epoch.
+            # Use each index once: if a step has a sample twice, the second may belong to the next epoch.
             found, firsts = np.unique(found[fits], return_index=True)
             indices[free[fits][firsts]] = found
         left = np.flatnonzero(indices < 0)
@@ -304,7 +308,7 @@ class Checker:
         return indices
 
     def _count(self, stream: int, indices: Ints, ids: Ints, words: tuple[Words, Words]) -> None:
-        """Add samples to the sums of the epochs that contain their indices."""
+        """Add `ids` to the sums of their epochs, which follow from `indices`; `words` is H(ids)."""
         if not len(ids):
             return
         size = max(self.expected.streams[stream].samples, 1)
@@ -323,7 +327,7 @@ class Checker:
         return self._tallies.setdefault((stream, epoch), Tally())
 
     def _close_epochs(self) -> None:
-        """Compare the sums of finished epochs with the index."""
+        """Compare the sums of each finished epoch with the sums of all kept rows; add findings."""
         for stream, epoch in [key for key in self._tallies if self._is_over(*key)]:
             size = self.expected.streams[stream].samples
             if epoch * size < self._origins[stream] or self._is_broken(stream, epoch * size, size):
@@ -351,7 +355,7 @@ class Checker:
         return False
 
     def _tally_of_index(self, stream: int) -> Tally:
-        """Return the sums of all kept rows of a stream, each counted once."""
+        """Return the sums over all rows of a stream that are not excluded, each counted once."""
         if stream not in self._of_index:
             tally = self._of_index[stream] = Tally()
             excluded = self.expected.streams[stream].exclusions

@@ -17,14 +17,14 @@ from shardkit.arrays import Ints
 from shardkit.tools.audit.expectation import Expectation, Steps
 from shardkit.tools.audit.findings import Finding, Findings
 
-MAX_FOLLOWED = 1 << 17  # maximum number of wrong samples tracked, about 30 MB; the first ones show the cause
-MAX_EXPLAINED = 8  # maximum number of faulty steps whose parts are compared rank by rank
+MAX_FOLLOWED = 1 << 17  # maximum number of wrong samples that are tracked, about 30 MB of memory
+MAX_EXPLAINED = 8  # maximum number of faulty steps in which each rank's samples are compared
 NEAR_STEPS = 2  # number of steps before and after a faulty step that are searched for a rank's samples
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample in one epoch: where it was delivered unexpectedly, and where it is missing."""
+    """One sample in one epoch: where it was delivered unexpectedly, and which step lacks it."""
 
     index: int
     net: int = 0
@@ -34,9 +34,10 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A stream's samples in a block of steps, as arrays of equal length; `fits`: is the sample in its step?
+    """The samples that a stream delivered in a block of steps, as arrays with one entry per sample.
 
-    `edges` are the stream's indices where each step begins, and after the last step.
+    `rows` are numbers of steps in the block; `fits` is True for a sample that is due at its step. `edges` has
+    the stream's index at the start of each step and, as its last entry, after the block.
     """
 
     ids: Ints
@@ -56,7 +57,7 @@ class Discrepancies:
         self._explained = self._not_followed = 0
 
     def add(self, stream: int, found: Delivered, first_step: int) -> set[int]:
-        """Record the missing and unexpected samples of a block; return the rows of the first faulty steps."""
+        """Record a block's missing and unexpected samples; return the block's first faulty steps."""
         size = max(self._expected.streams[stream].samples, 1)
         start, end = int(found.edges[0]), int(found.edges[-1])
         fitting = np.flatnonzero(found.fits)
@@ -121,7 +122,7 @@ class Discrepancies:
             )
 
     def explain(self, steps: Steps, delivered: Ints, rows: list[int], first_step: int) -> None:
-        """Report, for the first faulty steps, the ranks with wrong samples, and whose part they received."""
+        """Report ranks with wrong samples in the faulty steps `rows`, and which rank's part they received."""
         _, ranks, batch = delivered.shape
         for row in rows[: MAX_EXPLAINED - self._explained]:
             self._explained += 1
@@ -147,7 +148,7 @@ class Discrepancies:
                 self._findings.add(found)
 
     def _parts(self, steps: Steps, row: int, ranks: int) -> list[frozenset[int]]:
-        """Return each rank's part of a step, as a set of ids; [] for steps before the first position."""
+        """Return each rank's expected part of a step, as a set of ids; [] if there is no such step."""
         start = steps.start + row * steps.size
         if start < 0:
             return []

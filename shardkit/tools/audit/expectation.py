@@ -1,8 +1,8 @@
 """Computes what an undisturbed run delivers: streams, their kept samples, their order, and their steps.
 
 It uses only a run's settings and the sizes of the shards, not the loader. Sample ids and shards are numbered
-through all streams' datasets, as in the loader. Each stream has its own index, which numbers its samples
-through all its epochs; for a single stream, the index is the position.
+consecutively over the datasets of all streams, as in the loader. The index of a stream counts the samples
+that the stream has delivered, over all its epochs; for a single stream, the index is the position.
 
 Steps follow from the rule of the tail. `Tiling` implements it independently of the loader's plan
 (`shardkit.order.batches`), which the audit checks. With N samples per epoch and G samples per step over all
@@ -55,13 +55,13 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The rule that cuts positions into steps: `samples` per epoch, and `tail` at the end of an epoch."""
+    """Cuts positions into steps; an epoch has `samples` positions, and its last step follows from `tail`."""
 
     samples: int
     tail: str
 
     def settle(self, position: int, global_batch: int) -> int:
-        """Return where the next step of a run at `position` begins, after any dropped samples."""
+        """Return where the next step begins: `position`, or the next epoch if the tail drops the rest."""
         left = self.samples - position % self.samples
         return position + left if self.tail == "drop" and left < global_batch else position
 
@@ -103,7 +103,7 @@ class Expectation:
 
     @property
     def samples(self) -> int:
-        """The number of samples of all streams, including excluded ones; ids are below it."""
+        """The number of samples of all streams, including excluded ones; ids are below this number."""
         return int(self.first_samples[-1])
 
     @property
@@ -112,7 +112,7 @@ class Expectation:
         return int(self._first_shards[-1])
 
     def edges(self, steps: Steps) -> list[Ints]:
-        """Return per stream int64[count + 1]: its index where each step begins, and after the last step."""
+        """Return per stream int64[count + 1]: the stream's index at the start of each step and at the end."""
         if self.mixture is None:
             return [steps.start + np.arange(steps.count + 1, dtype=np.int64) * steps.size]
         streams = len(self.streams)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shardkit.tools.audit.sums import FALSE_ACCEPTANCE
 
 KINDS = {
-    # Causes first, then their consequences.
+    # The order of a report: causes come before their consequences.
     "settings": "ranks or runs with different data or a different order",
     "log": "damaged log files",
     "replica": "replicas of a rank whose logs differ",
@@ -90,7 +90,7 @@ class Findings:
 
 @dataclass(slots=True)
 class Walk:
-    """The check of one sequence of steps, which `runs` runs delivered one after another."""
+    """The results for one sequence of steps, which `runs` runs delivered one after another."""
 
     name: str
     runs: int
@@ -105,7 +105,7 @@ class Walk:
     padding: int = 0
     dropped: int = 0
     digest: str = ""
-    """Digest of the sets of samples of all steps, under this audit's key; the same for any world size."""
+    """Digest of the set of samples in each step, with this audit's key; independent of the world size."""
     seconds: float = 0.0
     superseded: int = 0
 

@@ -10,8 +10,8 @@ a run on 8 ranks that was killed and resumed on 3 is checked as one. Ranges that
 reported and skipped, and the epochs that contain them are not proved.
 
 Replicas of a rank (such as tensor parallel peers) all log the same steps if they could not agree on a single
-one that logs. The heads of such logs contain different ranks in the world. The logs are compared, and count
-as one.
+one that logs. The heads of such logs contain the same rank, but different global ranks (`replica`). The logs
+are compared, and count as one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from shardkit.tools.audit.expectation import Expectation
 from shardkit.tools.audit.findings import AuditReport, Finding, Findings
 from shardkit.tools.audit.sums import SampleHash
 
-MAX_APART = 16  # maximum steps between ranks of a killed run: more than any loop or prefetcher runs ahead
+MAX_APART = 16  # maximum difference in logged steps of a killed run's ranks: more than a prefetcher is ahead
 
 
 @dataclass(slots=True)
 class Run:
-    """One run of all ranks: their logs, and the position from which a later run supersedes it."""
+    """One run: the logs of its ranks, and `stop`, the position from which a later run supersedes it."""
 
     start: int
     world_size: int
@@ -68,7 +68,7 @@ class Run:
         return max(section.last for section in self.sections.values())
 
     def accepts(self, head: RunHead) -> bool:
-        """Return whether a log may belong to this run: of a rank or a replica that has no log in it yet."""
+        """Return whether the log of `head` fits this run, which has no log of its rank or replica yet."""
         if (self.start, self.world_size, self.batch_size) != (
             head.position,
             head.world_size,
@@ -87,7 +87,7 @@ class Run:
 
 
 def _find_runs(folder: Path, findings: Findings) -> list[Run]:
-    """Return the runs in a folder's logs, in order of time; raises ShardError if there are none."""
+    """Return the runs in a folder's logs, in order of time; raises ShardError if no log has a step."""
     if not folder.is_dir():
         raise ShardError(folder, "is not a folder of usage logs")
     files = [scan(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
@@ -176,7 +176,7 @@ def audit_logs(
 
 
 def _unite_twins(run: Run, findings: Findings) -> None:
-    """Compare the logs of replicas with each other, and keep the longest log of each rank."""
+    """Compare the logs of replicas of the same rank, and keep the longest log of each rank."""
     for twin in run.twins:
         rank = twin.head.rank
         section = run.sections[rank]
@@ -232,7 +232,7 @@ class _LogRun:
         self._batch = run.world_size * run.batch_size
 
     def check(self) -> None:
-        """Pass all steps that count to the checker."""
+        """Pass the steps that no later run supersedes to the checker; add findings for incomplete logs."""
         run, checker = self._run, self._checker
         end = run.last if run.stop is None else run.stop
         if run.missing:
@@ -254,7 +254,10 @@ class _LogRun:
             checker.found("resume", problem)
 
     def _is_begun(self) -> bool:
-        """Return whether any step counts; add findings for a wrong first step and for a gap before it."""
+        """Return whether the run has steps that are not superseded.
+
+        Adds findings for a wrong first step, and for positions before it that no run delivered.
+        """
         run, checker = self._run, self._checker
         due = checker.expected.tiling.settle(run.start, self._batch)
         for rank, section in sorted(run.sections.items()):

@@ -39,7 +39,7 @@ from shardkit.tools.audit.sums import SampleHash
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A part of a walk by one set of ranks, until step `until_step` of the walk (None: until its end)."""
+    """A part of a walk with one batch and world size, up to step `until_step` of the walk (None: its end)."""
 
     batch_size: int
     world_size: int
@@ -51,7 +51,7 @@ class Leg:
 
 
 def legs_of_resumes(legs: Sequence[Leg], steps: Sequence[int]) -> list[Leg]:
-    """Return the legs of a walk that stops after each of `steps` and resumes with the next of `legs`."""
+    """Return the legs of a walk that stops after each of `steps` and resumes with the next leg, in turn."""
     ends = [*sorted(set(steps)), None]
     turns = [legs[number % len(legs)] for number in range(len(ends))]
     return [
@@ -79,7 +79,7 @@ class PlannedRun:
 
     @property
     def position(self) -> int:
-        """The position where the next step begins, as `StreamingLoader.position`."""
+        """The position where the next step begins, as in `StreamingLoader.position`."""
         return self._cursor[0]
 
     def steps(self, most: int) -> Ints:
@@ -92,7 +92,7 @@ class PlannedRun:
         return ids
 
     def restart(self, batch_size: int, world_size: int) -> None:
-        """Continue with different ranks from the state, saved and loaded as by a checkpoint."""
+        """Save the state as JSON and continue from it with a new batch and world size, as after a restart."""
         saved = LoaderState(*self._cursor, self._settings)
         loaded = LoaderState.from_dict(json.loads(json.dumps(saved.to_dict())))
         resumed = resume(loaded, self._first, fixed=frozenset(), on_mismatch="error")
@@ -108,7 +108,7 @@ class PlannedRun:
         ]
 
     def _of_rank(self, plan: BatchPlan, count: int) -> Ints:
-        """Return int64[count, batch], the ids that a rank plans itself or through its workers in turn."""
+        """Return int64[count, batch], a rank's sample ids; with n workers, each plans every n-th step."""
         if self._workers < 2:
             return self._planned(plan, self._cursor, count, 1)
         ids = np.empty((count, plan.batch_size), dtype=np.int64)
@@ -142,10 +142,10 @@ def audit_plan(
     """Walk `epochs` epochs with the ranks of each of `legs`, and report what differs from the expectation.
 
     With `resume_at`, one more walk stops after each of these steps and resumes with the next leg. `workers`
-    is the number of DataLoader workers per rank. `key` is the key of the sums (default: random). `start`
-    creates the run, with the arguments of `PlannedRun`. Raises ValueError if a leg is impossible.
+    is the number of DataLoader workers per rank. `key` is the key of the sums (default: random). `start` is
+    called like `PlannedRun` to create a run. Raises ValueError if a leg's batch and world size are invalid.
     """
-    # Creating a BatchPlan checks a leg, so that an impossible one fails before the first walk.
+    # BatchPlan raises ValueError for an invalid leg: create one per leg before the first walk.
     settings = opened.settings(config, seed=seed, shuffle=shuffle, tail=tail)
     for leg in legs:
         BatchPlan(settings.epoch_samples, leg.batch_size, 0, leg.world_size, tail)
@@ -185,7 +185,7 @@ def _walk(
             most = block if leg.until_step is None else min(block, leg.until_step - checker.walk.steps)
             if most <= 0:
                 break
-            # A walk of `end` positions ends with the step that reaches it.
+            # Request no step after the one that reaches position `end`.
             most = min(most, -(-(end - checker.position) // leg.global_batch))
             ids = run.steps(most)
             checker.deliver(ids)

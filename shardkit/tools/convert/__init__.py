@@ -1,4 +1,4 @@
-"""Converts datasets of other formats to MDS or WebDataset shards, and these two into each other.
+"""Converts datasets of other formats to MDS or WebDataset shards, and MDS and WebDataset into each other.
 
 `run` is the entry point. `detect` selects the reader (one module per format, `read_…`), `cut` makes rows from
 documents, `columns` maps columns between the two formats, `write` writes shards.

@@ -10,7 +10,7 @@
 | int8 … uint64, float16 … float64   | `name.npy`     | an array without axes                         |
 | ndarray…                           | `name.npy`     | the array                                     |
 | str_float                          | `name.json`    | a JSON number                                 |
-| str_decimal                        | `name.txt`     | its digits: other readers see text            |
+| str_decimal                        | `name.txt`     | its digits, which other readers see as text   |
 | pil                                | `name.png`     | a PNG of the same pixels (modes PNG can hold) |
 | pkl, jpeg_array, list[…]           | refused        |                                               |
 
@@ -18,7 +18,7 @@ A column `__key__` (str) contains the keys of samples; without it, samples are n
 column's name and encoding, so that converting back restores both. For tars without such a card, `txt`, `text`
 and `transcript` become str; `cls`, `id` and `index` become int; `npy` becomes ndarray; `json`, `jpg` and
 `png` keep their kind; all other members (also `.gz`) become bytes, unchanged. The column is named after the
-extension (`tokens.npy`: `tokens`). The card records the extension, so that converting back restores it.
+extension (`tokens.npy` gives `tokens`). The card records the extension, so that converting back restores it.
 Pickles are refused.
 """
 
@@ -71,9 +71,9 @@ _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The mapping of one column: its name before and after, its MDS encoding, and the conversion of a value.
+    """How one column is converted: its names in source and target, MDS encoding, and function for values.
 
-    `convert` raises ValueError if a value does not match its encoding.
+    The function `convert` raises ValueError if a value does not match the encoding.
     """
 
     source: str
@@ -83,20 +83,20 @@ class Mapped:
 
 
 def unchanged(columns: Iterable[Column]) -> list[Mapped]:
-    """Map columns to themselves, with the same bytes and without checking the values."""
+    """Return mappings of columns to themselves that copy each value's bytes without checking them."""
     return [Mapped(c.name, c.name, c.encoding, lambda data: data) for c in columns]
 
 
 def keep_columns(columns: Sequence[Column]) -> list[Mapped]:
-    """Map MDS columns to themselves; values except images are checked. Raises ValueError for pickles."""
+    """Return mappings of MDS columns to themselves that check values; raises ValueError for pickles."""
     return [Mapped(c.name, c.name, c.encoding, _checked(c.encoding)) for c in columns]
 
 
 def to_members(columns: Sequence[Column], noted: Mapping[str, str] | None = None) -> list[Mapped]:
-    """Map MDS columns to extensions of tar members.
+    """Return mappings of MDS columns to extensions of tar members.
 
-    `noted` is {column: extension} from the card of MDS that was converted from tars. Raises ValueError for
-    encodings that a member cannot hold, and for names that clash.
+    `noted` is {column: extension} from the card, to restore the extensions of MDS that was converted from
+    tars. Raises ValueError for encodings that a member cannot hold, and if two extensions would be equal.
     """
     mapped = []
     for column in columns:
@@ -119,9 +119,9 @@ def to_members(columns: Sequence[Column], noted: Mapping[str, str] | None = None
 
 
 def to_values(columns: Sequence[Column], noted: Mapping[str, Mapping[str, str]]) -> list[Mapped]:
-    """Map extensions of tar members to MDS columns.
+    """Return mappings of tar columns, each named by a member's extension, to MDS columns.
 
-    `noted` is {extension: {"column", "encoding"}} from the card of tars that were converted from MDS.
+    `noted` is {extension: {"column", "encoding"}} from the card, to restore MDS that was converted to tars.
     """
     mapped = []
     for column in columns:
@@ -153,7 +153,7 @@ def _refuse_clashes(mapped: Sequence[Mapped]) -> None:
 
 
 def _extension(name: str, kind: str) -> str:
-    """Return the column's name, with a suffix added unless readers already infer its kind from the name."""
+    """Return a column's extension: its name, plus a suffix such as .npy unless the name implies the kind."""
     suffix = _SUFFIX[kind]
     last = name.rpartition(".")[2]
     same = {"txt": "str", "json": "json", "cls": "int", "npy": "ndarray", "bin": "bytes"}.get(suffix)
@@ -165,7 +165,7 @@ def _extension(name: str, kind: str) -> str:
 
 
 def _sound(name: str, extension: str) -> str:
-    """Return `extension` if it is valid in a tar and readers split it from the key unchanged."""
+    """Return `extension`; raises ValueError if readers of a tar would split it from the key differently."""
     if _NAME.fullmatch(extension) is None or split_name(f"0.{extension}") != ("0", extension):
         raise ValueError(
             f"column {name!r} cannot be an extension; use only lower-case letters, digits, '_', '-' and '.'"
@@ -179,7 +179,7 @@ def _name(extension: str) -> str:
 
 
 def _encoding(column: Column) -> str:
-    """Return the MDS encoding for a member's kind; raises ValueError for pickles."""
+    """Return the MDS encoding for a column of tar members; raises ValueError for pickles."""
     last = column.name.removesuffix(".gz").rpartition(".")[2]
     if last in ("pyd", "pickle", "pkl", "pth"):
         raise ValueError(f"members .{column.name} are pickles, which can run any code; leave them out")
@@ -196,7 +196,7 @@ def _encoding(column: Column) -> str:
 
 
 def _array_encoding(encoding: str) -> str:
-    """Return the MDS encoding of an array: "float32" for arrays without axes ("ndarray:float32:")."""
+    """Return the MDS encoding for arrays: a number such as "float32" if they have no axes, else ndarray."""
     kind, _, details = encoding.partition(":")
     dtype, colon, shape = details.partition(":")
     if colon and not shape:
@@ -204,12 +204,15 @@ def _array_encoding(encoding: str) -> str:
     try:
         encoding_of(encoding)
     except ValueError:
-        return kind  # MDS does not support the dtype; encoding a value raises an error that names it
+        return kind  # MDS does not support this dtype: the error comes when a value is encoded, and names it
     return encoding
 
 
 def _checked(encoding: str) -> Convert:
-    """Return a conversion that keeps the bytes and checks them; image files are not decoded."""
+    """Return a function that checks that bytes (except images) can be decoded, and returns them unchanged.
+
+    Raises ValueError if `encoding` is a pickle.
+    """
     found = encoding_of(encoding)
     if not found.safe:
         raise ValueError(f"{encoding} columns hold pickles, which can run any code; leave them out")
@@ -257,7 +260,7 @@ def _number(data: memoryview, encoding: str) -> bytes:
 
 
 def npy_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
-    """Return the bytes of a .npy file whose header does not depend on the NumPy version."""
+    """Return `array` as the bytes of a .npy file; the header is the same with every NumPy version."""
     little = array.dtype.newbyteorder("<")
     text = f"{{'descr': '{little.str}', 'fortran_order': False, 'shape': {array.shape!r}, }}"
     header_bytes = -(-(len(_NPY_MAGIC) + 2 + len(text) + 1) // 64) * 64

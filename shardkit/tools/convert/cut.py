@@ -1,7 +1,8 @@
-"""Turns documents of tokens into rows: copied, cut to one length, or one row per document.
+"""Turns documents of tokens into rows.
 
-Every token is accounted for: tokens read + eos appended + padding = tokens written + tokens dropped, which is
-checked at the end. An id that does not fit the rows' dtype stops the conversion with an error that names it.
+Documents that all have one length are copied. Other documents are joined and cut to rows of one length, or
+each becomes a row. Every token is accounted for: tokens read + eos appended + padding = tokens written +
+tokens dropped, which is checked at the end. A token id that does not fit the rows' dtype is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TokenCounts:
     documents_dropped: int = 0
 
     def check(self, cells: int) -> None:
-        """Raise ConservationError unless all tokens are written (`cells` is their number) or dropped."""
+        """Raise ConservationError unless the counts match `cells`, the tokens written including padding."""
         if self.tokens_read + self.eos_added + self.padding != cells + self.tokens_dropped:
             raise ConservationError(
                 f"{cells:,} tokens were written, which does not match {self}; this is a bug in shardkit"
@@ -40,7 +41,7 @@ class TokenCounts:
 
 
 def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
-    """Return the dtype of the rows: as requested, else uint16 if all ids are known to fit, else uint32."""
+    """Return the dtype of the rows: `cut.dtype`, else uint16 if all ids are known to fit, else uint32."""
     if cut.dtype is not None:
         return np.dtype(cut.dtype)
     largest = source.max_token if source.max_token is not None else np.iinfo(source.dtype).max
@@ -50,7 +51,7 @@ def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
 
 def cut_rows(blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None:
     """Concatenate all documents and cut them into rows of `sequence_length` tokens."""
-    last: int | None = None  # last token of an unfinished document, which may need an eos
+    last: int | None = None  # last token of the blocks so far; eos may have to follow it
     pending = False
     for block in blocks:
         _check_range(block, writer.dtype)
@@ -78,15 +79,15 @@ def _end_stream(writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None
 
 
 def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
-    """Return the block's tokens with `eos` after each document that has tokens and does not end with it.
+    """Return the block's tokens with `eos` inserted after each nonempty document that does not end with it.
 
-    `before` is the last token of the previous block if its document continues in this one.
+    `before` is the last token of the previous block if its document continues in this block, else None.
     """
     ends = block.ends
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
     filled = ends > starts
     if len(ends) and before is not None and ends[0] == 0:
-        filled[0] = True  # this document's tokens were in the previous block
+        filled[0] = True  # not an empty document: all its tokens were in the previous block
     lasts = np.full(len(ends), eos, np.int64)
     inside = ends > 0
     lasts[inside] = block.tokens[ends[inside] - 1]
@@ -102,7 +103,7 @@ def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
 def equal_rows(
     blocks: Iterable[TokenBlock], dtype: np.dtype[Any], counts: TokenCounts
 ) -> Iterator[tuple[int, Tokens]]:
-    """Yield (length of all rows, tokens); raises ShardError for the first row with another length."""
+    """Yield (row length, tokens of a block); raises ShardError at the first document of another length."""
     length = carried = 0
     for block in blocks:
         _check_range(block, dtype)
@@ -144,7 +145,7 @@ def documents(
     cut: CutOptions,
     counts: TokenCounts,
 ) -> Iterator[tuple[str, Tokens]]:
-    """Yield (location, tokens) of each document."""
+    """Yield (location for messages, tokens) of each document, as `dtype` and with `cut.eos` appended."""
     held: list[Tokens] = []
     for block in blocks:
         _check_range(block, dtype)
@@ -173,7 +174,7 @@ def documents(
 
 
 def _check_range(block: TokenBlock, dtype: np.dtype[Any]) -> None:
-    """Raise ShardError, with the document and the token, if an id does not fit the dtype."""
+    """Raise ShardError, which names the document and the token, if a token id does not fit `dtype`."""
     tokens, given = block.tokens, block.tokens.dtype
     limits = np.iinfo(dtype)
     if not len(tokens) or (np.iinfo(given).min >= 0 and np.iinfo(given).max <= limits.max):

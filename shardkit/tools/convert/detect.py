@@ -31,7 +31,7 @@ _ARROW = (".arrow", ".parquet")
 
 
 def find_kind(path: str) -> Kind:
-    """Return the format of a path, pattern or URL; if unknown, "dataset", so that `open_dataset` fails."""
+    """Return the format at a path, pattern or URL; "dataset" if unknown: `open_dataset` reports the error."""
     if is_remote(path):
         return "dataset"
     place = local_path(path)
@@ -71,12 +71,12 @@ def open_source(
     columns: Sequence[str] | None,
     storage: StorageOptions | None,
 ) -> Iterator[AnySource]:
-    """Open the source at `path`; raises ShardError if it is damaged or not in a supported format."""
+    """Open the source at `path` for a `with` block; raises ShardError if it is damaged or not supported."""
     kind = kind or find_kind(path)
     if kind not in get_args(Kind):
         raise ValueError(f"the source format must be one of {', '.join(get_args(Kind))}, not {kind!r}")
     if kind == "dataset":
-        # The dataset may have columns of pickles, but no reader here decodes them.
+        # `allow_pickle` opens datasets that also have columns of pickles; no pickle is decoded or converted.
         with open_dataset(path, allow_pickle=True, decode=False, storage=storage) as dataset:
             yield dataset_source(dataset, output.format, columns, cut)
         return
@@ -107,14 +107,14 @@ def _refuse_columns(path: str, kind: str, columns: Sequence[str] | None) -> None
 
 
 def _files(path: str) -> list[Path]:
-    """Return a file, or the files that match a pattern, sorted."""
+    """Return the file at `path`, or the files that match if `path` is a pattern, sorted."""
     if os.path.exists(path) or not is_pattern(path):  # noqa: PTH110  a file may be called "a[1].bin"
         return [local_path(path)]
     return [Path(name) for name in sorted(glob(path, recursive=True)) if Path(name).is_file()]  # noqa: PTH207
 
 
 def _named(path: str, suffixes: Sequence[str]) -> list[Path]:
-    """Return the file at `path`, a folder's files with `suffixes`, or the files that match a pattern."""
+    """Return the file at `path`, a folder's files that end in `suffixes`, or all files matching a pattern."""
     place = local_path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.suffix in suffixes)

@@ -1,8 +1,8 @@
 """Reads Hugging Face datasets of tokens: `save_to_disk` folders, .arrow files (stream or file), Parquet.
 
-Each row of a column of integer lists (`input_ids` or `tokens`, or the only such column) is one document.
-Other columns are left out, and the result lists them. Nulls, nested lists, and folders of several dataset
-splits are refused with file and row. Files are read batch by batch, and hashed after their last batch.
+Tokens are in a column of integer lists: `input_ids` or `tokens`, or the only such column. Each row is one
+document. Other columns are left out, and the result names them. Nulls, nested lists, and folders of several
+dataset splits are refused with file and row. Files are read batch by batch, and hashed after the last one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_BATCH_ROWS = 1 << 16
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the files of a `save_to_disk` folder; raises ShardError if invalid or of several splits."""
+    """Return the .arrow files of a `save_to_disk` folder; raises ShardError if it holds several splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_json(folder / "dataset_dict.json", _MAX_STATE_BYTES).get("splits", [])
         names = ", ".join(map(str, splits))[:200] if isinstance(splits, list) else ""
@@ -57,7 +57,7 @@ class ArrowSource:
     has_documents = True
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
-        """Open the files; `columns` names the one column to read.
+        """Open the files; `columns` has the name of the column to read (None: find it).
 
         Raises ShardError unless every file has this column, with lists of integers.
         """
@@ -73,7 +73,7 @@ class ArrowSource:
         for path, file in zip(self._paths, opened, strict=True):
             types.append(_token_type(path, file.schema, self.column))
         self.dtype: np.dtype[Any] = np.dtype(np.result_type(*types)) if len(set(types)) > 1 else types[0]
-        if self.dtype.kind == "f":  # NumPy promotes uint64 together with a signed type to float64
+        if self.dtype.kind == "f":  # for uint64 and a signed type, NumPy's common dtype is float64
             raise ShardError(
                 self._paths[0], f"has another type of {self.column!r} than other files: uint64 and signed"
             )
@@ -89,12 +89,12 @@ class ArrowSource:
         return {"column": self.column, "dtype": self.dtype.name}
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield all rows in order; a block is one batch of a file."""
+        """Yield all rows in order, one block per Arrow record batch."""
         document = 0
         for path in self._paths:
             first, size, seen = document, path.stat().st_size, 0
             opened = _open(path)
-            held: TokenBlock | None = None  # yielded one batch late, so that the last block can set ends_file
+            held: TokenBlock | None = None  # yielded after the next block is read: the last sets ends_file
             for array in _located(path, opened.arrays(self.column)):
                 if held is not None:
                     yield held
@@ -111,7 +111,10 @@ class ArrowSource:
 
 
 def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:
-    """Return the block of a batch's lists; tokens are a view of Arrow's buffers where possible."""
+    """Convert integer lists to a block, without a copy if possible; raises ShardError if a value is null.
+
+    `document` is the first list's number in the source, `row` its number in the file.
+    """
     import pyarrow as pa
 
     if array.null_count:
@@ -133,7 +136,7 @@ def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:
 
 
 def _located(path: Path, arrays: Iterator[Any]) -> Iterator[Any]:
-    """Yield the arrays after checking their offsets and sizes; convert Arrow's errors to ShardError."""
+    """Yield each array after Arrow has validated it; an error of Arrow becomes a ShardError about `path`."""
     import pyarrow as pa
 
     try:
@@ -145,7 +148,7 @@ def _located(path: Path, arrays: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Stream:
-    """An .arrow file, in the stream format (as `datasets` writes it) or the file format."""
+    """An .arrow file, in Arrow's stream format (which `datasets` writes) or in Arrow's file format."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -154,7 +157,7 @@ class _Stream:
         with path.open("rb") as handle:
             self._is_file = handle.read(6) == _ARROW_FILE_MAGIC
             if not self._is_file:
-                # Arrow reads a stream that is truncated between two batches without an error.
+                # Check the end mark: Arrow reports no error if a stream is truncated between two batches.
                 handle.seek(-min(len(_END_OF_STREAM), handle.seek(0, os.SEEK_END)), os.SEEK_END)
                 if handle.read() != _END_OF_STREAM:
                     raise ShardError(path, "has no end-of-stream mark: it is truncated, or not an Arrow file")
@@ -192,7 +195,7 @@ class _Parquet:
         self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
 
     def max_token(self, column: str) -> int | None:
-        """Return the largest token in the statistics of the row groups; None if a row group has none."""
+        """Return the largest token by the row groups' statistics; None if a row group has no statistics."""
         found = []
         for limits in self._footer.limits:
             greatest = [high for path, (_, high) in limits.items() if path.split(".")[0] == column]
@@ -218,7 +221,7 @@ def _open(path: Path) -> _Stream | _Parquet:
 
     try:
         file = _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
-        _ = file.schema.names  # raises here if a name is not valid UTF-8
+        _ = file.schema.names  # raises UnicodeDecodeError, a ValueError, if a name is not valid UTF-8
         return file
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ShardError(path, f"cannot be read as {path.suffix or 'Arrow'}: {error}") from error

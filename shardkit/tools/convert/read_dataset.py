@@ -1,8 +1,8 @@
 """Reads datasets that `open_dataset` opens: MDS and WebDataset tars, written by shardkit or other tools.
 
-A single column of fixed size is read as whole arrays, and a column of token arrays can be cut into new rows.
-Everything else is read sample by sample, as bytes: a value is decoded only if the two formats store it
-differently (see `columns`).
+A single column whose values all have one size is read as arrays of many rows. A column of token arrays can be
+cut into new rows. Everything else is read sample by sample, as bytes: a value is decoded only if source and
+target format store it differently (see `columns`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions
 
 
 class _DatasetSource:
-    """Common base of the three dataset sources."""
+    """Base class of `DatasetRows`, `DatasetTokens` and `DatasetSamples`, which read a dataset's shards."""
 
     kind: ClassVar[str] = "dataset"
 
@@ -55,7 +55,7 @@ class _DatasetSource:
 
 
 class DatasetRows(_DatasetSource):
-    """Reads one column of a fixed dtype and shape: the only column, or the selected one."""
+    """Reads one column of fixed dtype and shape (the only one or the selected one) as arrays of rows."""
 
     def __init__(self, dataset: Dataset, column: Column, target: str) -> None:
         super().__init__(dataset)
@@ -65,7 +65,7 @@ class DatasetRows(_DatasetSource):
         self.dtype, self.shape = dtype, shape
 
     def rows(self) -> Iterator[tuple[npt.NDArray[Any], int]]:
-        """Yield (rows, bytes of the source) in order; rows have shape (n, *shape) and a few megabytes."""
+        """Yield (rows, their size in the source) in order; a few megabytes of rows of shape (n, *shape)."""
         for _, shard, where, size in self._shards():
             if not len(shard):
                 continue
@@ -87,7 +87,7 @@ class DatasetTokens(_DatasetSource):
     max_token: int | None = None
 
     def __init__(self, dataset: Dataset, column: Column, source_dtype: str | None = None) -> None:
-        """Give `source_dtype` for a column of bytes, whose encoding does not record the tokens' dtype."""
+        """Set `source_dtype` to the tokens' dtype if the encoding is `bytes`, which does not record it."""
         super().__init__(dataset)
         self._column, self._bytes_dtype = column, None if source_dtype is None else np.dtype(source_dtype)
         dtype = _layout(column)[0] if source_dtype is None else self._bytes_dtype
@@ -96,7 +96,7 @@ class DatasetTokens(_DatasetSource):
         self.left_out = [c.name for c in dataset.columns if c.name not in (column.name, KEY)]
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield blocks of up to a few megabytes, or of 1024 samples of varying length, in order."""
+        """Yield blocks in order: a few megabytes of samples of one length, or 1024 of varying length."""
         document = 0
         for _, shard, where, size in self._shards():
             fixed = None if self._bytes_dtype is not None else shard.fixed_rows(self._column.name)
@@ -144,10 +144,10 @@ class DatasetTokens(_DatasetSource):
 
 
 class DatasetSamples(_DatasetSource):
-    """Reads samples with any columns."""
+    """Reads samples with any columns, and converts their values as `mapped` defines."""
 
     def __init__(self, dataset: Dataset, mapped: Sequence[Mapped], *, has_keys: bool) -> None:
-        """Set `has_keys` if a tar's keys are data to convert, not running numbers."""
+        """Set `has_keys` to convert the keys of tar samples too, if they are not just running numbers."""
         super().__init__(dataset)
         self._mapped = [column for column in mapped if column.source != KEY]
         self._key = next((column for column in mapped if column.source == KEY), None)
@@ -157,7 +157,7 @@ class DatasetSamples(_DatasetSource):
         self.names = {column.target: column.source for column in self._mapped}
 
     def samples(self) -> Iterator[Sample]:
-        """Yield samples in order; raises ShardError for a damaged sample, or one that lacks a column."""
+        """Yield samples in order; raises ShardError if a sample is damaged or lacks a column."""
         for _, shard, where, size in self._shards():
             for row in range(len(shard)):
                 payloads, key = self._raw(shard, row)
@@ -192,10 +192,10 @@ class DatasetSamples(_DatasetSource):
 def dataset_source(
     dataset: Dataset, target: Literal["mds", "wds"], columns: Sequence[str] | None, cut: CutOptions
 ) -> DatasetRows | DatasetTokens | DatasetSamples:
-    """Return the source that reads a dataset: as tokens to be cut, as whole rows, or sample by sample.
+    """Return the source that reads a dataset: as tokens to be cut, as arrays of rows, or sample by sample.
 
-    `columns` are the names in the source of the columns to convert (default: all). Raises ShardError for
-    columns that do not exist, or that the target format cannot hold.
+    `columns` names the columns of the source to convert (None: all). Raises ShardError for columns that do
+    not exist, or that the target format cannot hold.
     """
     chosen = _chosen(dataset, columns)
     if not len(dataset):
@@ -217,7 +217,7 @@ def dataset_source(
 
 
 def _tokens(dataset: Dataset, chosen: Sequence[Column], cut: CutOptions) -> DatasetTokens:
-    """Return the source of the one token column: arrays, or bytes if `cut.source_dtype` is given."""
+    """Return a source for the only token column, of kind ndarray, or of kind bytes with `source_dtype`."""
     kind = "ndarray" if cut.source_dtype is None else "bytes"
     tokens = [c for c in chosen if c.encoding.partition(":")[0] == kind]
     preferred = [c for c in tokens if c.name.removesuffix(".npy").removesuffix(".bin") in TOKEN_COLUMNS]
@@ -247,7 +247,7 @@ def _chosen(dataset: Dataset, columns: Sequence[str] | None) -> list[Column]:
 
 
 def _is_block(dataset: Dataset, column: Column, target: str) -> bool:
-    """Return whether all shards hold the column as one matrix that the target's row writer accepts."""
+    """Return whether all shards hold the column as one array of rows that the target's row writer accepts."""
     if dataset.manifest.format == "mds" and any(c.size is None for c in dataset.columns):
         return False
     dtype, shape = _layout(column)
@@ -263,7 +263,7 @@ def _is_block(dataset: Dataset, column: Column, target: str) -> bool:
 
 
 def _is_counted(dataset: Dataset) -> bool:
-    """Return whether a tar's keys are the running numbers of shardkit's writer, which carry no data."""
+    """Return whether the keys in tars are just the running numbers that shardkit's tar writer gives."""
     first = next((n for n, info in enumerate(dataset.manifest.shards) if info.samples), None)
     if first is None:
         return True
@@ -274,7 +274,7 @@ def _is_counted(dataset: Dataset) -> bool:
 
 
 def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
-    """Return the valid notes on columns, by extension, in the card of tars that were converted from MDS."""
+    """Return the valid {extension: {"column", "encoding"}} in the card of tars converted from MDS."""
     noted = None if dataset.card is None else dataset.card.data.get("columns")
     if not isinstance(noted, dict):
         return {}
@@ -290,7 +290,7 @@ def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
 
 
 def _noted_members(dataset: Dataset) -> Mapping[str, str]:
-    """Return the notes on members in the card of MDS that was converted from tars, or {} if invalid."""
+    """Return {column: extension} from the card of MDS converted from tars; {} if missing or invalid."""
     noted = None if dataset.card is None else dataset.card.data.get("members")
     if not isinstance(noted, dict) or not all(isinstance(name, str) for name in noted.values()):
         return {}
@@ -298,7 +298,7 @@ def _noted_members(dataset: Dataset) -> Mapping[str, str]:
 
 
 def _layout(column: Column) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
-    """Return the dtype and shape in the encoding of an ndarray column; (None, ()) if it has none."""
+    """Return dtype and shape in an encoding such as "ndarray:uint16:2048"; (None, ()) without a dtype."""
     parts = column.encoding.split(":")
     if parts[0] != "ndarray" or len(parts) < 2:
         return None, ()

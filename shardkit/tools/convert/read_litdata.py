@@ -15,8 +15,9 @@ With zstd, one frame holds a whole chunk (`compression_level` "chunk"), one item
 
 Each item of a token dataset is a document. litdata's TokensLoader starts its fixed-size blocks anew in each
 chunk and leaves out the chunk's last tokens; `per_file` with `drop_tail` gives exactly these rows. A chunk is
-held in memory whole, because litdata writes small chunks. Leaves of plain kinds become MDS columns or tar
-members. Other leaves are refused by name, as are encrypted chunks and chunks with Arrow's own compression.
+held in memory whole, because litdata writes small chunks. Leaves (values of an item) of plain kinds become
+MDS columns or tar members. Other leaves are refused by name, as are encrypted chunks and chunks with Arrow's
+own compression.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from shardkit.tools.convert.columns import to_members, unchanged
 from shardkit.tools.convert.source import SOURCE_HASH, Sample, TokenBlock, read_json
 
 _MAX_INDEX_BYTES = 1 << 30
-_MAX_CHUNK_BYTES = 1 << 32  # offsets are u32
+_MAX_CHUNK_BYTES = 1 << 32  # 4 GiB, because the offsets in a chunk are u32
 _BATCHES = b"LDFZ01\0\0"
 _FRAME = struct.Struct("<IIQII")
 _TORCH_DTYPES = {
@@ -49,7 +50,7 @@ _TORCH_DTYPES = {
 _NUMPY_DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-# For leaves with a header: the dtype of the header's words, and the dtypes of values by their number.
+# Array leaves with a header: {leaf kind: (dtype of the header's integers, {number: dtype of the values})}.
 _WITH_HEADER = {"tensor": (">u4", _TORCH_DTYPES), "numpy": ("<u4", dict(enumerate(_NUMPY_DTYPES)))}
 # Leaf kinds whose bytes are a valid MDS value as they are: {litdata kind: MDS encoding}.
 _SAME = {"str": "str", "bytes": "bytes", "int": "int", "jpeg": "jpeg", "float": "float64", "pil": "pil"}
@@ -66,13 +67,13 @@ def is_litdata(folder: Path) -> bool:
 
 
 def litdata_source(folder: Path, target: str) -> LitdataTokens | LitdataSamples:
-    """Return the source that reads a folder.
+    """Return the source that reads a litdata folder: as tokens, or as samples with any columns.
 
     Raises ShardError if the index is invalid or describes data that cannot be converted.
     """
     index = _Index(folder)
     has_tokens = all(tokens is not None for _, _, _, tokens in index.chunks)
-    # Older litdata versions do not record the loader.
+    # Older litdata versions do not record the loader: chunks that all count tokens are for TokensLoader.
     if index.loader == "TokensLoader" or (index.loader is None and has_tokens):
         return LitdataTokens(index)
     if index.loader in ("PyTreeLoader", None):
@@ -116,7 +117,7 @@ class _Index:
         return ShardError(self.file, problem)
 
     def _chunk(self, number: int, chunk: object) -> tuple[str, int, int, int | None]:
-        """Return the name of a chunk and its numbers of bytes, items and tokens (None if not recorded)."""
+        """Return (file name, bytes, items, tokens) of an entry of "chunks"; tokens may be None (unknown)."""
         if not isinstance(chunk, dict):
             raise self.refused(f"chunk {number:,} is not a JSON object")
         name = checked_basename(chunk.get("filename"), self.file)
@@ -132,7 +133,7 @@ class _Index:
 
 
 class _Litdata:
-    """Common base of the two litdata sources: reads and decompresses chunks."""
+    """Base class of `LitdataTokens` and `LitdataSamples`: reads and decompresses chunks."""
 
     kind: ClassVar[str] = "litdata"
 
@@ -148,7 +149,7 @@ class _Litdata:
         return {"item_loader": self._index.loader, "data_format": self._index.formats}
 
     def _chunks(self) -> Iterator[tuple[Path, npt.NDArray[np.uint8], npt.NDArray[np.int64], int | None, int]]:
-        """Yield (file, raw bytes, offsets int64[n + 1], tokens in the index, stored bytes) of each chunk."""
+        """Yield (path, content, item offsets, tokens by the index or None, stored bytes) of each chunk."""
         for name, _, items, dim in self._index.chunks:
             path = self._index.folder / name
             try:
@@ -184,7 +185,7 @@ class LitdataTokens(_Litdata):
         self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("<")
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield one block per chunk."""
+        """Yield one block per chunk; each item is a document."""
         document = 0
         for path, raw, offsets, dim, stored in self._chunks():
             body = raw[offsets[0] : offsets[-1]]
@@ -257,7 +258,7 @@ class LitdataSamples(_Litdata):
 
 
 def _frame(path: Path, stored: memoryview, most: int) -> bytes:
-    """Return the content of a zstd frame; raises ShardError if invalid or larger than `most` bytes."""
+    """Decompress a zstd frame; raises ShardError if it is invalid or its content exceeds `most` bytes."""
     import zstandard
 
     try:
@@ -271,7 +272,7 @@ def _frame(path: Path, stored: memoryview, most: int) -> bytes:
 
 
 def _items_of_batches(path: Path, stored: bytes) -> list[bytes]:
-    """Return the items of a chunk whose frames hold several items; raises ShardError if it is damaged."""
+    """Return the items of a chunk with compression_level "batch"; raises ShardError if it is damaged."""
     head = len(_BATCHES) + 16
     if len(stored) < head or not stored.startswith(_BATCHES):
         raise ShardError(path, "has no header of batches, but the index has level batch", offset=0)
@@ -301,7 +302,7 @@ def _items_of_batches(path: Path, stored: bytes) -> list[bytes]:
 
 
 def _items_of_samples(path: Path, stored: bytes) -> list[bytes]:
-    """Return the items of a chunk with one frame per item; raises ShardError if it is damaged."""
+    """Return the items of a chunk with compression_level "sample"; raises ShardError if it is damaged."""
     count = int.from_bytes(stored[:4], "little")
     offsets = _offsets(path, np.frombuffer(stored, np.uint8), count).tolist()
     items, left = [], _MAX_CHUNK_BYTES
@@ -319,7 +320,7 @@ def _plain_chunk(items: Sequence[bytes]) -> bytes:
 
 
 def _offsets(path: Path, raw: npt.NDArray[np.uint8], items: int) -> npt.NDArray[np.int64]:
-    """Return the checked offsets of items, int64[items + 1]: from the end of the header to the file's end."""
+    """Return int64[items + 1], the offsets in a chunk's header; raises ShardError unless they are valid."""
     head = 4 * (items + 2)
     if len(raw) < head:
         raise ShardError(path, f"has {len(raw):,} bytes, too few for the offsets of {items:,} items")
@@ -334,7 +335,7 @@ def _offsets(path: Path, raw: npt.NDArray[np.uint8], items: int) -> npt.NDArray[
 
 
 def _leaf_names(index: _Index) -> Sequence[str]:
-    """Return the names of the leaves, in order, from the tree in the index's data_spec."""
+    """Return the names of an item's leaves, in order: the keys of its dict, or "value" for a single leaf."""
     try:
         spec = load_json(index.config["data_spec"])[1]
         kind, children = spec["type"], spec["children_spec"]
@@ -354,7 +355,7 @@ def _leaf_names(index: _Index) -> Sequence[str]:
 
 
 def _leaf(name: str) -> tuple[str, Callable[[memoryview], bytes | memoryview]] | None:
-    """Return the MDS encoding of a leaf kind and the function that encodes it, or None if MDS has none."""
+    """Return (MDS encoding, function that encodes a leaf) for a litdata kind; None if MDS cannot hold it."""
     if name in _SAME:
         decode = encoding_of(_SAME[name]).decode if name in ("str", "pil") else None
         return _SAME[name], lambda data: data if decode is None else (decode(data), data)[1]
@@ -372,7 +373,7 @@ def _leaf(name: str) -> tuple[str, Callable[[memoryview], bytes | memoryview]] |
 
 
 def _array_dtype(name: str) -> str | None:
-    """Return the dtype of a one-axis array kind such as `no_header_tensor:17` or `no_header_numpy:5`."""
+    """Return the dtype of a one-axis array kind such as `no_header_tensor:17`; None for another kind."""
     kind, colon, number = name.partition(":")
     if not colon or not number.isdecimal():
         return None
@@ -391,7 +392,10 @@ def _flat(data: memoryview, dtype: str) -> npt.NDArray[Any]:
 
 
 def _array(data: memoryview, word: str, dtypes: Mapping[int, str]) -> npt.NDArray[Any]:
-    """Decode an array: u32 dtype, u32 axes and u32 dims in dtype `word`, then little-endian values."""
+    """Decode an array with a header: dtype number, number of axes and size of each axis, in dtype `word`.
+
+    `dtypes` is {dtype number: dtype}. The values follow the header, little-endian.
+    """
     if len(data) < 8:
         raise ValueError(f"has an array of {len(data)} bytes, too few for its 8-byte header")
     number, axes = (int(value) for value in np.frombuffer(data[:8], word))

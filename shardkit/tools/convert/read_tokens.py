@@ -23,7 +23,10 @@ from shardkit.tools.convert.source import BLOCK_BYTES, NO_ENDS, SOURCE_HASH, Tok
 
 @dataclass(slots=True)
 class _Tokens:
-    """Reads the tokens of a file of `bytes` bytes, from offset `start`; after the last, sets `info`."""
+    """Reads the tokens of a file from offset `start`; the file has `bytes` bytes.
+
+    After the last token, `info` is set to the file's size and hash.
+    """
 
     path: Path
     start: int
@@ -32,7 +35,7 @@ class _Tokens:
     info: FileInfo | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-        """Yield (tokens, whether they end the file); raises ShardError if the file's size has changed."""
+        """Yield (tokens, whether they are the last); raises ShardError if the file's size has changed."""
         changed = ShardError(self.path, "changed while it was read; convert it again")
         hasher = new_hash(SOURCE_HASH)
         try:
@@ -41,7 +44,7 @@ class _Tokens:
                 hasher.update(head)
                 size = len(head)
                 while True:
-                    data = np.empty(BLOCK_BYTES, np.uint8)  # not reused: callers may keep views of a block
+                    data = np.empty(BLOCK_BYTES, np.uint8)  # new each time, as callers may keep views of it
                     filled = _fill(file, data.data)
                     if not filled:
                         break
@@ -65,7 +68,7 @@ def _fill(file: Any, view: memoryview) -> int:
 
 
 def megatron_files(path: Path) -> tuple[Path, Path] | None:
-    """Return the paths (.bin, .idx) if `path` is one of them or their common prefix; None if not a pair."""
+    """Return the paths (.bin, .idx) of the pair that `path` (a file or the common prefix) names, or None."""
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".idx")
     if path.suffix == ".idx" or pair[1].is_file():
@@ -100,7 +103,7 @@ class MegatronSource:
         return {"sequences": self._checked.sequences, "documents": self._checked.documents}
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield blocks of all tokens in order, with the ends of documents."""
+        """Yield all tokens in order as blocks, which contain the ends of documents."""
         pieces = _Tokens(self._path, 0, self.dtype, self.bytes)
         with self._index.open("rb") as file:
             ends = _Feed(self._checked.document_ends(file))
@@ -126,7 +129,7 @@ class MegatronSource:
 
 
 class _Feed:
-    """Buffers ascending numbers and returns them up to a limit."""
+    """Takes ascending numbers from an iterator of arrays, up to a given limit at a time."""
 
     def __init__(self, pieces: Iterator[npt.NDArray[np.int64]]) -> None:
         self._pieces = pieces
@@ -157,7 +160,7 @@ class NanogptSource:
     left_out = ()
 
     def __init__(self, paths: Sequence[Path], source_dtype: str | None = None) -> None:
-        """Check the headers; `source_dtype` is the dtype of files without a header (default: uint16).
+        """Check the files' headers; `source_dtype` is the dtype of files without a header (None: uint16).
 
         Raises ShardError if a file is not a .bin of tokens, or if headers or dtypes differ between files.
         """
@@ -179,7 +182,7 @@ class NanogptSource:
         return {"header": bool(self._start), "dtype": self.dtype.name}
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield blocks of all tokens in order."""
+        """Yield all tokens in order as blocks."""
         for path in self._paths:
             pieces, token = _Tokens(path, self._start, self.dtype, path.stat().st_size), 0
             for tokens, ends_file in pieces:
@@ -191,7 +194,7 @@ class NanogptSource:
 
 
 def _read_header(path: Path, source_dtype: str | None) -> tuple[int, str]:
-    """Return the size of the header in bytes and the name of the tokens' dtype."""
+    """Return (size of the header in bytes, name of the tokens' dtype) of a .bin file."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)

@@ -3,7 +3,7 @@
 The source is read forward once, a few megabytes at a time. Shards are written to `DST/.shardkit-converting`
 (on the target's file system, so publishing renames files and copies nothing), read back by the readers that
 training uses, and compared by a digest of all values. Then they are moved into place, the index last. The
-target is locked meanwhile. A killed conversion leaves no index, and the next one removes its files.
+target is locked during the conversion. A killed conversion leaves no index; the next one removes its files.
 
 The card depends only on the source, its path as given, and the options: it holds no times and no other
 absolute paths. The same command therefore writes the same bytes.
@@ -67,13 +67,13 @@ from shardkit.version import __version__
 STAGING_NAME = ".shardkit-converting"
 CARD_VERSION = 1
 TOKENS = "tokens"
-_REPORT_BYTES = 1 << 22  # bytes of the source between two progress reports
+_REPORT_BYTES = 1 << 22  # number of source bytes that are read between two progress reports
 _THREADS = 8  # number of threads that publish files
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvertResult(Described):
-    """The result of a finished conversion; `counts` is empty unless tokens were read."""
+    """The result of a finished conversion; `counts` has the fields of `TokenCounts` if tokens were read."""
 
     source: str
     source_format: str
@@ -114,7 +114,7 @@ class ConvertResult(Described):
 
 @dataclass(slots=True)
 class _Written:
-    """The shards written to the staging folder."""
+    """Facts about the shards that a conversion has written to the staging folder."""
 
     manifest: Manifest
     digest: str
@@ -135,7 +135,7 @@ class _Written:
 
     @property
     def sequence_length(self) -> int | None:
-        """The number of tokens per row if all rows are one-axis integer arrays of one length, else None."""
+        """The number of tokens per row; None unless all rows are one-axis integer arrays of one length."""
         if self.column is None:
             return None
         _, dtype, shape = next(iter(self.columns.values())).split(":")
@@ -161,8 +161,8 @@ def convert(
     Sources: datasets that `open_dataset` opens (also URLs); litdata chunk folders; Megatron .bin/.idx pairs;
     .bin files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files. Rows of
     one length are copied; `cut` defines how documents and streams become rows. `columns` selects columns of
-    the source. `verify` reads the result back before it is published. Raises ShardError with the file and the
-    location of damage, RefusedError if the target holds something else, and ValueError if options conflict.
+    the source. `verify` reads the result back before it is published. Raises ShardError that locates damage,
+    RefusedError if `target` has other content (`replace` permits a dataset), ValueError if options conflict.
     """
     start = time.monotonic()
     output, cut = output or OutputOptions(), cut or CutOptions()
@@ -206,7 +206,7 @@ def convert(
 
 
 class _Conversion:
-    """Writes the shards of one source into `work`."""
+    """Writes the shards of one source into the staging folder `work`."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ def write_card(
     if written.names and output.format == "mds" and source.facts.get("format") == "tar":
         card["members"] = dict(written.names)
     if written.names and output.format == "wds":
-        # `columns.to_values` uses this to restore the names and encodings when converting back to MDS.
+        # A conversion back to MDS restores names and encodings from this entry (`columns.to_values`).
         card["columns"] = {
             extension: {"column": name, "encoding": written.columns[extension]}
             for extension, name in written.names.items()
@@ -377,7 +377,7 @@ def write_card(
 
 
 def _check(folder: Path, written: _Written) -> None:
-    """Raise ShardError unless the shards hold the values that were read from the source."""
+    """Read the written shards; raise ShardError unless their digest is the digest of the source's values."""
     with open_dataset(folder, decode=False) as dataset:
         if written.column is not None:
             rows_digest = content_hasher()
@@ -400,7 +400,7 @@ def _check(folder: Path, written: _Written) -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Lock the target and yield an empty folder in it for this process alone; always remove it at the end."""
+    """Lock the folder `target`, and yield an empty staging folder in it that is always removed at the end."""
     with locked_folder(target):
         work = target / STAGING_NAME
         try:

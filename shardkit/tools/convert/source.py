@@ -1,9 +1,9 @@
 """Defines the interface of readers, and the options of a conversion.
 
 A source yields rows, tokens or samples, block by block. A reader validates its files before it uses their
-content, reads forward once, and holds a few blocks in memory. It hashes files that it reads completely, and
-the card records these hashes. `CutOptions` define how tokens become rows, `OutputOptions` how rows become
-files.
+content, reads them once from start to end, and holds a few blocks in memory. It hashes files that it reads
+completely, and the card records these hashes. `CutOptions` define how tokens become rows, `OutputOptions` how
+rows become files.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class TokenBlock:
     """A run of consecutive tokens of a source.
 
     `ends` are the exclusive end indices in `tokens` of the documents that end in the block (int64, ascending,
-    repeated for empty documents); the last document may continue in the next block. `document` is the number
-    in the source of the first token's document, `token` the index of that token in the document. In streams
-    without documents, `token` is its index in the file.
+    repeated for empty documents); the last document may continue in the next block. The first token of the
+    block is token `token` of document `document`, both counted from 0; documents are numbered through the
+    source. In streams without documents, `token` is the first token's index in the file.
     """
 
     tokens: Array
@@ -53,7 +53,7 @@ class TokenBlock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample as bytes: {target column or extension: payload}; `key` is None if samples are numbered."""
+    """One sample as {target column or extension: bytes}; `key` is None if the writer numbers samples."""
 
     payloads: Mapping[str, bytes | memoryview]
     key: str | None
@@ -64,7 +64,8 @@ class Sample:
 class Source(Protocol):
     """The interface of every source.
 
-    `digests` lists the files that were read completely; it is empty for datasets, whose index has hashes.
+    `digests` has size and hash of each file that was read completely. It is empty for datasets, because their
+    index already has hashes.
     """
 
     kind: ClassVar[str]
@@ -75,7 +76,7 @@ class Source(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Additional facts about the source that go into the card."""
+        """Facts about the source, beyond the fields of this class, that the card records."""
 
 
 @runtime_checkable
@@ -95,9 +96,9 @@ class SampleSource(Source, Protocol):
     """A source of samples with any columns, already encoded for the target."""
 
     columns: Mapping[str, str]
-    """MDS encoding by target column; for tars, the encoding in the source by extension."""
+    """{target column: its MDS encoding}; for a tar target, {extension: MDS encoding in the source}."""
     names: Mapping[str, str]
-    """Column of the source by target column or extension."""
+    """{target column or extension: name of the source's column or extension}."""
     has_keys: bool
 
     def samples(self) -> Iterator[Sample]: ...
@@ -120,7 +121,7 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
 
 DTYPES = ("uint16", "uint32")
 SOURCE_DTYPES = (*DTYPES, "int32", "int64")
-_MAX_ROW_TOKENS = 1 << 28  # 1 GiB of uint32; longer rows are a mistake and do not fit in a shard
+_MAX_ROW_TOKENS = 1 << 28  # maximum row length, 1 GiB of uint32: a longer row is a user's mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +179,7 @@ class CutOptions:
 
     @property
     def fill(self) -> int | None:
-        """The id that fills the last row."""
+        """The token id that pads the last row: `pad`, else `eos`, else None."""
         return self.eos if self.pad is None else self.pad
 
     @property

@@ -1,4 +1,4 @@
-"""Writes shards: rows of one fixed column, or samples with any columns.
+"""Writes shards: rows of a single column of fixed dtype and shape, or samples with any columns.
 
 `RowWriter` takes arrays of any length and cuts rows from them by arithmetic: no Python code runs per row.
 A full shard is written with the writers that a build uses, in the background while the next one fills
@@ -41,12 +41,12 @@ _OFFSET_BYTES = 4  # size of the offset of each sample in an MDS shard
 
 
 def content_hasher() -> Hasher:
-    """Return a new hasher for the values of all rows in order, independent of format and shard sizes."""
+    """Return a hasher for the digest of all values in order, equal for all formats and shard sizes."""
     return new_hash(CONTENT_HASH)
 
 
 def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Return the number of rows that fit in a shard: at least one, as in MosaicML's writer."""
+    """Return how many rows fit in a shard of `output.limit` bytes; at least 1, as in MosaicML's writer."""
     size = prod(shape) * dtype.itemsize
     if output.format == "wds":
         return max(1, (output.limit - RECORD_BYTES) // (BLOCK + padded(WRITTEN_HEADER_BYTES + size)))
@@ -58,9 +58,9 @@ def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], sha
 
 
 class RowWriter:
-    """Writes a dataset of one fixed column to an empty folder, using one thread of `background`.
+    """Writes a dataset with one column of fixed dtype and shape to an empty folder.
 
-    The owner of `background` must wait for its tasks before it removes the folder.
+    A thread of `background` writes the shards: shut `background` down before you remove the folder.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowWriter:
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
     ) -> None:
-        """Rows of tars must have one axis and dtype uint16 or uint32."""
+        """Create a writer for rows of `shape` and `dtype`; in tars, one axis of uint16 or uint32."""
         assert output.format == "mds" or len(shape) == 1
         self._folder, self._output, self._column = folder, output, column
         self._shape, self.row_values = shape, prod(shape)
@@ -106,13 +106,13 @@ class RowWriter:
                 self._flush()
 
     def fill(self, value: int) -> int:
-        """Fill the last row with `value`; return the number of values added."""
+        """Complete the last row with `value`; return the number of values added."""
         count = -self._filled % self.row_values
         self.append(np.full(count, value, self.dtype))
         return count
 
     def drop(self) -> int:
-        """Drop the values that do not fill a row; return their number."""
+        """Drop the values of the last row if it is incomplete; return their number."""
         count = self.partial
         self._filled -= count
         return count
@@ -166,11 +166,11 @@ class RowWriter:
         self._shards.append(shard)
 
 
-_MAX_MEMBER_BYTES = 1 << 32  # limit of a member's size; a larger one would not fit into a shard
+_MAX_MEMBER_BYTES = 1 << 32  # exclusive limit of a member's size in bytes, which must fit into a shard
 
 
 class SampleDigest:
-    """Computes the digest of all values of all samples in order, independent of format and shard sizes."""
+    """Computes the digest of all values of all samples in order, which is equal for all shard sizes."""
 
     def __init__(self) -> None:
         self._hasher: Hasher = content_hasher()
@@ -289,7 +289,7 @@ class TarSampleWriter:
         self._file.close()
         self._file, name = None, self._name
         raw = FileInfo(name, end, hash_file(self._folder / name, sorted(self._output.hashes)))
-        # Opening the tar checks its structure and gives the columns as readers will see them.
+        # Opening the tar checks its structure and returns the columns that readers will find in it.
         shard = tar.open_shard(self._folder, describe_tar(name, stored_bytes=end, samples=self._samples))
         self._shards.append(replace(shard.info, raw=raw, columns=shard.columns))
         shard.close()

@@ -71,7 +71,7 @@ def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]
             json.dumps({"id": d.id, "text": d.text, "kind": d.kind}, ensure_ascii=False) + "\n"
             for d in sources[part::SOURCE_FILES]
         )
-        # No name and no time in the header: the same text gives the same file.
+        # Leave name and time out of the gzip header, so that the same text gives the same file.
         with file.open("wb") as raw, gzip.GzipFile("", "wb", 3, raw, mtime=0) as zipped:
             zipped.write("".join(lines).encode())
         source_files.append(file.name)
@@ -164,7 +164,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 
 def _read_text(file: Path, skipped: list[Path]) -> str | None:
-    """Return a file's text; None, and add it to `skipped`, if too large, unreadable or not UTF-8."""
+    """Return a file's text; if it is too large, unreadable or not UTF-8, add the file to `skipped`."""
     try:
         if file.stat().st_size <= MAX_DOCUMENT_BYTES:
             return file.read_bytes().decode()
@@ -177,7 +177,7 @@ def _read_text(file: Path, skipped: list[Path]) -> str | None:
 def train_tokenizer(
     file: Path, documents: Sequence[Document], *, vocabulary: int = 8192, sample_bytes: int = 4_000_000
 ) -> int:
-    """Train on about `sample_bytes` of the documents, write `file`, and return the vocabulary's size."""
+    """Train a tokenizer on about `sample_bytes` of text, write it to `file`; return its vocabulary size."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -33,11 +33,11 @@ from shardkit.units import format_bytes
 NO_TORCH = "torch is missing: pip install 'shardkit[torch]' and run the demo again"
 TRACED_ROWS = 200
 WORLD_SIZES = "1,2,3"
-GLOBAL_BATCH = "12"  # divisible by 1, 2 and 3 ranks
+GLOBAL_BATCH = "12"  # samples per step over all ranks, divisible by 1, 2 and 3 ranks
 CHECKPOINT_EVERY = 5
 KILL_AFTER_STEP = 2 * CHECKPOINT_EVERY + 2  # two steps past the second checkpoint
-MORE_STEPS = 10  # number of steps that both runs train after the step of the kill
-FAR_STEPS = 1_000_000  # steps of the run that is killed, so many that it cannot end before the kill
+MORE_STEPS = 10  # number of steps that both runs train after the last step of the killed run
+FAR_STEPS = 1_000_000  # number of steps of the run that is killed: too many to finish before the kill
 RUN_SECONDS = 300  # timeout of a run, which normally takes a few seconds
 POLL_SECONDS = 0.005
 LOADING_SECONDS = 0.5
@@ -86,11 +86,11 @@ def prove_intact(paths: Sequence[Path]) -> Proof:
 
 
 def prove_provenance(path: Path, inputs: Path, tokenizer: Path) -> Proof:
-    """Check that rows spread over the dataset, decoded, are in the source records named by provenance."""
+    """Check that the decoded documents of some rows are in the source records that provenance names."""
     with open_dataset(path) as dataset:
         rows = np.unique(np.linspace(0, len(dataset) - 1, TRACED_ROWS).astype(int)).tolist()
     questions = [word for row in rows for word in ("--row", str(row))]
-    # No document of a row is longer than this limit, so excerpts are never truncated.
+    # No text of a document in a row is longer than this excerpt limit, so texts are never truncated.
     answer = _shardkit("trace", path, *questions, "--tokenizer", tokenizer, "--excerpt", 1_000_000)
     sources: dict[str, list[str]] = {}
     documents = [(row["row"], document) for row in answer["rows"] for document in row["documents"]]
@@ -135,7 +135,7 @@ def measure_loader(path: Path) -> dict[str, float] | None:
         token_bytes = dataset.token_dtype.itemsize
     rates = {}
     for dtype in ("stored", "int64"):
-        _loading_rate(path, dtype)  # reads the files into the page cache
+        _loading_rate(path, dtype)  # not measured: reads the files into the page cache
         rates[f"{dtype}_tokens_per_second"] = median(_loading_rate(path, dtype) for _ in range(3))
     rates["copy_tokens_per_second"] = _copy_rate() / token_bytes
     return rates
@@ -195,11 +195,11 @@ def prove_resume(data: Path, folder: Path, vocabulary: int) -> Proof:
 def compare_runs(
     name: str, interrupted: list[dict[str, Any]], whole: list[dict[str, Any]], kill_step: int, last_step: int
 ) -> Proof:
-    """Compare the logs of both runs; `interrupted` has the steps before the kill, then the steps after it."""
+    """Compare the logs of both runs; `interrupted` has the steps logged before the kill, then after it."""
     expected = {record["step"]: record for record in whole}
     different = sorted({r["step"] for r in interrupted if r != expected.get(r["step"])})
     complete = sorted({r["step"] for r in interrupted}) == sorted(expected) == list(range(1, last_step + 1))
-    resumed = interrupted[kill_step:]  # the first run logged each step up to the kill once
+    resumed = interrupted[kill_step:]  # the entries before are of the killed run, one per step
     figures = {
         "killed_after_step": kill_step,
         "resumed_from_step": resumed[0]["step"] - 1 if resumed else None,
@@ -219,7 +219,7 @@ def compare_runs(
 
 
 def _shardkit(verb: str, path: Path, *options: object) -> dict[str, Any]:
-    """Run `shardkit VERB PATH OPTIONS --json` and return its output; raises ShardkitError without output."""
+    """Run `shardkit VERB PATH OPTIONS --json`; return its output, or raise ShardkitError if it has none."""
     command = [sys.executable, "-m", "shardkit", verb, str(path), *map(str, options), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
@@ -247,7 +247,7 @@ def _read_texts(file: Path) -> list[str]:
 def _start(data: Path, folder: Path, vocabulary: int, steps: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardkit.tools.demo.train", str(data), "--folder", str(folder)]
     command += ["--vocabulary", str(vocabulary), "--steps", str(steps), "--every", str(CHECKPOINT_EVERY)]
-    # One thread makes sums reproducible; the cache folder keeps torch from writing to the system's.
+    # One thread makes sums reproducible. With its own cache folder, torch writes to no folder of the system.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
@@ -255,7 +255,7 @@ def _start(data: Path, folder: Path, vocabulary: int, steps: int) -> subprocess.
 
 
 def _kill_later(run: subprocess.Popen[str], folder: Path) -> None:
-    """Send SIGKILL once the run has logged KILL_AFTER_STEP steps."""
+    """Send SIGKILL to `run` as soon as its log has KILL_AFTER_STEP steps."""
     deadline = time.monotonic() + RUN_SECONDS
     while len(_records(folder)) < KILL_AFTER_STEP:
         if run.poll() is not None or time.monotonic() > deadline:

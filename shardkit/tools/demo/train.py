@@ -38,7 +38,7 @@ class TinyModel(nn.Module):
 
 
 def train(data: str, *, vocabulary: int, steps: int, every: int, folder: Path) -> None:
-    """Train up to step `steps`, from `folder`/checkpoint.pt if it exists; log to `folder`/log.jsonl."""
+    """Train up to step `steps`, from `folder`/checkpoint.pt if it exists; log steps to `folder`/log.jsonl."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)  # sums are then always added in the same order, so losses are equal bit by bit
     torch.use_deterministic_algorithms(True)

@@ -23,9 +23,9 @@ from shardkit.tools.explore.explored import Explored, Params
 from shardkit.tools.explore.overview import funnel_rows
 from shardkit.tools.explore.scan import scan
 
-_IDS = 4_000_000  # maximum ids per side, 16 bytes each, plus the same memory again during comparison
+_IDS = 4_000_000  # maximum number of ids compared per build; the memory is 2 * 16 bytes per id
 _EXAMPLES = 20
-_EXAMINED = 2000  # number of lost documents looked up in the other build's tables of removed documents
+_EXAMINED = 2000  # maximum number of lost documents that are looked up in the other build's tables
 _LOOK_UP_SECONDS = 2.0
 
 
@@ -45,10 +45,10 @@ class FunnelChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The documents by source (source, both, gained, lost): `gained` only in the second, `lost` in the first.
+    """Documents that only one of two builds has; `sources` has counts (source, in both, gained, lost).
 
-    One in `one_in` documents was compared. `fates` are the outcomes of `examined` lost documents in the
-    second build, with counts.
+    `gained` and `lost` are ids of some documents that only the second or only the first build has. One in
+    `one_in` documents was compared. `fates` counts why the second build lacks `examined` of the lost ones.
     """
 
     one_in: int
@@ -110,10 +110,10 @@ class Comparison:
 
 
 def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChange]:
-    """Compare the losses of steps and rules, in the second build's order; read is first, kept is last."""
+    """Return the losses of each step and rule in two builds; the first entry is "read", the last "kept"."""
     rows = [{(row.rule or row.label): row for row in funnel_rows(card)} for card in (before, after)]
     order = list(rows[1])
-    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # insert before "kept"
+    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # of the first only: before "kept"
     found = []
     for name in order:
         counts = [
@@ -130,7 +130,7 @@ def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChang
 
 
 def _ids(side: Explored, one_in: int) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int32]]:
-    """Return the selected ids of a dataset's documents (S16, sorted) and their sources."""
+    """Select one in `one_in` documents; return their ids (dtype S16, sorted) and their source numbers."""
     ids, sources = [np.empty(0, "S16")], [np.empty(0, np.int32)]
     columns = ["document_id", "document_start", "source"]
     for number in range(len(side.provenance.names)):
@@ -162,7 +162,7 @@ def _some(ids: npt.NDArray[np.bytes_], count: int) -> list[bytes]:
 
 
 def _fates(side: Explored, documents: list[bytes]) -> list[tuple[str, int]]:
-    """Count documents by the rule that dropped them or the kind of duplicate, most frequent first."""
+    """Return (rule or kind of duplicate by which `side` removed them, number of `documents`), descending."""
     found: Counter[str] = Counter()
     if documents:
         for folder, name in ((side.dropped, "rule"), (side.duplicates, "reason")):
@@ -176,7 +176,7 @@ def _fates(side: Explored, documents: list[bytes]) -> list[tuple[str, int]]:
 
 
 def _described(side: Explored, documents: Iterable[bytes]) -> list[dict[str, object]]:
-    """Describe the origin of documents of a dataset, with the beginnings of their texts."""
+    """Return source, file, record and the beginning of the text of documents of a dataset."""
     wanted = list(documents)
     if not wanted:
         return []

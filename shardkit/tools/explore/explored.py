@@ -1,4 +1,4 @@
-"""Provides the data that pages read: an open dataset, its card, tables and tokenizer, and what is missing.
+"""Provides the data that pages read: an open dataset, its card, tables and tokenizer.
 
 The object is created once and shared by the threads of the server. Opening the tables only lists their files;
 footers are read when a page needs them.
@@ -37,7 +37,7 @@ class PageNotFoundError(ShardkitError):
 
 
 class Explored:
-    """An open dataset and its tables, as pages read them.
+    """An open dataset with the tables and the tokenizer from which pages are made.
 
     Without a `decoder`, tokens are shown as numbers. `inputs` is the only folder from which input files are
     read.
@@ -71,12 +71,12 @@ class Explored:
 
     @cached_property
     def has_funnel(self) -> bool:
-        """Whether the card contains the funnel, the outcomes of all input records."""
+        """Whether the card contains the funnel, which counts the outcomes of all input records."""
         return self.card is not None and self.card.has("funnel")
 
     @cached_property
     def missing(self) -> list[str]:
-        """Sentences for the user about missing files, and the pages or details that need them."""
+        """Sentences that tell the user which files are missing and what cannot be shown without them."""
         found = []
         if not self.has_funnel:
             found.append(

@@ -34,7 +34,7 @@ def export_site(site: Site, folder: Path) -> int:
 
 
 class _Export:
-    """Writes pages breadth first; tracks the file name of each page, and the pages still to be written."""
+    """Writes pages in the order in which links reach them; keeps their file names and the waiting pages."""
 
     def __init__(self, site: Site, folder: Path) -> None:
         self._site, self._folder = site, folder
@@ -55,7 +55,7 @@ class _Export:
         return pages
 
     def _link(self, page: str, **params: object) -> str | None:
-        """Return the file name of a page and schedule the page; None if it is not exported."""
+        """Return the file name of a page, and schedule the page for writing; None if it is not exported."""
         given = sorted((name, str(value)) for name, value in params.items() if value is not None)
         if any(value == "random" for _, value in given):
             return None

@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 50_000
 
 
 def show_kept(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for a list of documents of one source or all, in the order of the dataset."""
+    """Return the facts for the page that lists documents of one source or all, in the dataset's order."""
     labels = explored.tracer.labels
     source = params.get("source", "")
     if source and source not in labels:
@@ -42,7 +42,7 @@ def show_kept(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def show_document(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for a document by its id: its rows and its text."""
+    """Return the facts for the page of one document, found by its id: its rows and its text."""
     document = parse_document_id(params.get("id", ""))
     table = explored.tracer.known()
     pieces: list[Piece] = []
@@ -63,11 +63,11 @@ def show_document(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _text(explored: Explored, pieces: list[Piece]) -> str | None:
-    """Return the concatenated text of the pieces; None if it cannot be decoded or read."""
+    """Return the concatenated text of a document's pieces; None if it cannot be decoded or read."""
     if explored.decoder is None:
         return None
     try:
         text = "".join(explored.tracer.whole_texts(pieces))
-    except ShardkitError:  # rows cannot be read; the page shows everything else
+    except ShardkitError:  # the rows cannot be read: the page shows the document without its text
         return None
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"

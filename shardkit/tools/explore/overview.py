@@ -8,7 +8,7 @@ from shardkit.card import Count, DatasetCard
 from shardkit.tools.explore.explored import Explored, Params
 
 _LANGUAGES = 20
-_LOSSES = 3  # number of losses listed in the headline
+_LOSSES = 3  # number of largest losses named in the page's headline
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class FunnelRow:
 
 
 def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for the first page."""
+    """Return the facts for the first page, which shows the funnel."""
     card = explored.card
     if card is None or not explored.has_funnel:
         return {
@@ -52,7 +52,7 @@ def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def funnel_rows(card: DatasetCard) -> list[FunnelRow]:
-    """Return the steps in the order of the build, each filter followed by its rules in their order."""
+    """Return the funnel's steps in the order of the build; a filter is followed by its rules."""
     facts = card.filters if card.has("filters") else None
     fails = {rule.rule: rule.alone / max(1, facts.sampled) for rule in facts.rules} if facts else {}
     dropped = card.funnel.dropped

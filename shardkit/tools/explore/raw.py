@@ -50,7 +50,7 @@ def read_raw(explored: Explored, source: int, file: str, record: int) -> tuple[s
 def _find(folder: Path, file: str) -> Path | None:
     """Return the path of the file `file` if it is inside `folder` after following links, else None."""
     name = PurePath(file)
-    if name.is_absolute():  # the recipe had absolute paths; the file must still be in the folder
+    if name.is_absolute():  # from a recipe with absolute paths; the file must be in the folder all the same
         name = name.relative_to(folder) if name.is_relative_to(folder) else PurePath("..")
     if ".." in name.parts:
         return None

@@ -20,14 +20,14 @@ from shardkit.tools.explore.summary import ClusterAt, RuleValues
 
 _ON_PAGE = 20
 _BARS = 48
-_TAIL = 0.005  # share of values that a chart may leave out, on the side away from the bound
-_DIFF_WORDS = 1500  # maximum words per side; difflib's time grows with the product of both sides
+_TAIL = 0.005  # share of values, the farthest from the bound, that a chart may leave out
+_DIFF_WORDS = 1500  # maximum words compared per text: difflib's time grows with the product of both counts
 _CLUSTER_LINES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Bars (x, width and height in percent, low value, high value, count), and the bound's x in percent."""
+    """A histogram; a bar is (x, width and height in percent, lowest value, highest value, count)."""
 
     bars: list[tuple[float, float, float, float, float, int]]
     bound_x: float | None
@@ -37,7 +37,10 @@ class Chart:
 
 
 def show_rule(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for a rule: values and dropped documents (near its bound, far, random, or all)."""
+    """Return the facts for a rule's page: a chart of values, and documents that the rule dropped.
+
+    Documents are nearest to the bound, farthest from it, random, or all, as the parameter `view` selects.
+    """
     rule, view = params.get("rule", ""), params.get("view", "")
     card = explored.card
     dropped = card.funnel.dropped if card is not None and explored.has_funnel else {}
@@ -64,7 +67,7 @@ def show_rule(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def show_removed(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for a removed document; its text is from the input file if the table has none."""
+    """Return the facts for a removed document's page; its text may have to be read from the input file."""
     table, place = params.get("table", ""), Place.parse(params.get("at", ""))
     folder = {"dropped": explored.dropped, "duplicates": explored.duplicates}.get(table)
     if folder is None:
@@ -82,7 +85,7 @@ def show_removed(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _stays(explored: Explored, line: Mapping[str, object]) -> str | None:
-    """Return the id, in hexadecimal, of the document that was finally kept for a removed duplicate."""
+    """Return the id, in hexadecimal, of the document that was finally kept in place of a duplicate."""
     kept = line.get("kept_document_id")
     if not isinstance(kept, str):
         return None
@@ -92,7 +95,7 @@ def _stays(explored: Explored, line: Mapping[str, object]) -> str | None:
 
 
 def _plain(explored: Explored, lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Return copies of lines with ids in hexadecimal and sources as labels."""
+    """Return copies of a table's lines with ids in hexadecimal, and labels in place of source numbers."""
     plain: list[dict[str, Any]] = []
     for line in lines:
         shown: dict[str, Any] = {}
@@ -138,7 +141,7 @@ def _chart(rule: RuleValues) -> Chart | None:
 
 
 def show_clusters(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for clusters of duplicates: the largest clusters, or a random sample."""
+    """Return the facts for the page of clusters of duplicates: the largest ones, or a random sample."""
     if not explored.duplicates.names:
         return {"clusters": None}
     if (summary := explored.summary.wait()) is None:
@@ -156,7 +159,7 @@ def _cluster_line(explored: Explored, cluster: ClusterAt) -> dict[str, object]:
 
 
 def show_cluster(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for a kept document and its removed duplicates, with differing words marked."""
+    """Return the facts for a cluster's page: a kept document and its duplicates, differing words marked."""
     first = read_line(explored.duplicates, Place.parse(params.get("at", "")))
     kept = first["kept_document_id"]
     if kept is None:
@@ -172,7 +175,7 @@ def show_cluster(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _marked(kept: str | None, removed: str | None) -> list[tuple[str, str, str]] | None:
-    """Compare the beginnings of two texts: runs of (kind, kept text, removed text); None without both."""
+    """Compare the beginnings of two texts; return runs of (difflib tag, kept text, removed text), or None."""
     if kept is None or removed is None:
         return None
     left, right = (list(islice(re.findall(r"\s*\S+", text), _DIFF_WORDS)) for text in (kept, removed))

@@ -42,7 +42,7 @@ class TokenShown:
 
 
 def show_row(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for the page of a row: its documents, eos, padding, position ids and labels."""
+    """Return the facts for a row's page: its documents, eos, padding, position ids and labels."""
     dataset = explored.dataset
     if not len(dataset):
         raise PageNotFoundError("this dataset has no rows")
@@ -88,12 +88,12 @@ def _shown(
     starts = np.zeros(len(tokens), np.bool_)
     starts[segments.starts] = True
     is_padding = labels[0] == IGNORED_LABEL
-    if documents is not None:  # provenance knows the packed documents even if no eos separates them
+    if documents is not None:  # provenance records the documents in a row even if no eos separates them
         numbers, is_padding = np.full(len(tokens), -1), np.ones(len(tokens), np.bool_)
         end_before = 0
         for number, document in enumerate(documents):
             low, high = document["tokens"]
-            low, end_before = end_before, high  # include a bos that packing repeated before a piece
+            low, end_before = end_before, high  # start at the previous end: a bos may precede the document
             numbers[low:high], is_padding[low:high] = number, False
     cuts = np.flatnonzero(np.diff(numbers)) + 1
     found = []
@@ -116,7 +116,10 @@ def _shown(
 def _texts(
     decoder: Decoder | None, tokens: Row, first: int, cuts: set[int]
 ) -> Iterator[tuple[int, list[int], str]]:
-    """Yield (number of the first token, ids, text); tokens that share a character are in one item."""
+    """Yield (index of the first token, token ids, text) from token `first` on.
+
+    Tokens that share a character are in one item, unless a document begins between them (`cuts`).
+    """
     ids = tokens.tolist()
     at = first
     while at < len(ids):
@@ -134,7 +137,7 @@ def _texts(
         ):
             end += 1
             text = decoder.piece(ids[at - 1] if at else None, ids[at:end])
-        if text.endswith("\ufffd"):  # U+FFFD itself, or an incomplete character
+        if text.endswith("\ufffd"):  # the text is U+FFFD itself, or bytes that complete no character
             end = at + 1
             text = decoder.piece(ids[at - 1] if at else None, ids[at:end])
         yield at, ids[at:end], text

@@ -24,7 +24,7 @@ from shardkit.errors import ShardkitError
 SCAN_SECONDS = 1.0  # time limit of a scan; a page then shows the lines found so far
 
 Line = dict[str, object]
-"""The values of a line of a table by column, and its place as `at`."""
+"""A line of a table: {column: value}, and the line's `Place` under the key `at`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -98,7 +98,7 @@ class AnyOf:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The lines found, where to continue (None at the end of the table), and the number of lines examined."""
+    """The lines found, the `next` place to examine (None: end of the table), and how many were examined."""
 
     lines: list[Line]
     next: Place | None
@@ -137,7 +137,7 @@ def scan(
 
 
 def read_line(folder: ParquetFolder, place: Place) -> Line:
-    """Return the line at a place; raises ShardkitError if there is none."""
+    """Return the table's line at a place; raises ShardkitError if the table has no such place."""
     if place.file < len(folder.names):
         footer, _ = folder.footer(place.file)
         if place.group < footer.num_row_groups and place.line < footer.row_group(place.group).num_rows:
@@ -157,7 +157,7 @@ def _groups(folder: ParquetFolder, start: Place) -> Iterator[tuple[int, int]]:
 def _matching(
     folder: ParquetFolder, file: int, group: int, wanted: Wanted
 ) -> tuple[int, int, int, npt.NDArray[np.int64]]:
-    """Return file, row group, its number of lines, and the numbers of matching lines."""
+    """Return (file, row group, number of lines in it, int64 numbers of the lines that match `wanted`)."""
     footer, _ = folder.footer(file)
     rows = footer.row_group(group).num_rows
     if not wanted.may_be_within(folder.limits(file)[group]):

@@ -30,7 +30,7 @@ from shardkit.tools.explore.scan import AnyOf, Place, Wanted, scan
 _HITS = 10  # maximum number of hits per part and request
 _SECONDS = 0.35  # time limit per part if all parts are searched
 _SECONDS_CONTINUED = 1.2  # time limit if a single part is continued
-_AROUND = 48  # number of tokens decoded before and after the words
+_AROUND = 48  # number of tokens decoded before and after the words that were found
 _MOST_WORDS = 500  # maximum length of a search text, in characters
 _PARTS = ("kept", "dropped", "duplicates", "rows")
 
@@ -59,7 +59,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class _HasWords:
-    """Matches lines whose URL, id or document id is the words, or whose text contains them in any case."""
+    """Matches lines whose URL, id or document id equals the search text, or whose text contains it."""
 
     words: str
     ids: AnyOf
@@ -149,7 +149,7 @@ def _search_table(
 
 
 def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> Section:
-    """Search the rows for the words, starting at shard `first`."""
+    """Search the dataset's rows for the words from shard `first` on, until `seconds` or _HITS are reached."""
     dataset, decoder = explored.dataset, explored.decoder
     if dataset.token_column is None or decoder is None:
         return Section("rows", [], None, problem="Searching for text in rows needs a tokenizer.")
@@ -175,7 +175,10 @@ def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> 
 
 
 def _keys(decoder: Decoder, words: str) -> list[list[int]]:
-    """Return the tokens to look for: tokens of the words except the ends, which may merge with others."""
+    """Return the token sequences to search for: of the words, with and without a space before them.
+
+    The first and last token are left out, because in a row they may merge with neighboring text.
+    """
     keys: list[list[int]] = []
     for text in (f" {words}", words):
         ids = decoder.encode(text)
@@ -188,7 +191,7 @@ def _keys(decoder: Decoder, words: str) -> list[list[int]]:
 def _rows_with(
     decoder: Decoder, rows: npt.NDArray[np.generic], keys: list[list[int]], words: str, end: float
 ) -> Iterator[tuple[int, tuple[str, str, str]]]:
-    """Yield (row, text around the words) for matching rows of one shard; stops at the time `end`."""
+    """Yield (row, (text before, words, text after)) for rows that contain the words, until the time `end`."""
     length = rows.shape[1]
     seen: set[int] = set()
     block = max(1, (1 << 22) // length)

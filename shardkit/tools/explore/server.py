@@ -55,7 +55,7 @@ def page_address(page: str, **params: object) -> str:
 
 
 def first_address(listening: socket.socket, token: str) -> str:
-    """Return the first address to open, which contains the token."""
+    """Return the address that the user opens first; it contains the token."""
     host, port = listening.getsockname()
     return f"http://{host}:{port}/?{urlencode({TOKEN_PARAM: token})}"
 

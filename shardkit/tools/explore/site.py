@@ -34,8 +34,8 @@ _FOLDER = Path(__file__).parent / "pages"
 
 _Page = Callable[[Explored, Params], Mapping[str, object]]
 
-# Control characters (C0) except tab and newline are shown as Unicode control pictures; bidirectional marks,
-# joiners and other invisible characters by number; surrogates and noncharacters as U+FFFD.
+# Characters that a page replaces: control characters (C0) except tab and newline by Unicode control pictures;
+# bidirectional marks and other invisible characters by their number; surrogates and noncharacters by U+FFFD.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {127: "␡"}
 _INVISIBLE = re.compile(
     "[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
@@ -50,13 +50,13 @@ def shown(text: str) -> str:
 
 
 class Link(Protocol):
-    """A function that returns the address of a page with parameters, or None if it is not available."""
+    """A function that returns the address of a page with parameters, or None if the page is not available."""
 
     def __call__(self, page: str, **params: object) -> str | None: ...
 
 
 class Site:
-    """The pages of a dataset; `other` is compared with it, `state` is the loader state of a training run."""
+    """The pages of a dataset, compared with the dataset `other`; `state` is a training run's loader state."""
 
     def __init__(
         self, explored: Explored, other: Explored | None = None, state: LoaderState | None = None

@@ -22,8 +22,8 @@ from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.tools.explore.scan import Place
 
 _TEXT_FILES = 256
-_TEXTS_OF_RULE = 100  # texts per rule: this many near the bound, far from it, and in a random sample
-_CLUSTERS = 100  # clusters kept: this many each of the largest, and of a random sample
+_TEXTS_OF_RULE = 100  # maximum texts per rule in each list: nearest to its bound, farthest from it, random
+_CLUSTERS = 100  # maximum number of clusters in each list: the largest, and a random sample
 _MANTISSA_BITS_CUT = 16
 
 _Floats = npt.NDArray[np.float64]
@@ -32,7 +32,10 @@ _Ranked = list[tuple[float, Place]]
 
 @dataclass(slots=True)
 class RuleValues:
-    """The values that a rule computed: counts by bin, counts of labels, and places of lines with a text."""
+    """Values that a rule computed, as counts by bin and by label, and places of lines that have a text.
+
+    The places are (rank, place), lowest rank first: `near` and `far` from the bound, and `drawn` at random.
+    """
 
     documents: int = 0
     bound: float | None = None
@@ -45,7 +48,7 @@ class RuleValues:
     drawn: _Ranked = field(default_factory=list)
 
     def values(self) -> tuple[_Floats, npt.NDArray[np.int64]]:
-        """Return the value nearest to 0 of each nonempty bin, in ascending order, and the bins' counts."""
+        """Return two arrays about the nonempty bins, ascending: their values nearest to 0, their counts."""
         keys = np.array(sorted(self.bins), np.int64)
         counts = np.array([self.bins[key] for key in keys.tolist()], np.int64)
         return _bin_value(keys), counts
@@ -63,7 +66,7 @@ class ClusterAt:
 
 @dataclass(slots=True)
 class Clusters:
-    """Clusters of removed duplicates: sizes, the largest, and a random sample, clusters with texts first."""
+    """Statistics of clusters of duplicates: sizes, the largest, and a sample that prefers stored texts."""
 
     count: int = 0
     documents: int = 0
@@ -74,7 +77,7 @@ class Clusters:
 
 
 class Summary:
-    """Counts the values of rules and the clusters of duplicates."""
+    """Counts the values of rules and the clusters of duplicates in the tables of removed documents."""
 
     def __init__(self, dropped: ParquetFolder, duplicates: ParquetFolder) -> None:
         self._dropped, self._duplicates = dropped, duplicates
@@ -150,7 +153,7 @@ def _count_rule(rule: RuleValues, table: pa.Table, lines: npt.NDArray[np.int64],
 
 
 class _ClusterRuns:
-    """Finds clusters, whose lines are consecutive but may continue in the next row group."""
+    """Finds clusters of duplicates: consecutive lines, which may continue in the next row group."""
 
     def __init__(self, found: Clusters) -> None:
         self._found = found
@@ -159,7 +162,7 @@ class _ClusterRuns:
         self._largest: list[tuple[int, ClusterAt]] = []
 
     def add(self, kept: pa.ChunkedArray, has_text: npt.NDArray[np.bool_], group: Place) -> None:
-        """Add a row group: `kept_document_id` (null if no document was kept) and whether lines have texts."""
+        """Add a row group: its column `kept_document_id` (may be null) and which of its lines have texts."""
         valid = np.flatnonzero(kept.is_valid().to_numpy())
         if not len(valid):
             return
@@ -182,7 +185,7 @@ class _ClusterRuns:
             self._open = runs.cluster(len(runs.sizes) - 1)
 
     def finish(self) -> None:
-        """End the last cluster, and set the results in order."""
+        """End the last cluster, and store the largest clusters and the random sample in the results."""
         self._close_open()
         self._found.largest = [each for _, each in self._largest]
         self._found.drawn = [each for _, each in self._drawn]
@@ -211,7 +214,7 @@ class _ClusterRuns:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The clusters in a row group: sizes, first lines, kept documents (V16), whether any line has texts."""
+    """Clusters in a row group, as arrays: size, first line, kept document (V16), whether a line has texts."""
 
     sizes: npt.NDArray[np.int64]
     lines: npt.NDArray[np.int64]
@@ -231,14 +234,14 @@ class _Runs:
 
 
 def _bin_key(values: _Floats) -> npt.NDArray[np.int64]:
-    """Return the bins of values, ordered like the values; bins of negative values are below 0."""
+    """Return the bin number of each value; bin numbers have the values' order and sign."""
     bits = np.abs(values).astype(np.float32).view(np.int32).astype(np.int64) >> _MANTISSA_BITS_CUT
     keys: npt.NDArray[np.int64] = np.where(values < 0, -bits - 1, bits)
     return keys
 
 
 def _bin_value(keys: npt.NDArray[np.int64]) -> _Floats:
-    """Return the value of each bin that is nearest to 0."""
+    """Return, for each bin number, the bin's value that is nearest to 0."""
     bits = np.where(keys < 0, -keys - 1, keys) << _MANTISSA_BITS_CUT
     magnitude = bits.astype(np.int32).view(np.float32).astype(np.float64)
     values: _Floats = np.where(keys < 0, -magnitude, magnitude)
@@ -246,5 +249,5 @@ def _bin_value(keys: npt.NDArray[np.int64]) -> _Floats:
 
 
 def _uniform(document: bytes) -> float:
-    """Return a number in [0, 1) that orders documents randomly but reproducibly, because ids are hashes."""
+    """Return a reproducible random number in [0, 1) for a document id; ids are hashes."""
     return int.from_bytes(document[:8], "little") / 2**64

@@ -1,4 +1,4 @@
-"""Computes the raw input, cores, disk, requests and cost of a build from its number of tokens, and back.
+"""Computes what a build needs (input, cores, disk, requests, cost) from its tokens, or tokens from input.
 
     kept text  = tokens * text_bytes_per_token
     raw text   = kept text / retention of all stages
@@ -6,7 +6,7 @@
     output     = tokens * token_bytes / (1 - padding)
     work       = kept text * work_bytes_per_text_byte     (documents, keys, signatures, tokens, on disk)
     requests   = range reads of the raw input + requests of stages to a remote work folder (stages/needs.py)
-    driver     = tasks * (seconds, bytes) per task
+    driver     = tasks * seconds per task, tasks * bytes per task
 
 Bytes mean UTF-8 text unless they are called stored. Speed is raw text per second and core, averaged over
 the whole build; late stages read little of the input. Retention is the share of text bytes that a stage
@@ -36,12 +36,12 @@ from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
 
-# Bytes were measured with the real queue and commits (tests/benchmarks/bench_driver.py). Seconds are those of
-# Ray, which starts a few hundred tasks per second.
+# The driver's time and memory per task. Memory was measured with the real queue and real commits of results
+# (tests/benchmarks/bench_driver.py). Time is for Ray, which starts a few hundred tasks per second.
 DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
-MANY_TASKS = 10_000_000  # plans above this warn: the driver was measured with one million tasks per stage
+MANY_TASKS = 10_000_000  # a plan with more tasks warns: a driver was measured up to a million per stage
 _ELSEWHERE = ("split", "output")  # funnel steps that move documents to another part or output of the build
 DEDUP_PARTS = (*DedupConfig.schemes(), "spans")
 
@@ -73,11 +73,11 @@ class Funnel:
         return prod((stage.retention for stage in self.stages), start=Fraction(1))
 
     def before(self, kept: Fraction) -> Fraction:
-        """Return the amount of input of which `kept` remains after all stages."""
+        """Return how much input is needed so that the amount `kept` remains after all stages."""
         return kept / self.retention
 
     def after(self, read: Fraction) -> Fraction:
-        """Return the amount that remains of the input `read` after all stages."""
+        """Return how much of the input amount `read` remains after all stages."""
         return read * self.retention
 
     def amounts(self, read: Fraction) -> Sequence[tuple[Stage, Fraction, Fraction]]:
@@ -100,28 +100,28 @@ class BuildNeeds:
     text_bytes_per_token: Fraction = Fraction(4)
     """Bytes of kept text per token: 4 to 4.8 for English, less for code and other languages."""
     core_bytes_per_second: Fraction = Fraction(10_000_000)
-    """Bytes of raw text that one core takes through the whole build per second."""
+    """Speed of one core: bytes of raw text per second, averaged over all stages of the build."""
     seconds: Fraction = Fraction(14 * 86400)
     """Maximum duration of the build, in seconds."""
     stored_bytes_per_text_byte: Fraction = Fraction(1)
     """Stored bytes per byte of raw text: 0.3 to 0.4 if the input is compressed."""
     work_bytes_per_text_byte: Fraction = Fraction(2)
-    """Peak bytes in the work folder per byte of kept text, without the packed shards."""
+    """Maximum size of the work folder, in bytes per byte of kept text, without the packed shards."""
     token_bytes: Fraction = Fraction(4)
     """Stored bytes per token, summed over all outputs: 2 for vocabularies up to 65,536, else 4."""
     text_output: Fraction = Fraction(0)
     """Stored bytes of text outputs per byte of kept text."""
     padding: Fraction = Fraction(0)
-    """Share of the output that is padding."""
+    """Share of padding among the tokens of the rows."""
     shard_bytes: int = 1 << 26
     memory: int = 2_000_000_000
-    """Memory limit of a task, in bytes: `memory` of the recipe."""
+    """Memory limit of a task, in bytes; key `memory` of the recipe."""
     document_bytes: Fraction = Fraction(2600)
     """Bytes of kept text per document; 15T tokens of the public web are 23 billion documents."""
     split_bytes: Fraction = Fraction(10**9)
     """Bytes of raw text per split: a compressed file, or a part of an uncompressed one (64 MiB)."""
     dedup: frozenset[str] = frozenset({"exact", "near"})
-    """Enabled parts of duplicate removal, from `DEDUP_PARTS`."""
+    """Enabled kinds of duplicate removal, each one of `DEDUP_PARTS`."""
     shape: Shape = field(default_factory=Shape)
     """Datasets that the build writes, and its optional stages, from a recipe or a card."""
     prices: Prices = field(default_factory=Prices)
@@ -142,7 +142,7 @@ class BuildNeeds:
 
     @classmethod
     def of_raw(cls, raw_bytes: Fraction, needs: BuildNeeds) -> BuildNeeds:
-        """Return `needs` with the number of tokens in `raw_bytes` of raw text, rounded down, at least 1."""
+        """Return `needs` with as many `tokens` as the build keeps of `raw_bytes` of raw text; at least 1."""
         kept = needs.funnel.after(Fraction(raw_bytes))
         return replace(needs, tokens=max(1, int(kept / needs.text_bytes_per_token)))
 
@@ -156,18 +156,18 @@ class BuildPlan:
     raw_stored_bytes: Fraction
     core_seconds: Fraction
     cores: int
-    """Number of cores with which the build takes at most `seconds` of its needs."""
+    """Smallest number of cores with which the build finishes within `BuildNeeds.seconds`."""
     work_bytes: Fraction
     """Disk space of the work folder, including packed shards, in bytes."""
     output_bytes: Fraction
     shards: int
     gets: int
-    """Number of read requests: range reads of the raw input, and reads of the work folder."""
+    """Number of read requests: range reads of the raw input, and reads from a remote work folder."""
     puts: int
     """Number of write requests to the work folder and of shards, including the start and end of multipart
     uploads."""
     stages: Sequence[StageNeeds]
-    """Requests of each stage to a remote work folder, and of stage `upload` to the output."""
+    """Requests by stage: to a remote work folder, and, in the stage `upload`, to the output."""
     tasks: int
     driver_seconds: Fraction
     """CPU time of the driver, in seconds."""
@@ -184,7 +184,7 @@ class BuildPlan:
 
 
 def plan_build(needs: BuildNeeds) -> BuildPlan:
-    """Plan a build by the formulas in the module docstring; raises RecipeError if its memory is too small."""
+    """Plan a build by the module's formulas; raises RecipeError if `needs.memory` is too small."""
     prices = needs.prices
     kept_bytes = needs.tokens * needs.text_bytes_per_token
     raw_bytes = needs.funnel.before(kept_bytes)
@@ -222,7 +222,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
 
 
 def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Corpus:
-    """Estimate the corpus that enters duplicate removal."""
+    """Estimate documents, bytes and tokens of the corpus before duplicate removal."""
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
     cut = needs.dedup & {"lines", "spans"}
@@ -256,7 +256,7 @@ class Measured:
     text_bytes_per_token: Fraction | None
     stored_bytes_per_text_byte: Fraction
     token_bytes: Fraction | None
-    """Stored bytes of shards per token or padding token, over all outputs."""
+    """Stored bytes per token of the rows, padding included, summed over all outputs."""
     text_output: Fraction
     """Stored bytes of text outputs per byte of kept text."""
     padding: Fraction
@@ -264,15 +264,15 @@ class Measured:
     shape: Shape
     document_bytes: Fraction | None = None
     memory: int | None = None
-    """Memory limit of a task in the recipe, in bytes."""
+    """Memory limit of a task that the recipe sets, in bytes."""
     dedup: frozenset[str] | None = None
-    """Parts of duplicate removal in the recipe."""
+    """Kinds of duplicate removal that the recipe enables, each one of `DEDUP_PARTS`."""
     core_bytes_per_second: Fraction | None = None
     work_bytes_per_text_byte: Fraction | None = None
 
 
 def measured_from_card(card: DatasetCard) -> Measured:
-    """Return the measurements in a dataset's card; raises ShardkitError if a build did not write it."""
+    """Return the measurements in a dataset's card; raises ShardkitError if it is not the card of a build."""
     try:
         content = {**content_of(card), "output": {**card.recipe["output"], "path": "out"}}
         content.pop("part", None)
@@ -283,9 +283,9 @@ def measured_from_card(card: DatasetCard) -> Measured:
 
 
 def measured_from_cards(cards: Sequence[DatasetCard], shape: Shape) -> Measured:
-    """Return the measurements in the cards of all datasets of one build, combined.
+    """Return measurements of one build, combined from the cards of all its datasets.
 
-    If there are several cards, documents that are in another part or output do not count as lost.
+    With several cards, a document that went to another part or output of the build does not count as lost.
     """
     try:
         first, several = cards[0], len(cards) > 1
@@ -338,9 +338,9 @@ def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
 
 
 def funnel_of(card: DatasetCard, kept_steps: Collection[str] = ()) -> Funnel:
-    """Return the stages of a build that removed text; all unreadable text counts as one stage, the first.
+    """Return the stages of a build that removed text, by its card; the loss of unreadable records is a stage.
 
-    Documents that the steps `kept_steps` removed count as kept.
+    Documents that were removed by the funnel steps named in `kept_steps` count as kept.
     """
     read, *steps = card.funnel_steps()
     lost: dict[str, int] = {}

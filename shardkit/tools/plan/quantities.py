@@ -110,7 +110,7 @@ class Prices:
     """Prices in dollars."""
 
     core_hour: Fraction = Fraction("0.05")
-    """Price of one core for an hour, half of a two-vCPU machine; AWS list, on demand."""
+    """Price of one core for an hour: half the price of a two-vCPU machine; AWS list, on demand."""
     get_1000: Fraction = Fraction("0.0004")
     """Price of 1,000 reads; AWS list, S3 Standard."""
     put_1000: Fraction = Fraction("0.005")

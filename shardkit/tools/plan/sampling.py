@@ -1,10 +1,10 @@
 """Measures a recipe on a sample of its real input: retention by stage, speed, disk.
 
-Three builds run in a temporary folder: of a quarter of the sample, to compile kernels; of the same quarter
-again; and of the whole sample. The difference of the last two is the cost per byte, because the fixed cost of
-a build cancels out.
+Three builds run in a temporary folder. The first reads a quarter of the sample, to compile kernels. The
+second reads the same quarter again, and the third the whole sample. The cost per byte follows from the
+difference between the last two builds, so that the fixed cost of a build cancels out.
 
-Nothing is published, and the sample's recipe contains no path of the user that a build would write to.
+Nothing is published, and the sample's recipe contains no path to which the user's own build would write.
 
 Duplicates are found within the sample only, so duplicate removal keeps less of the whole input.
 """
@@ -29,14 +29,14 @@ from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.needs import Shape
 
 DEFAULT_SHARE = Fraction(1, 100)
-_UNCUT = 1 << 62  # split size that keeps files whole: cutting a file into splits would read all of it
-_PART = 4  # the small build reads one part in this many of the sample's bytes
-_LEAST_TEXT_BYTES = 16 << 20  # minimum difference between the builds; a smaller one is noise
+_UNCUT = 1 << 62  # split size in bytes that keeps files whole: finding splits would read the whole file
+_PART = 4  # the small builds read 1/_PART of the sample's bytes
+_LEAST_TEXT_BYTES = 16 << 20  # minimum bytes that the large build reads more; below, the time is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The measurements of a sample, the extrapolated bytes of text in the whole input, and notes."""
+    """Measurements of a sample, the estimated bytes of text in the whole input, and notes for the user."""
 
     measured: Measured
     whole_text_bytes: int
@@ -50,8 +50,8 @@ class _Built:
     measured: Measured
     core_seconds: float
     work_bytes: int
-    stored: dict[int, int]  # stored bytes read, by number of the recipe's input
-    read: dict[int, int]  # bytes of text read, by number of the recipe's input
+    stored: dict[int, int]  # {number of an input in the recipe: stored bytes read from it}
+    read: dict[int, int]  # {number of an input in the recipe: bytes of text read from it}
 
     @property
     def stored_bytes(self) -> int:
@@ -68,7 +68,7 @@ def measure_sample(
     progress: bool = True,
     storage: StorageOptions | None = None,
 ) -> Sample:
-    """Build from `share` of the recipe's input, or from `sample_bytes` of it, and return the measurements.
+    """Build a sample of the recipe's input, a `share` or `sample_bytes` of it, and return the measurements.
 
     Raises RecipeError for an invalid recipe, BuildError if a build fails, and ShardkitError if the sample is
     empty or no text is left after the build.
@@ -107,7 +107,7 @@ def measure_sample(
 
 
 def _whole_text(splits: Sequence[Split], built: _Built) -> int:
-    """Return the bytes of text in all inputs, assuming each source's text per stored byte in the sample."""
+    """Estimate the bytes of text in all inputs: stored bytes times text per stored byte in the sample."""
     stored: dict[int, int] = {}
     for split in splits:
         stored[split.source] = stored.get(split.source, 0) + split.bytes
@@ -156,6 +156,6 @@ def _files(folder: Path) -> list[os.stat_result]:
 
 
 def _core_seconds() -> float:
-    """Return the core seconds of this process and its ended children, such as a build's workers."""
+    """Return the CPU seconds of this process and of its child processes that have ended, such as workers."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -46,7 +46,7 @@ class TrainNeeds:
     node_bytes_per_second: Fraction = Fraction(1_250_000_000)
     """Bandwidth from the store to a node: 1.25 GB/s is 10 Gbit/s."""
     connection_bytes_per_second: Fraction = Fraction(80_000_000)
-    """Bandwidth of one request."""
+    """Bandwidth of one request, in bytes per second."""
     latency_seconds: Fraction = Fraction("0.05")
     """Time until a request's first byte, in seconds."""
     prices: Prices = field(default_factory=Prices)
@@ -70,7 +70,7 @@ class TrainNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPlan:
-    """The result of planning a training run; rates and bytes are totals unless the name says otherwise."""
+    """The result of planning a training run; rates and bytes are for all nodes unless named otherwise."""
 
     nodes: int
     tokens_per_second: Fraction
@@ -131,8 +131,8 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     lanes_per_node = tuple(len(batch_lanes.of_part(part)) for part in parts)
     most_lanes = max(lanes_per_node)
-    # If the batch size does not divide the lanes, `of_part` samples the batches and may miss lanes, but each
-    # lane is fetched at least once: hence the minimum of 1.
+    # The factor is at least 1, because each lane is fetched at least once. The sum may be below `lanes`: if
+    # the batch size does not divide the lanes, `of_part` compares only some batches and may miss lanes.
     fetch_factor = max(Fraction(1), Fraction(sum(lanes_per_node), lanes))
     fetched_per_second = bytes_per_second * most_lanes / lanes
     fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
