@@ -45,7 +45,7 @@ from shardkit.storage.running_clock import running_seconds
 
 _WARN_SECONDS = 30.0  # wait before a warning; long, because ranks already met in init_process_group
 _LONGEST_PAUSE = 0.1  # longest pause between two checks of the store, in seconds
-_CHECKS_PER_SECOND = 4096  # limit for all ranks together; costs rank 0 5 % of a core, as in `peers`
+_CHECKS_PER_SECOND = 4096  # checks of the store by all ranks together; they cost rank 0 5 % of a core
 _NAMED_RANKS = 8  # maximum number of missing ranks that a message names
 _NAMED_CHARACTERS = 200  # maximum length of a setting's value in a message, in characters
 _REPLICAS = "replicas of this rank have"  # result of `_missing` if every rank has come, but not all replicas

@@ -90,7 +90,7 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
 
 
 def _count_up_to(limits: _Ints) -> _Ints:
-    """Return an array of the shape of `limits`: element [row, j] counts the limits in the row up to j."""
+    """Return counts in the shape of `limits`: element [r, j] is how many of limits[r] are at most j."""
     sequences, blocks = limits.shape
     cells = (np.arange(sequences)[:, None] * blocks + limits).ravel()
     counts: _Ints = np.bincount(cells, minlength=sequences * blocks).reshape(sequences, blocks).cumsum(axis=1)

@@ -143,7 +143,7 @@ class _MappedColumn:
         used: npt.NDArray[np.int32],
         fetched: Mapping[int, FetchedRows],
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
-        """Return a function (low, high) -> values of planned rows low to high - 1, whose numbers are valid.
+        """Return a function (low, high) that reads planned rows low to high - 1. Their numbers must be valid.
 
         `used`: the distinct shards of the rows. `fetched`: by shard, rows that were fetched one by one.
         """

@@ -330,7 +330,7 @@ class StreamingLoader:
             self.learn_machine_ranks()
 
     def _warn_of_small_caches(self, *, is_starting: bool) -> None:
-        """Warn of small caches: of ones that ranks share with `is_starting`, else (at creation) of others."""
+        """Warn of caches that are too small. `is_starting`: check caches shared by ranks, else all others."""
         streams = self._opened.streams
         for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
             if dataset.shards is not None and is_starting == (

@@ -335,7 +335,8 @@ def _balance_stats(
 ) -> BalanceStats:
     """Return the statistics from sums of work over batches (first three) and optimizer steps (last three).
 
-    `dearest` and `plain`: work of the most expensive rank with and without `balance`, times number of ranks.
+    `work`, `steps`: work of all ranks. `dearest`, `plain`: work of the most expensive rank, with and without
+    `balance`, times the number of ranks.
     """
     return BalanceStats(
         max_over_mean=_share(dearest, work),

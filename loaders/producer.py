@@ -182,7 +182,7 @@ class GroupMaker:
         return _Planned(cursors, ids, read, is_late, real, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
-        """Return how many of `count` batches the streams' limits allow; StreamExhaustedError if no batch."""
+        """Return how many of `count` batches the streams' limits allow; if 0, raise StreamExhaustedError."""
         limit, plan = self._arrangement.limit, self._plan
         if limit is None:
             return count

@@ -53,9 +53,9 @@ _NUMBERS = np.dtype(
         ("seed", "i8"),  # seed of the workers of this iteration
         ("round", "i8"),  # how often these workers have been iterated
         ("workers", "i8"),  # number of workers; 0: an iteration without workers
-        ("start", "i8", (2,)),  # cursor
+        ("start", "i8", (2,)),  # cursor: position, and number of batches delivered in its epoch
         ("next", "i8", (2,)),  # cursor
-        ("settings", "i8"),  # digest of the settings
+        ("settings", "i8"),  # digest of the settings on which batches depend
         ("entered", "i8", (MAX_WORKERS,)),  # per worker: number of the iteration that it began last
         ("made", "i8", (MAX_WORKERS,)),  # per worker: number of the iteration that it completed last
     ]

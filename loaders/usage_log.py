@@ -66,7 +66,7 @@ class UsageLog:
         """Path of the log file; None before the first step."""
 
     def begin(self, settings: RunSettings, position: int) -> None:
-        """Record with the next step that the run starts or continues at `position` with `settings`."""
+        """Log `settings` and `position`, where the run starts or continues, together with the next step."""
         self._head_due = True
         self._head = RunHead(
             settings=settings.named(self._names),

@@ -275,9 +275,10 @@ def _address(array: _Array) -> int:
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Context manager in which forked processes are workers: they use no batches of this process and do not
-    collect its garbage. Garbage may hold CUDA events and streams, and a forked child aborts if it destroys
-    such objects of its parent.
+    """Context manager in which forked processes count as workers, which use no batches of this process.
+
+    Workers do not collect its garbage either, because garbage may hold CUDA events and streams, and a forked
+    child aborts if it destroys such objects of its parent.
     """
     _forking.workers = True
     try:
