@@ -2,14 +2,14 @@
 
 `RankAgreement.check` compares, when an iteration begins, everything that decides order, number of steps and
 position: a loader's whole state, its batch size and world size, and its options (those of `shared_by_ranks`).
-A rank with another seed would deliver rows that others deliver too and leave out as many; a rank with another
-batch size would end its epoch at another step and leave the others hanging in a collective.
+A rank with another seed would repeat rows of other ranks and leave out its own; a rank with another batch
+size would end its epoch at another step and leave the others hanging in a collective.
 
 The ranks meet in the store of the process group, under one key per loader and iteration. The first process
-stores its settings there. Each later process compares its digest with the first one's. A process that
-differs stores a description of the differences, and every process that waits raises it as an error. If all
-agree, the last one stores the outcome "open", and all continue. Each process sends about seven small requests
-to the store, at any world size.
+stores its settings there. Each later process compares the digest of its settings with the digest of the
+first. A process whose settings differ stores a description of the differences, and every waiting process
+raises it as an error. If all agree, the last one stores the outcome "open", and all continue. Each process
+sends about seven small requests to the store, at any world size.
 
 **Which processes meet.** Without replicas, all processes of the world or group meet: each process numbers
 its loaders, and loaders with the same number are compared, even if they have opened different data. Where
@@ -17,8 +17,8 @@ processes may be replicas (tensor and pipeline parallel peers; more processes th
 have the same loaders, so only loaders that have opened the same data meet. All are compared with the first.
 The members of a mesh, or of a slice of one, wait for each other. For ranks given as numbers, only one process
 of each rank is waited for, and a replica that comes later is compared with the stored settings. Nothing is
-compared without the store of a process group, by DataLoader workers, or by a single process. Ranks that
-cannot come (the backend "fake", more ranks than processes) are not waited for.
+compared without the store of a process group, by DataLoader workers, or by a single process. No process waits
+for ranks that do not exist: with the backend "fake", or if there are more ranks than processes.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from shardkit.storage.running_clock import running_seconds
 
 _WARN_SECONDS = 30.0  # wait before a warning; long, because ranks already met in init_process_group
 _LONGEST_PAUSE = 0.1  # longest pause between two checks of the store, in seconds
-_CHECKS_PER_SECOND = 4096  # limit for all ranks together: 5 % of a core of rank 0, as in `peers`
+_CHECKS_PER_SECOND = 4096  # checks of the store by all ranks together; they cost rank 0 5 % of a core
 _NAMED_RANKS = 8  # maximum number of missing ranks that a message names
-_NAMED_CHARACTERS = 200  # maximum length of a value in a message
-_REPLICAS = "replicas of this rank have"  # result of `_missing` if only replicas have not come
-_OPEN = "open"  # value of the outcome key if no process differs
+_NAMED_CHARACTERS = 200  # maximum length of a setting's value in a message, in characters
+_REPLICAS = "replicas of this rank have"  # result of `_missing` if every rank has come, but not all replicas
+_OPEN = "open"  # outcome that is stored if the settings of all processes agree
 
 
 class RankAgreement:
     """Compares the settings of one loader with those of the same loader in other processes."""
 
     def __init__(self, place: Place, peers: StopTogether[Any], *, timeout_seconds: float) -> None:
-        """`peers`: receives errors of other ranks while this one waits, and sends errors of this rank."""
+        """`peers` raises errors of other ranks while this rank waits, and reports errors of this rank."""
         self._place, self._peers, self._timeout_seconds = place, peers, timeout_seconds
         self._key: str | None = None  # key of this loader in the store; None before its first check
         self._meetings = 0
@@ -77,10 +77,10 @@ class RankAgreement:
         return max(len(self._members), int(distributed.get_world_size())) > self._place.world_size
 
     def check(self, settings: Mapping[str, object], *, data: Sequence[str]) -> None:
-        """Wait until every rank has come with equal `settings`, which are plain data.
+        """Compare `settings` (plain data) between all ranks; wait until every rank has called this method.
 
         `data`: fingerprints of the opened datasets. Raises RanksDisagreeError on all ranks if settings
-        differ, LoaderTimeoutError if a rank does not come in time, PeerError if one fails meanwhile.
+        differ, LoaderTimeoutError if a rank does not call in time, PeerError if a rank fails meanwhile.
         """
         distributed = distributed_in_use()
         if distributed is None or dataloader_workers():
@@ -99,13 +99,13 @@ class RankAgreement:
                 if waits:
                     meeting.await_others()
         except RuntimeError:
-            return  # the store is gone, or is a FileStore, which lacks some calls
+            return  # not compared: the store is gone, or is a FileStore, which lacks some calls
         except ShardkitError as error:
-            self._peers.report(error)  # also reaches processes without a loader or not waited for
+            self._peers.report(error)  # also stops processes that have no loader or do not wait here
             raise
 
     def _key_of_loader(self, store: CountingStore, process: int, data: Sequence[str]) -> str:
-        """Return this loader's key; the store counts the loaders, as it may outlive a process group."""
+        """Return this loader's key. The store counts the loaders, because it may outlive a process group."""
         if self._key is None:
             scope = [f"{self._members}" if self._place.source == "group" else ""]
             if self.may_have_replicas():
@@ -117,7 +117,7 @@ class RankAgreement:
 
 
 class _Meeting:
-    """One process's part in one comparison."""
+    """The part of one process in one comparison of settings by all ranks."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class _Meeting:
         on_wait: Callable[[], None],
     ) -> None:
         self._store, self._key, self._place, self._process = store, key, place, process
-        # Slices of a mesh are compared with each other, and each waits for its own members.
+        # All slices of a mesh are compared with each other, but a process waits only for its own slice.
         self._waiting = f"{key}/{hashlib.blake2b(repr(place.members).encode(), digest_size=8).hexdigest()}"
         self._timeout_seconds, self._on_wait = timeout_seconds, on_wait
 
     def compare(self, settings: Mapping[str, object], *, counts_processes: bool) -> None:
-        """Compare settings with the first process's, and count this rank as agreeing.
+        """Compare `settings` with the settings of the first process, and count this rank as agreeing.
 
         `counts_processes`: each rank has exactly one process, so a second process of this rank is an error.
         """
@@ -171,7 +171,7 @@ class _Meeting:
         return len(self._place.members) or self._place.world_size
 
     def _settle(self, outcome: str) -> str:
-        """Store the outcome unless one is stored already; return the stored outcome."""
+        """Store the outcome of the comparison unless one is stored already; return the stored outcome."""
         return self._store.compare_set(f"{self._waiting}/outcome", "", outcome).decode()
 
     def _refuse(self, lines: str) -> None:
@@ -185,9 +185,9 @@ class _Meeting:
         raise RanksDisagreeError(problem if outcome == _OPEN else outcome)
 
     def _await(self, key: str, *, is_outcome: bool = False) -> None:
-        """Wait for a key of the store; after the timeout raise LoaderTimeoutError, naming the missing ranks.
+        """Wait until the store has `key`; raise LoaderTimeoutError with the missing ranks after the timeout.
 
-        The wait for the outcome ends after `_WARN_SECONDS` if only replicas are missing.
+        With `is_outcome`, the wait ends after `_WARN_SECONDS` without an error if only replicas are missing.
         """
         began, pause, has_warned = running_seconds(), 0.001, False
         longest = max(_LONGEST_PAUSE, self._place.world_size / _CHECKS_PER_SECOND)
@@ -214,7 +214,7 @@ class _Meeting:
             pause = min(2 * pause, longest)
 
     def _missing(self) -> str:
-        """Return the ranks that have not come as the beginning of a sentence, such as "rank 3 has"."""
+        """Return the beginning of a sentence about the ranks that have not come, such as "rank 3 has"."""
         away = [
             rank
             for rank in range(self._place.world_size)
@@ -249,7 +249,7 @@ def _differences(one: tuple[str, object], two: tuple[str, object], setting: str 
 
 
 def _are_entries(value: list[object], other: list[object]) -> bool:
-    """Return whether both lists have one plain entry per stream, so that differences are named by entry."""
+    """Return whether two lists can be compared entry by entry: same length, no nested lists."""
     return len(value) == len(other) and not any(isinstance(each, list) for each in [*value, *other])
 
 

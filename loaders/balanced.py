@@ -5,15 +5,15 @@
 A class is a `Stream` over the whole dataset that excludes the rows of all other classes. So classes have all
 properties of mixtures: shares are exact in every block, a schedule may change them, resuming is arithmetic,
 and every sample of a class is delivered, in a new order on each pass, before any is repeated. (torch's
-WeightedRandomSampler samples with replacement: in as many samplings as there are samples, it misses a share
-of e^-1 of them, and its state contains neither its position nor the upcoming samples.)
+WeightedRandomSampler samples with replacement: n samplings from n samples miss 1/e (37 %) of the samples,
+and its state contains neither its position nor the upcoming samples.)
 
 All streams share one open dataset. If its shards are remote, one fetch plan serves all classes. But each
 class visits the shards in a different order, so the cache should have room for the whole dataset (otherwise
 rows of constant size are read one by one).
 
-Costs: one pass over the column (one copy per shard if all columns have constant size); 32 bytes per sample
-while the streams exist; about 150 bytes per stream in a state.
+Costs: one pass over the column (one array copy per shard if all columns have constant size); 32 bytes of
+memory per sample while the streams exist; about 150 bytes per stream in a state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ Label: TypeAlias = int | str | bytes
 _Codes = npt.NDArray[np.int16]
 
 _READERS = 8  # number of remote shards fetched in parallel while a column is read
-_ROUNDED = MAX_WEIGHT // 2  # sum of rounded weights; half the limit, as rounding may raise each weight by 1
+# Weights are scaled to this sum before rounding; half the limit, because rounding may raise each weight by 1.
+_ROUNDED = MAX_WEIGHT // 2
 
 
 def balanced_streams(
@@ -58,10 +59,11 @@ def balanced_streams(
     storage: StorageOptions | None = None,
     cache: CacheOptions | None = None,
 ) -> list[Stream]:
-    """Return one stream per value of `column`, named by its value, ascending, for a `StreamingLoader`.
+    """Return one stream per class, which is a value of `column`, for a `StreamingLoader`.
 
-    Classes are delivered equally often: the same number of samples of each in every global batch whose size
-    is a multiple of the number of classes. `weights` sets other shares; a class that it does not name gets 0.
+    Streams are named by their value, in ascending order. Classes are delivered equally often: a global batch
+    whose size is a multiple of the number of classes has the same number of samples of each. `weights` sets
+    other shares; a class that it does not name gets 0.
     Values are whole numbers, strings or bytes, at most 4,096 different ones. This function reads the column
     once; the streams may be used any number of times. With `return_ids`, a batch's `stream_id` is the index
     of the class in the returned list, and `sample_id` is the row in the dataset.
@@ -73,7 +75,7 @@ def balanced_streams(
     opened = _open(dataset, storage, cache)
     labels, codes = _read_classes(opened, column)
     if opened is not dataset:
-        opened.close()  # frees what reading the column opened; the dataset reopens when it is used
+        opened.close()  # closes the shards opened to read the column; the dataset reopens when it is used
     shares = [Fraction(1)] * len(labels)
     if weights is not None:
         if unknown := [label for label in weights if label not in labels]:
@@ -95,15 +97,15 @@ def weighted_streams(
 ) -> list[Stream]:
     """Return streams that deliver each sample in proportion to its weight, for a `StreamingLoader`.
 
-    `weights`: float64[samples], the same as for WeightedRandomSampler. Of every n samples delivered,
-    n * weight / sum(weights) are expected to be a given one; weight 0 means never. Samples of equal weight
-    form one stream; each of them comes once before any is repeated. Streams are in order of ascending weight.
+    `weights`: float64[samples], the same as for WeightedRandomSampler. Among n delivered samples, a sample
+    comes n * weight / sum(weights) times on average; weight 0 means never. Samples of equal weight form one
+    stream; each of them comes once before any is repeated. Streams are in order of ascending weight.
 
     Up to `levels` different weights are used unchanged. If there are more, they are grouped into `levels`
     geometric steps, and each sample gets the mean weight of its step: the total of each step stays exact, and
     a sample's weight changes by less than the factor (largest / smallest weight above 0) ** (1 / levels),
-    which is 2.8 % for weights that differ a thousandfold. Totals that are not in the proportion of small
-    whole numbers are rounded to 2**-30 of their sum.
+    which is 2.8 % for weights that differ a thousandfold. If the total weights of the streams are not in the
+    proportion of small whole numbers, they are rounded to 2**-30 of their sum.
     """
     opened = _open(dataset, storage, cache)
     each = np.asarray(weights, dtype=np.float64)
@@ -141,7 +143,7 @@ def _open(
 
 
 def _geometric_steps(values: npt.NDArray[np.float64], levels: int) -> npt.NDArray[np.int16]:
-    """Return for each ascending value the index of its geometric step: at most `levels`, none empty."""
+    """Return the number of each ascending value's geometric step: at most `levels` steps, none is empty."""
     logs = np.log(values)
     steps = np.floor((logs - logs[0]) * (levels / (logs[-1] - logs[0])))
     _, found = np.unique(np.minimum(steps, levels - 1), return_inverse=True)
@@ -176,7 +178,7 @@ def _exact(weight: float) -> Fraction:
 
 
 def _whole(shares: Sequence[Fraction]) -> list[int]:
-    """Return whole numbers in the proportions of `shares`: exact if their sum fits a mixture, else rounded.
+    """Return whole numbers in the proportions of `shares`, rounded if their sum would exceed MAX_WEIGHT.
 
     A share above 0 stays above 0.
     """
@@ -192,14 +194,14 @@ def _whole(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _name(label: Label) -> str:
-    """Return the unique name of a class, which is never ""."""
+    """Return the name of a class's stream: the label as a string that is unique and not empty."""
     if isinstance(label, bytes):
         return repr(label)[2:-1] or "b''"
     return str(label) or "''"
 
 
 def _read_classes(dataset: Dataset, column: str) -> tuple[list[Label], _Codes]:
-    """Return the values of a column, ascending, and int16[samples], the index of each sample's value."""
+    """Return a column's distinct values, ascending, and int16[samples]: the index of each sample's value."""
     column, known = dataset.column_name(column), [each.name for each in dataset.columns]
     if column not in known and f"{column}.npy" not in known:
         raise ValueError(f"{dataset.location} has no column {column!r}; it has {', '.join(known)}")
@@ -232,7 +234,7 @@ _Labels = tuple[list[Label], npt.NDArray[np.intp]]
 
 
 def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
-    """Yield the distinct values of each shard and the index of each row's value; read a few shards ahead."""
+    """Yield for each shard its distinct values and the index of each row's value; read shards ahead."""
     infos = dataset.manifest.shards
     sizes = {number: max(info.stored.bytes, 0) for number, info in enumerate(infos)}
     readers = 1 if dataset.shards is None else _READERS
@@ -247,7 +249,7 @@ def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
             number, future = waiting.popleft()
             yield future.result()
             report(number)
-            if dataset.shards is not None:  # an open shard keeps its cache space even after eviction
+            if dataset.shards is not None:  # close read shards: open ones keep disk space even if evicted
                 dataset.keep_only({number for number, _ in waiting})
 
 

@@ -11,10 +11,10 @@ many batches at once. With eos = 0 a row 5 6 0 7 0 0 0 gives
     document_ids  0 0 0 1 1 2 2
     cu_seqlens    0 3 5 7, max_seqlen 3    rows of a batch follow one another; a row always starts a segment
     doc_lens      3 2 2
-    shifted       tokens 5 6 0 7 0 0, labels 6 0 7 0 -100 -100, all other fields those of these tokens
+    shifted       tokens 5 6 0 7 0 0, labels 6 0 7 0 -100 -100, all other fields describe these tokens
 
 A layout changes neither the samples of a batch nor the state. Rows arrive in their stored type, are searched
-for the id, and are converted once for each field, while they are in a core's cache. No two fields share
+for eos ids, and are converted once for each field, while they are in a core's cache. No two fields share
 memory, except tokens and shifted labels if no label can be -100: both are views of the same rows, one token
 apart.
 """
@@ -46,22 +46,23 @@ Fields = dict[str, _Array | list[Any]]
 """Fields of many batches: for each field an array or list with one entry per batch."""
 
 SplitIds = Callable[[_Ints], tuple[_Ints, _Ints]]
-"""A function from sample ids over all streams to (stream, row in the stream's dataset)."""
+"""Maps sample ids, counted over all streams, to stream numbers and row numbers in the streams' datasets."""
 
 
 def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> _Bools:
-    """Return bool[rows]: whether the same 1 to 13 tokens repeat more than `most` times in a row of `tokens`.
+    """Return bool[rows]: whether a row repeats the same 1 to 13 tokens over `most` times without a gap.
 
     `tokens` has shape (rows, length). Runs of `eos_id`, which are padding, do not count. Groeneveld et al.
     2024 (OLMo 2) mask the loss of rows with 32 repetitions or more.
     """
     found = np.zeros(len(tokens), np.bool_)
     for period in range(1, LONGEST_PERIOD + 1):
-        least = period * most  # length of a run of tokens that each equal the token one period before
+        least = period * most  # minimum number of consecutive tokens that equal the token one period before
         if period + least > tokens.shape[1]:
             break
         same = tokens[:, period:] == tokens[:, :-period]
-        # A run of `least` tokens covers a whole block of half that length: check only rows with such a block.
+        # A run of `least` such tokens covers a whole block of half that length, so check only rows that
+        # have a block of such tokens.
         block = (least + 1) // 2
         blocks = same[:, : same.shape[1] // block * block].reshape(len(tokens), -1, block)
         for row in np.flatnonzero(blocks.all(axis=2).any(axis=1) & ~found).tolist():
@@ -105,7 +106,8 @@ class BatchMaker:
     ) -> None:
         """Raise ValueError if `rename` has an unknown field, or if two fields would get the same name.
 
-        `output`: memory that fields are written to. `mark_padding`: whole rows may be padding.
+        `output`: memory that fields are written to. `mark_padding`: whole rows may be padding, so batches
+        get the field `is_padding`.
         """
         self.batch_size = batch_size
         self.config = config
@@ -126,7 +128,7 @@ class BatchMaker:
         self.tensor = tensor_maker(config)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
-        """Return batches and their size in bytes; `columns` lack the rows whose `sample_ids` are -1."""
+        """Return batches and their size in bytes; `columns` have no rows for padding, whose id is -1."""
         fields, size = self.fields(columns, sample_ids)
         return batches_of(fields, self.tensor), size
 
@@ -157,7 +159,7 @@ class BatchMaker:
         return {self._names[field]: values for field, values in fields.items()}, size
 
     def _check_overflow(self, tokens: _Array | list[object]) -> None:
-        """Raise ValueError if an id would wrap around in `dtype`; `tokens` may be converted already."""
+        """Raise ValueError if a token id does not fit the delivered dtype, or has wrapped around in it."""
         dtype = self.tokens.dtype
         assert dtype is not None
         if not isinstance(tokens, np.ndarray) or not tokens.size:
@@ -167,11 +169,11 @@ class BatchMaker:
             raise ValueError(f"token id {largest:,} does not fit dtype {dtype.name}: give dtype={wider}")
 
     def row_bytes(self, columns: int, tokens: int) -> int:
-        """Return the approximate bytes of a row of `tokens` tokens with all fields; `columns`: as stored."""
+        """Return the approximate bytes of a row with all fields; `columns`: bytes read; `tokens`: length."""
         config, dtype = self.config, self.tokens.dtype
         of_token = 8 * (bool(config.labels) + config.position_ids) + 4 * config.document_ids
         if config.reads_tokens and dtype is not None:
-            of_token += dtype.itemsize  # `columns` counts the stored tokens, not the converted copy
+            of_token += dtype.itemsize  # the converted copy; `columns` counts the stored tokens
         return max(1, columns + tokens * of_token)
 
     def _added_fields(self) -> list[str]:
@@ -187,7 +189,7 @@ class BatchMaker:
     def _token_fields(
         self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
     ) -> tuple[Columns, Fields]:
-        """Return the fields computed from the tokens: fields with one entry per row, and those per batch."""
+        """Return the fields computed from tokens: first those with an entry per row, then per batch."""
         if not self.config.reads_tokens:
             return {}, {}
         column = self.tokens
@@ -240,11 +242,11 @@ class BatchMaker:
         if shift and keep:
             labels[:, -1] = IGNORED_LABEL
         if config.flat and not shift:
-            labels[:, 0] = IGNORED_LABEL  # in a flat batch it would follow another row's last token
+            labels[:, 0] = IGNORED_LABEL  # else a flat batch would predict it from the previous row
         return tokens, labels
 
     def _document_fields(self, segments: Segments) -> tuple[Columns, Fields]:
-        """Return the fields that describe documents: fields with one entry per row, and those per batch."""
+        """Return the fields that describe documents: first those with an entry per row, then per batch."""
         config, size = self.config, self.batch_size
         rows: Columns = {}
         batches: Fields = {}
@@ -338,7 +340,7 @@ _FIELDS = {
     "doc_lens": ("doc_lens", "max_doc_lens"),
     "block_mask": BLOCK_MASK_FIELDS,
 }
-"""Fields that an option adds, for options that add more than one field of their own name."""
+"""For each option that adds several fields, the names of these fields; others add one of their own name."""
 
 _FLAT_FIELDS = {"labels", "position_ids", "document_ids"}
 
@@ -348,7 +350,7 @@ def _unchanged(values: _Array) -> _Array:
 
 
 def _field_names(columns: list[str], added: list[str], rename: dict[str, str]) -> dict[str, str]:
-    """Return the delivered name of each field; raise ValueError if a name is unknown or comes twice."""
+    """Return each field's name after `rename`; raise ValueError if a name is unknown or comes twice."""
     if both := set(columns) & set(added):
         raise ValueError(
             f"the dataset has a column {min(both)!r}, which an option of the loader would replace: drop the "

@@ -69,7 +69,7 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
     firsts, fulls = firsts // block, np.minimum(-(-fulls // block), own)
     if length % block:
         fulls[:, -1] = blocks - 1
-    # Shape [sequences, 1, blocks, 1]: values per table row, to broadcast with `column`, the column numbers.
+    # One value per row of a table, in shape [sequences, 1, blocks, 1], to broadcast with column numbers.
     i, first, full, last, last_full = (
         np.broadcast_to(rows, (sequences, blocks)).astype(np.int32)[:, None, :, None]
         for rows in (own, firsts, fulls, _count_up_to(firsts) - 1, _count_up_to(fulls) - 1)
@@ -90,7 +90,7 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
 
 
 def _count_up_to(limits: _Ints) -> _Ints:
-    """Return for each row of `limits`, at each index j of the row, how many of its numbers are at most j."""
+    """Return counts in the shape of `limits`: element [r, j] is how many of limits[r] are at most j."""
     sequences, blocks = limits.shape
     cells = (np.arange(sequences)[:, None] * blocks + limits).ravel()
     counts: _Ints = np.bincount(cells, minlength=sequences * blocks).reshape(sequences, blocks).cumsum(axis=1)

@@ -44,7 +44,7 @@ Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction
 MAX_PREFETCH_BATCHES = 1 << 16
 _DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths", "block_mask")
 
-# Options that may differ between ranks: they affect neither which samples come nor the form of a batch.
+# Options that may differ between ranks: they affect neither the samples of a batch nor its form.
 _OF_ONE_RANK = frozenset(
     (
         *("prefetch_batches", "prefetch_bytes", "timeout_seconds", "cache_dir", "cache_bytes", "connections"),
@@ -55,10 +55,10 @@ _OF_ONE_RANK = frozenset(
 # Options whose value, given or default, is part of a loader's state.
 _IN_STATE = frozenset(("lanes", "window", "schedule", "epoch_samples", "global_batch"))
 
-BUSY_SECONDS = 200e-6  # a loop that asks again sooner only reads, so there is no work to overlap with
+# A loop that requests its next batch sooner than this only reads: prefetching has no work to overlap with.
+BUSY_SECONDS = 200e-6
 
-
-# MosaicML Streaming's names of the fields of a stream, where they differ.
+# Fields of MosaicML's Stream that have another name in our `Stream`, and that name.
 _MOSAICML_NAMES = {"proportion": "weight", "remote": "path", "local": "path"}
 
 
@@ -88,7 +88,7 @@ class Stream:
     if not TYPE_CHECKING:
 
         def __new__(cls, *values: object, **named: object) -> Stream:
-            """Raise TypeError with a suggestion for an unknown name, which the generated __init__ lacks."""
+            """Raise TypeError for an unknown keyword, with the suggestion that a generated __init__ lacks."""
             refuse_unknown("Stream()", named, cls.__slots__, _MOSAICML_NAMES)
             return object.__new__(cls)
 
@@ -110,7 +110,7 @@ class Stream:
             raise ValueError(f"choose must be a whole number of at least 1, not {self.choose!r}")
 
     def limit(self, samples: int) -> int | None:
-        """Return how many samples `repeat` and `choose` allow of a dataset of `samples`; None: no limit."""
+        """Return how many samples of a dataset with `samples` samples may be delivered; None: no limit."""
         limits = [] if self.repeat is None else [math.floor(self.repeat * samples)]
         return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
 
@@ -118,10 +118,10 @@ class Stream:
 def refuse_unknown(
     function: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str] | None = None
 ) -> None:
-    """Raise TypeError for a keyword in `given` that is not in `known`, with a hint at the right one.
+    """Raise TypeError for a keyword in `given` that is not in `known`, with a hint at the right keyword.
 
-    `renamed`: maps known names and names of other libraries to the text to suggest for them. For arguments
-    of torch's DataLoader and of other loaders that are not in it, `foreign_names` has the hint.
+    `renamed` maps our names and names of other libraries to the text that is suggested for them. Hints for
+    other arguments of torch's DataLoader and of other loaders come from `foreign_names`.
     """
     for name in given:
         if name in known:
@@ -141,7 +141,7 @@ _LISTED = 10  # maximum number of names that an error message lists
 
 
 def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
-    """Replace NumPy integers by Python ints, which JSON and states can hold."""
+    """Replace NumPy integers in these fields by Python ints, because JSON cannot hold NumPy integers."""
     for name in names:
         value = getattr(settings, name)
         if type(value) not in (int, bool) and isinstance(value, numbers.Integral):
@@ -156,7 +156,7 @@ class _Group:
     if not TYPE_CHECKING:
 
         def __new__(cls, **named: object) -> _Group:
-            """Raise TypeError with a suggestion for an unknown name, which the generated __init__ lacks."""
+            """Raise TypeError for an unknown keyword, with the suggestion that a generated __init__ lacks."""
             refuse_unknown(f"{cls.__name__}()", named, [field.name for field in fields(cls)])
             group = object.__new__(cls)
             group.__dict__["_given"] = frozenset(named)
@@ -173,7 +173,7 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Layout(_Group):
-    """The form of a batch: its fields besides tokens and labels, their names and shapes, masked labels."""
+    """The form of a batch: fields besides tokens and labels, names and shapes of fields, masked labels."""
 
     keep_length: bool = False
     """With labels="shifted": keep each row's last token, with label -100, so that rows of L tokens stay L."""
@@ -182,9 +182,8 @@ class Layout(_Group):
 
     Default: only if an option that describes documents (`position_ids`, `cu_seqlens`, ...) is set."""
     max_repetitions: int | None = None
-    """Set all labels of a row to -100 if the same 1 to 13 tokens repeat more than this many times in a row.
-
-    Such rows make the loss spike. OLMo 2 trains with 31."""
+    """Set all labels of a row to -100 if it repeats a sequence of 1 to 13 tokens consecutively more often
+    than this. Such rows make the loss spike. OLMo 2 trains with 31."""
     position_ids: bool = False
     """Add `position_ids`: int64, counted from 0 in each document."""
     document_ids: bool = False
@@ -238,8 +237,8 @@ class Order(_Group):
     """Balance the work of ranks: assign the rows of each global batch to ranks by their cost.
 
     "attention" uses the sum of squared document lengths, for attention inside documents; a `CostModel` sets
-    other costs. None: rank r takes the r-th part. Must be equal on all ranks. For remote data see
-    shardkit.tools.row_costs."""
+    other costs. None: rank r takes the r-th part of each batch. Must be equal on all ranks. For remote data
+    see shardkit.tools.row_costs."""
     mixed_lengths: bool = False
     """Allow streams whose samples differ in shape, if a schedule never mixes them in one batch."""
 
@@ -302,7 +301,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat options with those of each group collected in it: the inverse of `flattened`."""
+    """Collect flat options into their groups `Layout`, `Order` and `Run`: the inverse of `flattened`."""
     options = {name: value for name, value in flat.items() if name not in _SPELLED}
     for name, kind in GROUPS.items():
         own = {field.name for field in fields(kind)} & flat.keys()  # type: ignore[arg-type]
@@ -347,7 +346,7 @@ class RunOptions(LoaderOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoaderConfig(Layout, Order, Run):
-    """All options of a loader, checked, with defaults; the options of the groups are fields here, too."""
+    """All options of a loader, checked, with defaults; it inherits the options of Layout, Order and Run."""
 
     labels: bool | Literal["shifted"] = False
     """Add `labels`: int64, -100 for padding. True: the tokens themselves, for models that shift labels.
@@ -452,8 +451,8 @@ class LoaderConfig(Layout, Order, Run):
     def shared_by_ranks(self, *, order_only: bool = False) -> dict[str, object]:
         """Return the options that must be equal on all ranks, without those in the loader's state.
 
-        `order_only`: return only options that affect the order, for replicas such as pipeline stages, which
-        may read other fields of the same rows.
+        `order_only`: return only options that affect the order of samples. Replicas of a rank, such as
+        pipeline stages, may read other fields of the same rows.
         """
         left_out = _OF_ONE_RANK | _IN_STATE
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}

@@ -36,11 +36,11 @@ with naming_extras("CudaPrefetcher"):
 
 from shardkit.loaders.batch import Batch
 
-MAX_DEPTH = 64  # limit of batches in flight; each takes device memory
+MAX_DEPTH = 64  # maximum `depth` of a CudaPrefetcher: each batch ahead of the loop takes device memory
 
-_CHECK_SECONDS = 1.0  # interval between checks that the thread is alive
+_CHECK_SECONDS = 1.0  # interval at which a waiting loop checks that the copying thread is alive
 
-_JOIN_SECONDS = 5.0  # longest wait at interpreter exit for a thread that is in the middle of a read
+_JOIN_SECONDS = 5.0  # longest wait at interpreter exit for a copying thread that is reading a batch
 
 State = dict[str, object]
 
@@ -53,7 +53,7 @@ class _Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A batch whose copy to the device has started, its tensors there, and the event that ends the copy."""
+    """A batch whose copy to the device has started, its tensors there, and the event at the copy's end."""
 
     batch: Batch
     tensors: tuple[torch.Tensor, ...] = ()
@@ -64,7 +64,7 @@ class Copies(Protocol):
     """Moves batches to a device."""
 
     def begin(self) -> None:
-        """Prepare an iteration; called in the loop's thread before the first batch is requested."""
+        """Prepare an iteration. Called in the loop's thread before the first batch is requested."""
 
     def enter(self) -> None:
         """Prepare a copying thread; called at its start."""
@@ -110,7 +110,7 @@ class CudaCopies:
         found: list[torch.Tensor] = []
         _each_tensor(batch, found.append)
         for device in {tensor.device for tensor in found if tensor.is_cuda}:
-            # Must precede the block below, in which the copies' own stream is the current one.
+            # Before the `with` below, in which the current stream is the stream of the copies.
             self._stream.wait_stream(self._cuda.current_stream(device))
         moved: list[torch.Tensor] = []
 
@@ -131,7 +131,7 @@ class CudaCopies:
         if value.device == self._device:
             return value
         if value.is_cuda:
-            value.record_stream(self._stream)  # keeps torch from reusing its memory before the copy is done
+            value.record_stream(self._stream)  # torch must not reuse the memory before the copy is done
         elif not value.is_pinned():
             value = value.pin_memory()
         return value.to(self._device, non_blocking=True)
@@ -183,7 +183,7 @@ class CudaPrefetcher:
         return len(cast(Sized, self.loader)) if self._length is None else self._length
 
     def state_dict(self) -> State:
-        """Return the loader's state at the last delivered batch; raise TypeError if it has none."""
+        """Return the loader's state at the last delivered batch; raise TypeError if it has no state."""
         state = _state(self.loader) if self._state is None else self._state
         if state is None:
             raise TypeError(f"{type(self.loader).__name__} has no state_dict and load_state_dict")
@@ -199,7 +199,10 @@ class CudaPrefetcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the thread from using the loader inside a `with`; first wait for the batch being read."""
+        """Pause the copying thread inside a `with` block, so that the loader may be changed there.
+
+        Waits until the batch that is being read is complete.
+        """
         if self._ahead is None:
             yield
             return
@@ -207,7 +210,7 @@ class CudaPrefetcher:
             yield
 
     def close(self) -> None:
-        """End the thread and drop the batches that it has ready; the loader stays ahead of the loop."""
+        """End the thread and drop its ready batches; the loader's own position stays ahead of the loop."""
         if (ahead := self._ahead) is not None:
             ahead.stop()
         self._ahead = self._length = None
@@ -221,14 +224,14 @@ class CudaPrefetcher:
         self._copies.begin()
         ahead = _Ahead(iter(self.loader), self.loader, self._copies, self._depth)
         if self._finalizer is not None:
-            self._finalizer.detach()  # it belongs to an iterator that has ended
+            self._finalizer.detach()  # it belongs to the previous iterator, which has ended
         self._finalizer = weakref.finalize(self, ahead.stop, _JOIN_SECONDS)
         self._ahead = ahead
         return ahead
 
 
 class _Iteration:
-    """One `for` over a prefetcher."""
+    """The iterator of one `for` loop over a prefetcher."""
 
     def __init__(self, prefetcher: CudaPrefetcher, token: object) -> None:
         self._prefetcher, self._token = prefetcher, token
@@ -247,9 +250,9 @@ class _Iteration:
         item = ahead.wait(ahead.taken + 1)
         if (copied := item.copied) is not None:
             owner._copies.finish(copied)
-            ahead.want(item.number)  # after `finish`, which would else compete with the thread for the GIL
+            ahead.want(item.number)  # after `finish`: the thread that it wakes competes for the GIL
             batch = copied.batch
-            # From here to `return` nothing is called, so no signal handler runs.
+            # From here to `return` nothing is called, so no signal handler runs and the batch is not lost.
             owner._state = item.state
             ahead.taken = item.number
             item.copied = copied = None
@@ -281,9 +284,9 @@ class _Ahead:
     """The items of one iterator of the loader, made by a thread and numbered from 1.
 
     The thread appends to `_ready`, and the loop removes the items that it has taken. Each wakes the other
-    through a queue, whose entries are only wake-up signals: both check again before they wait, so losing an
-    entry in an interrupt does no harm. The thread ends at an error or at the end of the loader; the loop
-    starts another.
+    through a queue, whose entries are only wake-up signals: both check the items again before they wait, so
+    losing an entry in an interrupt does no harm. The thread ends at an error or at the end of the loader; the
+    loop starts another.
     """
 
     def __init__(self, source: Iterator[Batch], loader: object, copies: Copies, depth: int) -> None:
@@ -297,7 +300,7 @@ class _Ahead:
         self._is_waiting = self._is_stopped = False
         self._to_thread: SimpleQueue[None] = SimpleQueue()
         self._to_loop: SimpleQueue[None] = SimpleQueue()
-        self._running = threading.Lock()  # held by the thread; an interrupted start may leave two threads
+        self._running = threading.Lock()  # held by the running thread; an accidental second one ends at once
         self.thread: threading.Thread | None = None
 
     def wait(self, number: int) -> _Item:

@@ -21,7 +21,7 @@ def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None
     capacity = dataset.shards.cache.capacity
     sizes = dataset.manifest.raw_bytes.clip(0)
     total, largest = int(sizes.sum()), int(sizes.max(initial=0))
-    # A window may begin and end inside a shard: the two extra shards per lane below.
+    # A window may begin and end inside a shard, so each lane may use two more shards.
     window_bytes = (order.window or len(dataset)) * total // max(1, len(dataset))
     needed = min(served * (window_bytes + 2 * largest), total)
     if capacity < needed:
@@ -34,7 +34,7 @@ def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None
 
 def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -> int | None:
     """Return the id that ends documents; raise errors as `shardkit.datasets.segments.find_eos_id` does."""
-    # Shifted labels need no id: without one, no padding is known and no label is masked.
+    # Shifted labels do not require an eos id: without one, no padding is found and no label is masked.
     finds_padding = config.labels is True and config.pad_id is None
     needs_bounds = bool(config.document_options) or finds_padding or config.masks_document_starts
     return segments.find_eos_id(

@@ -1,4 +1,6 @@
-"""Replacements for each argument of torch's DataLoader, MosaicML Streaming, litdata and webdataset.
+"""What to use in shardkit instead of each argument of other loaders, as one text per argument.
+
+The other loaders are torch's DataLoader, MosaicML Streaming, litdata and webdataset.
 
 Errors about unknown options quote these tables, and docs/guides/migrate.md shows them.
 """
@@ -54,7 +56,7 @@ STREAM: Mapping[str, str] = _STREAM_OR_DATASET | {
     "repeat": "`weight`, which sets the stream's samples per epoch of `order=Order(epoch_samples=…)`",
     "choose": "`weight`, which sets the stream's samples per epoch of `order=Order(epoch_samples=…)`",
 }
-"""Arguments of `streaming.Stream`."""
+"""Replacements for arguments of MosaicML's `streaming.Stream`."""
 
 STREAMING: Mapping[str, str] = _STREAM_OR_DATASET | _DATA_LOADER | {
     "streams": "a list of `Stream`, as the first argument",
@@ -75,7 +77,7 @@ STREAMING: Mapping[str, str] = _STREAM_OR_DATASET | _DATA_LOADER | {
     "allow_unsafe_types": "`allow_pickle` of `open_dataset`; give its result to the loader",
     "replication": "`mesh`, or `rank` and `world_size` divided by the replication",
 }  # fmt: skip
-"""Arguments of `streaming.StreamingDataset` and `StreamingDataLoader`."""
+"""Replacements for arguments of MosaicML's `streaming.StreamingDataset` and `StreamingDataLoader`."""
 
 _PROFILER = "`loader.stats()` reports what steps waited for"
 
@@ -104,7 +106,7 @@ LITDATA: Mapping[str, str] = _DATA_LOADER | {
     "profile_dir": _PROFILER,
     "profile_cprofile": _PROFILER,
 }  # fmt: skip
-"""Arguments of `litdata.StreamingDataset` and `StreamingDataLoader`."""
+"""Replacements for arguments of `litdata.StreamingDataset` and `litdata.StreamingDataLoader`."""
 
 _RANKS = "not needed: rank and world size divide each batch, for any number of shards"
 
@@ -140,4 +142,4 @@ FOREIGN: Mapping[str, str] = {
     "datasets": "a list of `Stream`, as the first argument",
     "num_replicas": "`world_size`",
 }  # fmt: skip
-"""Arguments of torch's DataLoader and samplers, MosaicML Streaming, litdata and webdataset."""
+"""Replacements for arguments of torch's DataLoader and samplers, MosaicML Streaming, litdata, webdataset."""

@@ -1,7 +1,7 @@
-"""Unblocks signals in the children of a fork server that `worker_signals` starts and that preloads this.
+"""Unblocks signals in the children of the fork server that `worker_signals` starts.
 
-The fork server blocks signals that are meant for the trainer, so that it survives them. Its children that are
-not DataLoader workers must still end at SIGTERM.
+The fork server imports this module at its start. It blocks signals that are meant for the trainer, so that
+it survives them, but its children that are not DataLoader workers must still end at SIGTERM.
 """
 
 import os

@@ -3,8 +3,8 @@
 Every row of such a column is one run of bytes at (start of its shard) + (row) * (stride of its shard). So all
 mapped shards are read through one array whose element i is the row that begins i bytes after the lowest map.
 Indexing it with byte offsets gathers rows of any shards, in any order, in one call. (Grouping rows by shard
-first takes one call per shard and a second copy. Measured against a plain gather, its rate is 0.65; the rate
-of this method is 1.0 to 1.1.)
+first takes one call per shard and a second copy. It reaches 0.65 of the rate of a plain NumPy gather; this
+method reaches 1.0 to 1.1.)
 
 Three things make it safe: offsets are computed from (shard, row) in this module only; when a shard is mapped,
 shape and type of its rows are checked against the manifest, which is the source of all row numbers; and a
@@ -42,13 +42,16 @@ from shardkit.loaders.streams import ReadRows, Streams
 
 _MAX_SPAN = 1 << 62  # limit of span * row_bytes: NumPy refuses arrays of 2**63 bytes
 
-_PIECE_BYTES = 256 << 10  # gathered rows and their converted copy both fit a core's second-level cache
+_PIECE_BYTES = 256 << 10  # rows converted at a time; they and their converted copy fit a core's L2 cache
 
-_FETCHED_ROWS = 256  # single rows fetched per plan: under a second if each of two requests takes 25 ms
+# If a plan fetches more single rows than this, the next plans are shorter. Fetching 256 takes under a second
+# if each row takes two requests of 25 ms.
+_FETCHED_ROWS = 256
 
-_LARGE_PAGE = 2 << 20
-_ARENA_BYTES = 512 << 20  # reserved addresses, not used memory: twice the default of prefetch_bytes
-_MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20  # malloc itself reuses smaller ones; page faults of larger are few
+_LARGE_PAGE = 2 << 20  # size of a large page of memory, in bytes
+_ARENA_BYTES = 512 << 20  # address space reserved, not memory used: twice the default of prefetch_bytes
+# Sizes of arrays whose memory is reused here: malloc reuses smaller ones itself; larger ones have few faults.
+_MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20
 
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANON | getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -76,8 +79,8 @@ class FixedRows:
         self._columns = {name: _MappedColumn(streams, column, output) for name, column in columns.items()}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """Map the shards of these rows (see `Source.open_rows`); raise ShardError if one is damaged."""
-        # Offsets become addresses, so a row number outside its shard would read foreign memory.
+        """Map the shards of these rows: see `Source.open_rows`. Raises ShardError if a shard is damaged."""
+        # Row numbers become memory addresses, so one outside its shard would read foreign memory.
         if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
             raise IndexError("a planned row is outside its shard")
         used = np.unique(shard)
@@ -88,9 +91,9 @@ class FixedRows:
     def _first_rows(
         self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
     ) -> tuple[dict[int, FetchedRows], bool]:
-        """Return rows of remote shards that were fetched one by one, by shard, and whether to plan less.
+        """Return rows fetched one by one, by their remote shard, and whether the next plan should be shorter.
 
-        Shorter plans keep a batch from waiting for shards or single rows of later batches. A few rows of
+        With short plans a batch does not wait for shards or single rows of later batches. A few rows of
         shards that do not fit the cache, or that no lane of this machine needs, do not shorten plans: such
         rows come throughout a run, and plans of one batch each are the most expensive.
         """
@@ -128,8 +131,8 @@ class _MappedColumn:
         shards = len(streams.infos)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
-        # Maps of the last plan, for reuse by the next. Weak, so that maps end with the readers that hold
-        # them, and a closed loader leaves none open.
+        # Maps of the last plan, by shard, for reuse by the next plan. References are weak, so that maps end
+        # with the readers that hold them, and a closed loader leaves no map open.
         self._maps: WeakValueDictionary[int, npt.NDArray[np.generic]] = WeakValueDictionary()
         self._partial: set[int] = set()  # shards whose entry in `_maps` has only some of their rows
 
@@ -140,9 +143,12 @@ class _MappedColumn:
         used: npt.NDArray[np.int32],
         fetched: Mapping[int, FetchedRows],
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
-        """Return a reader of checked rows; `used` are their shards, and `fetched` has single rows of some."""
+        """Return a function (low, high) that reads planned rows low to high - 1. Their numbers must be valid.
+
+        `used`: the distinct shards of the rows. `fetched`: by shard, rows that were fetched one by one.
+        """
         numbers = used.tolist()
-        # Drops the maps of shards that this plan does not use; their dataset keeps the recent ones open.
+        # Drops the maps of shards that this plan does not use; their dataset keeps recent shards open.
         maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
         self._maps = WeakValueDictionary(maps)
         held = list(maps.values())
@@ -188,7 +194,7 @@ class _MappedColumn:
                 self._streams.where(number),
                 f"column {name!r} is {found}, expected {self._column.stored}{list(expected)}",
             )
-        # Strides of an array with one row: NumPy gives all empty arrays the strides 0.
+        # Expected strides within a row, from an array of one row, as NumPy gives empty arrays strides of 0.
         inner = np.empty((1, *self._column.shape), dtype=rows.dtype).strides[1:]
         if rows.strides[1:] != inner or rows.strides[0] < 0:
             rows = np.ascontiguousarray(rows)
@@ -227,7 +233,7 @@ class Gather:
     ) -> None:
         self._shape, self._stored, self._delivered = shape, stored, delivered
         self._row_bytes = stored.itemsize * prod(shape)
-        self._piece = max(1, _PIECE_BYTES // max(1, self._row_bytes))  # rows
+        self._piece = max(1, _PIECE_BYTES // max(1, self._row_bytes))  # number of rows per piece
         self._output = output
 
     def bind(self, lowest: int, span: int, held: list[_Rows]) -> Callable[[_Ints], _Rows]:
@@ -273,16 +279,16 @@ class OutputMemory:
     def __init__(self) -> None:
         self._arena = _large_pages(_ARENA_BYTES)
         self.is_shared = False
-        """Whether another process sees the lent memory, so that rows should be written there directly."""
+        """Whether another process sees the lent memory; rows should then be written into it directly."""
         self._carved = 0
         self._carving = threading.Lock()
-        # All other changes are single atomic dict or list operations, since garbage collection, which calls
-        # `_take_back`, may interrupt any code.
+        # Only `_carved` needs the lock. All other changes are single atomic dict or list operations, because
+        # garbage collection, which calls `_take_back`, may interrupt any code.
         self._free: defaultdict[int, list[_Bytes]] = defaultdict(list)
         self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes, int]] = {}
 
     def share(self, arena: _Bytes) -> None:
-        """Lend pieces of `arena`, which another process sees, instead. Nothing may have been lent before."""
+        """Lend pieces of `arena`, memory shared with another process. Call this before the first `lend`."""
         assert not self._carved
         self._arena, self.is_shared = arena, True
 
@@ -293,7 +299,7 @@ class OutputMemory:
         piece = self._take(size) if _MIN_BYTES <= count <= _MAX_BYTES else None
         if piece is None:
             return np.empty(shape, dtype)
-        # Through a memoryview, so that views of `lent` have `lent` as their base, not `piece`.
+        # From a memoryview, so that views of `lent` have `lent` as their base, not `piece`.
         lent = np.frombuffer(piece.data, dtype=np.uint8)
         reference = weakref.ref(lent, self._take_back)
         self._lent[id(reference)] = (reference, piece, size)
@@ -326,7 +332,7 @@ def _large_pages(count: int) -> _Bytes:
     """Return `count` bytes of zeros, on large pages if available; empty if addresses cannot be reserved."""
     try:
         memory = mmap.mmap(-1, count + _LARGE_PAGE, flags=_RESERVE)
-    except OSError:  # a limit on addresses (ulimit -v)
+    except OSError:  # the process has a limit on address space (ulimit -v)
         return np.empty(0, dtype=np.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

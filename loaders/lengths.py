@@ -10,10 +10,11 @@ trains this way (Pouransari et al. 2024, arXiv:2405.13226: buckets of documents 
 curricula that grow the length (GrowLength, arXiv:2310.00576; SkyLadder, arXiv:2503.15450).
 
 How it works: `shardkit.order.mixture` selects the stream of step k as it does for position k, so shares are
-exact in every block, and the number of steps of each stream after k steps is arithmetic. Each stream has its
-own endless `StreamingLoader`. So each row of a stream comes once before any is repeated, all ranks take the
-same number of steps, and the state is one number, `step`, besides constants. A resumed run may have another
-number of ranks if the tokens per step over all ranks stay the same; the sets of rows per step then do, too.
+exact in every block, and the number of steps that each stream supplies before step k is computed, not
+counted. Each stream has its own endless `StreamingLoader`. So each row of a stream comes once before any is
+repeated, all ranks take the same number of steps, and the state is one number, `step`, besides constants. A
+resumed run may have another number of ranks if the tokens per step over all ranks stay the same; then each
+step has the same rows, too.
 
 Streams share one cache. Fetching of a stream begins up to 1,024 steps before its first batch.
 """
@@ -56,7 +57,7 @@ STATE_VERSION = 1
 MAX_STEP = 1 << 40  # limit of steps, so that positions (steps times rows per step) stay below 2**62
 _AHEAD = 1024  # number of steps planned at a time
 _KEYS = {"version", "step", "tokens_per_step", "names", "lengths", "schedule", "runs"}
-_MOVING = ("position", "epoch_batches")  # keys of a stream's state that follow from the step
+_MOVING = ("position", "epoch_batches")  # keys of a stream's state that are computed from `step` instead
 _REFUSED = ("schedule", "epoch_samples", "mixed_lengths", "global_batch", "restart")
 
 LengthSchedule: TypeAlias = "Sequence[tuple[int, str | Weights]]"
@@ -95,7 +96,8 @@ class LengthLoader:
         flat |= {"endless": True, "prefetch_bytes": parse_bytes(config.prefetch_bytes) // len(streams)}
         place = find_place(rank, world_size, mesh=config.mesh, group=config.group)
         self._opened = opened = open_streams(specs, config, local_processes(place), place=place)
-        find_eos_id(opened.streams.once, config, opened.streams.datasets[0].token_column)  # one for all
+        # Called only to raise ValueError if the streams have different tokenizers or eos ids.
+        find_eos_id(opened.streams.once, config, opened.streams.datasets[0].token_column)
         self.names = opened.streams.names
         """Names of the streams: as given, or the last part of their paths."""
         self._seed = operator.index(options.get("seed", 17))
@@ -134,14 +136,14 @@ class LengthLoader:
         self._running: dict[int, Iterator[Batch]] = {}
 
     def __iter__(self) -> Iterator[Batch]:
-        # Ranks exchange everything here, so that no stream does so in the middle of a run.
+        # Ranks exchange data now for all streams; otherwise a stream would do it at its first step, mid-run.
         self._agreement.check(
             self.state_dict(), data=[dataset.fingerprint for dataset in self._opened.streams.datasets]
         )
         for loader in self._loaders:
             loader.prepare_workers(loader.cursor)
         for number, position in enumerate(self._positions(self._step)):
-            if self._loaders[number].position != position:  # an interrupt came between a batch and its count
+            if self._loaders[number].position != position:  # interrupted after reading, before counting
                 self._running.pop(number, None)
                 self._loaders[number].seek(position)
         self._iteration = object()
@@ -287,7 +289,7 @@ class LengthLoader:
         self._mixture = Mixture(self._seed, schedule)
 
     def _positions(self, step: int) -> list[int]:
-        """Return the rows of each stream before a step, over all ranks."""
+        """Return how many rows each stream delivers before `step`, over all ranks."""
         counts = self._mixture.counts(step).tolist()
         return [n * loader.plan.global_batch for n, loader in zip(counts, self._loaders, strict=True)]
 
@@ -296,7 +298,7 @@ class LengthLoader:
         self._running.clear()
 
     def _schedule(self, given: LengthSchedule | None, weights: Sequence[Any]) -> Schedule:
-        """Return the schedule of the streams' shares of steps; raise ValueError if it is invalid."""
+        """Return the schedule of each stream's share of the steps; raise ValueError if it is invalid."""
         if given is None:
             shares = [weight * tokens for weight, tokens in zip(weights, self._tokens, strict=True)]
             return Schedule.of(shares)

@@ -7,10 +7,10 @@ The state is in the data module's part of the checkpoint. It is the same on ever
 Lightning saves the state of rank 0 and loads it on all ranks. Lightning does not replace a sampler here
 (use_distributed_sampler has no effect): a StreamingLoader computes its rank's part of every batch.
 
-A checkpoint counts as trained the batches that Lightning counts, not the fetched ones: Lightning may fetch a
+A checkpoint covers the batches that Lightning counts as trained, not the fetched ones: Lightning may fetch a
 batch ahead, drop it at the end of an epoch, or save while a step is failing. So the state is computed: the
-cursor of the first batch, advanced by the batches that Lightning has counted since then
-(`batch_progress.total.processed`, which it also saves and continues from, so the two cannot disagree).
+cursor of the first batch, advanced by the batches that Lightning has counted since then. (Lightning saves
+this count, `batch_progress.total.processed`, and continues from it, so the two cannot disagree.)
 
 Training (`TrainingBatches`) is one endless stream, which Lightning's epochs only divide: an epoch begins with
 the batch after the last trained one, no matter how the previous epoch ended. Only overfit_batches repeats
@@ -65,14 +65,14 @@ class TrainingBatches:
         self._endless = endless
         self._live: Iterator[Batch] | None = None
         self._start = loader.cursor
-        self._trained_at_start: int | None = None  # Lightning's count at `_start`; None: no batch requested
+        self._trained_at_start: int | None = None  # trained batches at `_start`; None: no batch requested
         self._mended = False
         self._repeated: int | None = None  # number of batches that overfit_batches repeats
 
     def __len__(self) -> int:
         if self._endless:
             raise TypeError("an endless loader has no length")
-        return self.loader.plan.batches_left(0)  # equal in all epochs, because Lightning reads it only once
+        return self.loader.plan.batches_left(0)  # same for all epochs: Lightning reads the length only once
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, because Lightning also calls iter() just to see whether it works.
@@ -84,13 +84,13 @@ class TrainingBatches:
         while True:
             assert self._live is not None
             yield next(self._live)
-            if not self._mended:  # Lightning fetches the first batch before its loop begins
+            if not self._mended:  # with `ahead`, Lightning fetches the first batch before its loop begins
                 self._mend_counts()
             if self.loader.cursor == end:
                 self._seek(_ORIGIN)
 
     def cursor(self) -> Cursor:
-        """Return the cursor after the last trained batch, which excludes batches only fetched."""
+        """Return the cursor after the last trained batch; batches that were only fetched do not count."""
         if self.trainer is None:
             return self.loader.cursor
         if self._trained_at_start is None:
@@ -109,7 +109,7 @@ class TrainingBatches:
         self.loader.load_state_dict(state or self.loader.state_at(_ORIGIN))
         self._start, self._trained_at_start, self._live = self.loader.cursor, None, None
 
-    # Lightning warns of loaders without these two methods; the state itself is in the data module.
+    # Lightning warns of loaders without these two methods. The real state is in the data module's state.
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -160,7 +160,7 @@ class EvaluationBatches:
         return self.loader.plan.batches_left(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.loader.load_state_dict(self.loader.state_at(_ORIGIN))  # the last run may have stopped early
+        self.loader.load_state_dict(self.loader.state_at(_ORIGIN))  # the last iteration may have ended early
         yield from self.loader
 
 
@@ -170,7 +170,7 @@ def trained_batches(trainer: Trainer | None) -> int:
 
 
 def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
-    """Return data-parallel rank and world size, None without a trainer; tensor-parallel peers share them."""
+    """Return (data-parallel rank, world size), equal for tensor-parallel peers; Nones without a trainer."""
     if trainer is None:
         return None, None
     replicas = trainer.distributed_sampler_kwargs
@@ -201,7 +201,7 @@ class DataOptions(RunOptions, total=False):
 
 
 _NOT_IN_CONFIG = DataOptions.__annotations__.keys() - LoaderOptions.__annotations__.keys()
-# Options of the training order or of its files, which evaluation ignores: it reads in stored order.
+# Options of training that evaluation ignores: it reads in stored order, writes no log and loads no state.
 _NOT_IN_EVALUATION = {
     *("seed", "shuffle", "tail", "endless", "lanes", "window", "schedule", "epoch_samples"),
     *("usage_log", "on_mismatch"),
@@ -217,8 +217,8 @@ class ShardDataModule(pl.LightningDataModule):
 
     A Lightning epoch has as many batches as one pass over `train` needs. With tail="carry" (the default) its
     last batch is filled up from the next pass, and the next epoch continues from there. limit_train_batches
-    makes epochs shorter; the next epoch continues with the next batch of the data. With endless=True there
-    are no epochs, and no length.
+    makes epochs shorter; the next epoch continues with the next batch of the data. With endless=True training
+    has no epochs, and `len` raises an error.
 
     `val`, `test` and `predict` may also be dicts of datasets: one Lightning loader each. Every sample comes
     once over all ranks; rows that fill up the last batch are marked in `is_padding`, and their labels are
@@ -255,12 +255,12 @@ class ShardDataModule(pl.LightningDataModule):
         self._training: TrainingBatches | None = None
         self._evaluating: dict[str, dict[str, EvaluationBatches]] = {}
         self._opened_from: dict[str, object] = {}
-        self._state: dict[str, Any] | None = None  # state at which training begins or ended; None: the start
-        self._loaded = False  # whether `_state` was loaded, not left by a previous run
+        self._state: dict[str, Any] | None = None  # where training begins or ended; None: at the first sample
+        self._loaded = False  # whether `_state` comes from a checkpoint, not from a previous run
 
     @property
     def train_loader(self) -> StreamingLoader | None:
-        """The training loader, or None if not training; its own `position` may be one batch ahead."""
+        """The training loader, or None outside training; its `position` may be a batch ahead of training."""
         return None if self._training is None else self._training.loader
 
     @property
@@ -286,13 +286,13 @@ class ShardDataModule(pl.LightningDataModule):
             )
         self._training.loader.set_weights(weights, at_position=at_position)
 
-    # Lightning calls the methods below.
+    # Lightning calls the public methods below.
 
     def setup(self, stage: str) -> None:
         callbacks: list[pl.Callback] = getattr(self.trainer, "callbacks", [])
         if not any(isinstance(callback, _StopPeersFirst) for callback in callbacks):
             callbacks.insert(0, _StopPeersFirst())
-        # A new Trainer without a checkpoint starts from scratch; one that has trained continues where it was.
+        # A new Trainer without a checkpoint starts at the first sample; a Trainer that has trained continues.
         if stage == "fit" and not self._loaded and trained_batches(self.trainer) == 0:
             self._close()
             self._state = None
@@ -339,7 +339,7 @@ class ShardDataModule(pl.LightningDataModule):
         return self._evaluation_batches("predict")
 
     def on_exception(self, exception: BaseException) -> None:
-        # Lightning calls this after its callbacks, `_StopPeersFirst` before them.
+        # Called twice: by `_StopPeersFirst` before the other callbacks, then by Lightning after them.
         if self._training is not None and not isinstance(exception, SystemExit):
             # Leaving a loader with an error reports it to the other ranks, which may be waiting for this one.
             self._training.loader.__exit__(type(exception), exception, exception.__traceback__)
@@ -356,7 +356,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _close_training(self) -> None:
         self._opened_from.pop("train", None)
         if self._training is not None:
-            if self._training.trainer is not None:  # without a Trainer a user only inspects the data
+            if self._training.trainer is not None:  # else a user only inspected the data, without training
                 self._state = self._training.state()
             self._training.loader.close()
             self._training = None
@@ -367,15 +367,15 @@ class ShardDataModule(pl.LightningDataModule):
             batches.loader.close()
 
     def _origin(self, source: EvaluationSource, batch_size: int) -> object:
-        """Return the values that loaders are opened from; loaders are reused until these values change.
+        """Return the values that a loader is opened from; the loader is reused until these values change.
 
-        Lightning requests loaders again with reload_dataloaders_every_n_epochs, and users to get a length.
+        Lightning requests loaders again with reload_dataloaders_every_n_epochs; users do to get a length.
         """
         copied = source if isinstance(source, (str, os.PathLike, Dataset)) else copy(source)
         return self.trainer, copied, batch_size, dict(self.options)
 
     def _train_batch_size(self) -> int:
-        """Sequences per step on each device."""
+        """Return the number of sequences per step on each device."""
         if self.batch_size is not None:
             return self.batch_size
         assert self.global_batch_size is not None
@@ -478,7 +478,8 @@ class DataMonitor(pl.Callback):
 
     def _log(self, trainer: Trainer, data: ShardDataModule) -> None:
         stats = data.stats()
-        before = self._before if self._before.steps <= stats.steps else LoaderStats()  # a new loader
+        # A new loader counts from 0 again.
+        before = self._before if self._before.steps <= stats.steps else LoaderStats()
         wait = (stats.wait_seconds - before.wait_seconds) / max(1, stats.steps - before.steps)
         waits = trainer.strategy.all_gather(torch.tensor(wait, device=trainer.strategy.root_device))
         replicas = find_replica(trainer)[1] or 1

@@ -66,8 +66,8 @@ class StreamingLoader:
     `dataset`: a path, an open `Dataset` or a list of `Stream`, which are mixed by weight. `batch_size`:
     sequences per rank and step. `shuffle`: "window" (within a bounded window of each lane), "global" or
     "none". `tail`: what happens at the end of an epoch: "carry" fills the last batch from the next epoch,
-    "drop" leaves it out, "pad" fills it with flagged rows. `rank` and `world_size` are data-parallel. They
-    default to the values of `mesh` or `group`, then of torch.distributed, then of torchrun, then 0 of 1
+    "drop" leaves it out, "pad" fills it with padding rows. `rank` and `world_size` are data-parallel. They
+    default to the values of `mesh` or `group`, else of torch.distributed, else of torchrun, else rank 0 of 1
     (`shardkit.loaders.placement`). `dtype`: type of the delivered tokens; None keeps the stored type.
     `return_ids` adds `sample_id`, the row number in the dataset, and in a mixture `stream_id`, the number of
     each sample's stream. `LoaderConfig` describes all other options. Options in its groups are passed as
@@ -181,12 +181,12 @@ class StreamingLoader:
         )
 
     def iterate(self) -> Iterator[Batch]:
-        """Iterate like a `for`, but start at the current cursor even if `restart` is set."""
+        """Return an iterator like `iter(loader)` that starts at the current cursor even with `restart`."""
         running = self._begin()
         return self._deliver(running, self._iteration)
 
     def groups(self, portion: Portion) -> Iterator[Group]:
-        """Yield the groups of one DataLoader worker's share; the loader's state excludes other workers."""
+        """Yield groups of one DataLoader worker's batches, `portion`; the state follows only this worker."""
         running = self._begin(portion)
         while (group := running.get()) is not None:
             self._cursor = group.cursors[-1]
@@ -278,7 +278,7 @@ class StreamingLoader:
         return self._running
 
     def _fetch_ahead(self) -> None:
-        """Start the cache readers of remote datasets, which fetch shards in the order of their use."""
+        """Start fetching the shards of remote datasets in the order in which the batches need them."""
         streams = self._opened.streams
         if not streams.remote:
             return
@@ -308,7 +308,7 @@ class StreamingLoader:
     def _agree(self, cursor: Cursor) -> None:
         """Check before an iteration from `cursor` that all ranks have equal settings, data and position."""
         if self.config.restart and self._agreement.has_met:
-            return  # every iteration starts at the first sample, so the first comparison still holds
+            return  # every iteration starts at the first sample, so ranks that agreed once still agree
         settings: dict[str, object] = {
             **self.config.shared_by_ranks(order_only=self._agreement.may_have_replicas()),
             "batch_size": self.batch_size,
@@ -322,7 +322,7 @@ class StreamingLoader:
         self._agreement.check(settings, data=[dataset.fingerprint for dataset in self.datasets])
 
     def prepare_workers(self, cursor: Cursor) -> None:
-        """Compare settings with other ranks and find the machine's ranks for workers starting at `cursor`."""
+        """Compare ranks and find this machine's ranks before workers, which cannot, start at `cursor`."""
         check_place(self._place)
         self._agree(cursor)
         remote = self._opened.streams.remote
@@ -330,7 +330,7 @@ class StreamingLoader:
             self.learn_machine_ranks()
 
     def _warn_of_small_caches(self, *, is_starting: bool) -> None:
-        """Warn if a cache is too small: when the loader is created, or, if ranks share it, when it starts."""
+        """Warn of caches that are too small. `is_starting`: check caches shared by ranks, else all others."""
         streams = self._opened.streams
         for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
             if dataset.shards is not None and is_starting == (
@@ -343,8 +343,8 @@ class StreamingLoader:
     def _lanes_read(self, streams: Sequence[int], is_shared: bool) -> list[int] | None:
         """Return the lanes of a dataset that this process, or all processes sharing its cache, may read.
 
-        Returns None for all lanes: the `streams` of the dataset have different lanes, or `balance` may move
-        rows of any lane to this rank and the dataset cannot fetch single rows.
+        Returns None, which means all lanes, if the `streams` of the dataset have different lanes, or if
+        `balance` may move rows of any lane to this rank and the dataset cannot fetch single rows.
         """
         shards = self._opened.streams.datasets[streams[0]].shards
         if self._balance is not None and shards is not None and not shards.reads_single_rows:
@@ -374,7 +374,7 @@ class StreamingLoader:
                     if self._running is not running or self._iteration is not iteration:
                         running = self._check_live(iteration)  # set_weights replaced the prefetcher
                         if not cursor[1] and not self.config.endless:
-                            return  # it was the epoch's last batch
+                            return  # the delivered batch was the epoch's last
                         break
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
@@ -409,7 +409,7 @@ class StreamingLoader:
         return self.state_at(self._cursor)
 
     def state_at(self, cursor: Cursor) -> dict[str, object]:
-        """Return the state that this run has at `cursor`."""
+        """Return the state from which this run would continue at `cursor`."""
         return LoaderState(*cursor, self._settings, self._step_sizes).to_dict()
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
@@ -510,7 +510,7 @@ class StreamingLoader:
         self._step_sizes = sizes
 
     def _undelivered(self, at_position: SupportsIndex, what: str) -> int:
-        """Return a position as an int; raise ValueError if it has been delivered."""
+        """Return `at_position` as an int; raise ValueError if its sample has been delivered."""
         if (position := operator.index(at_position)) < self.position:
             raise ValueError(
                 f"at_position {position:,} has been delivered: {what} can change from {self.position:,} on"
@@ -543,7 +543,7 @@ class StreamingLoader:
         self.close()
 
     def _interrupt(self, error: PeerError) -> None:
-        """End every wait for a batch or shard because another rank failed. Called from any thread."""
+        """End every wait for a batch or shard, because another rank failed. Safe in any thread."""
         if (running := self._running) is not None:
             running.fail(error)
         for shards in self._opened.streams.remote:
@@ -555,7 +555,7 @@ class StreamingLoader:
             self._stop_together.watch()
 
     def __len__(self) -> int:
-        """Return how many batches the next batch's epoch has, delivered ones included; equal on all ranks."""
+        """Return the number of batches in the next batch's epoch, with delivered ones; equal on all ranks."""
         return self.epoch_batches(self.start_of(self._cursor))
 
     def epoch_batches(self, cursor: Cursor) -> int:
@@ -566,7 +566,7 @@ class StreamingLoader:
 
     @property
     def dataset(self) -> Dataset:
-        """The open dataset; in a mixture, that of the first stream."""
+        """The open dataset; in a mixture, the dataset of the first stream."""
         return self.datasets[0]
 
     @property
@@ -630,7 +630,7 @@ class StreamingLoader:
         return None if limit is None else limit.position
 
     def stats(self) -> LoaderStats:
-        """Return waits of this rank since its first batch, counters of cache and store, and a verdict."""
+        """Return this rank's waits since its first batch, counters of cache and store, and a verdict."""
         return self._telemetry.stats()
 
     def __repr__(self) -> str:

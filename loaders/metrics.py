@@ -24,15 +24,15 @@ from shardkit.cache.shards import CachedShards
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.units import format_bytes
 
-FED_SHARE = 0.01  # "fed" if slow steps lost less than this share of the time: not worth changing anything
+FED_SHARE = 0.01  # the verdict is "fed" if waits in slow steps took less than this share of the time
 
-REFETCHED_SHARE = 0.1  # cache too small if this share of fetched bytes had been in the cache before
+REFETCHED_SHARE = 0.1  # the cache is too small if this share of fetched bytes had been in it before
 
-THROTTLED_SHARE = 0.01  # throttled if this share of requests got a 503: clients slow down after each
+THROTTLED_SHARE = 0.01  # the store throttles if this share of requests got a 503: clients pause after each
 
-RETRIED_SHARE = 0.05  # store failing if this share of requests was retried
+RETRIED_SHARE = 0.05  # the store fails if this share of requests was retried
 
-SLOW_FIRST_BYTE_SECONDS = 0.5  # slow store if the p99 first byte is later; S3 answers most within 0.2 s
+SLOW_FIRST_BYTE_SECONDS = 0.5  # the store is slow if the p99 first byte is later; S3's is mostly below 0.2 s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class CacheStats:
     misses: float = 0.0
     """Shards that were not in the cache when needed."""
     evictions: float = 0.0
-    """Shards removed to make room."""
+    """Shards removed from the cache to make room."""
     fetched_bytes: float = 0.0
     """Bytes fetched into the cache."""
     refetched_bytes: float = 0.0
@@ -241,9 +241,10 @@ def _seconds(value: float) -> str:
 
 
 CLASSES_PER_DOUBLING = 8
-_FIRST_CLASS_SECONDS = 1e-6  # a wait of at most this long counts as no wait
-_CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # bins up to 1.2 hours; longer waits are in the last bin
-_OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)  # bin 0 is for no wait at all
+_FIRST_CLASS_SECONDS = 1e-6  # waits up to this count as no wait
+_CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # number of bins, up to 1.2 hours; the last bin has longer waits
+# Added to a wait's bin number, so that a wait of 1 microsecond is in bin 1; bin 0 counts steps without wait.
+_OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)
 
 
 class Telemetry:
@@ -299,7 +300,7 @@ class Telemetry:
             self._slow_wait_seconds += wait_seconds
 
     def more(self) -> None:
-        """Count one more batch delivered with the latest wait."""
+        """Count a batch that became ready together with the latest counted batch and added no wait."""
         self._steps += 1
 
     def stats(self) -> LoaderStats:
@@ -332,9 +333,10 @@ class Telemetry:
 def _balance_stats(
     work: float, dearest: float, plain: float, steps: float, step_dearest: float, step_plain: float
 ) -> BalanceStats:
-    """Return the stats from sums over batches and steps.
+    """Return the statistics from sums of work over batches (first three) and optimizer steps (last three).
 
-    The sums of the most expensive rank's work are multiplied by the number of ranks.
+    `work`, `steps`: work of all ranks. `dearest`, `plain`: work of the most expensive rank, with and without
+    `balance`, times the number of ranks.
     """
     return BalanceStats(
         max_over_mean=_share(dearest, work),
@@ -345,7 +347,7 @@ def _balance_stats(
 
 
 def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> float:
-    """Return the upper edge of the bin that holds the quantile, but at most the longest wait, in seconds."""
+    """Return the upper edge of the bin that holds quantile `part`, at most the `longest` wait, in seconds."""
     total = int(histogram.sum())
     if not total:
         return 0.0
@@ -357,7 +359,7 @@ def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> 
 
 
 def _cache_stats(shards: Sequence[CachedShards]) -> CacheStats:
-    """Return totals over the caches; used and capacity bytes of a cache shared by all datasets count once."""
+    """Return counters summed over caches; a shared cache's used and capacity bytes count only once."""
     counted = [each.counters() for each in shards]
     total = {entry.name: sum(each[entry.name] for each in counted) for entry in fields(CacheStats)}
     if shards[0].cache.is_shared:
@@ -366,7 +368,7 @@ def _cache_stats(shards: Sequence[CachedShards]) -> CacheStats:
 
 
 def _store_stats(shards: Sequence[CachedShards]) -> StoreStats:
-    """Return totals over the stores, and the percentiles of the slowest store."""
+    """Return counters summed over the stores, and the time percentiles of the slowest store."""
     seen = [each.store.metrics.snapshot() for each in shards]
 
     def slowest(quantile: float) -> float | None:

@@ -42,16 +42,16 @@ from shardkit.loaders.placement import Store, group_store, process_place, run_ke
 
 END_SECONDS = 10.0  # from SIGTERM to the forced end: enough to unwind, short compared with a lost run
 
-MESSAGE_CHARACTERS = 2000  # limit of an error message: rank 0's store holds it and every rank prints it
+MESSAGE_CHARACTERS = 2000  # limit of a reported error: rank 0's store holds it and every rank prints it
 
-_JOIN_SECONDS = 12.0  # longest wait for the thread; a request to an unresponsive store fails after 10 s
+_JOIN_SECONDS = 12.0  # longest wait for the thread's end; its request to a hanging store fails after 10 s
 
-_SLACK_SECONDS = 1.0  # added to waits for other ranks, in case machines are busy
+_SLACK_SECONDS = 1.0  # additional time that waits for other ranks take if machines are busy
 
 # A check costs the store of rank 0 13 microseconds of CPU (measured with 256 connections): 5 % of a core.
 _MOST_CHECKS_PER_SECOND = 4096
 
-_POLL_SECONDS_MOST = 60.0
+_POLL_SECONDS_MOST = 60.0  # limit of `poll_seconds`
 
 
 Owner = TypeVar("Owner")
@@ -116,14 +116,15 @@ class StopTogether(Generic[Owner]):
     def check(self) -> None:
         """Raise PeerError if another rank has failed; cheap enough for every step."""
         if self._heard is not None:
-            for each in list(_watching):  # the loop is not stuck, so no loader may end this process
+            for each in list(_watching):  # the loop does not hang, so no loader's thread may end this process
                 each._returned.set()
             raise PeerError(self._heard.rank, self._heard.step, self._heard.problem)
 
     def report(self, error: BaseException, step: int | None = None) -> None:
         """Tell the other ranks that this rank stops because of `error`; only a run's first error is kept.
 
-        Returns when they have read it, after a few seconds at most. A PeerError is not sent back.
+        Returns when all ranks have read it, or after a few seconds. Does nothing for a PeerError, which
+        another rank reported.
         """
         if not self.watching or os.getpid() != self._process or isinstance(error, PeerError):
             return
@@ -155,8 +156,8 @@ class StopTogether(Generic[Owner]):
     def _at_exit(self) -> None:
         """Report the error that ended the script, and end the thread before the interpreter exits.
 
-        A thread that returns from the store's C++ code after the interpreter's exit is terminated there,
-        which makes C++ abort the process.
+        Otherwise the thread could return from the store's C++ code after the interpreter's exit, and C++
+        would abort the process.
         """
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
@@ -168,12 +169,12 @@ class StopTogether(Generic[Owner]):
         return 2 * self._wait_seconds + _SLACK_SECONDS  # other ranks poll every `_wait_seconds`
 
     def _run(self, store: Store) -> None:
-        # torch's stores raise RuntimeError when rank 0 has ended; other ranks cannot know whether it failed.
+        # torch's stores raise RuntimeError after rank 0 has ended. It may have ended normally: no error here.
         with suppress(RuntimeError):
             self._listen(store)
         self._sent.set()
         del store
-        atexit.unregister(self._at_exit)  # it has nothing left to send, and would keep this object alive
+        atexit.unregister(self._at_exit)  # nothing is left to send, and the registration keeps `self` alive
         if self._heard is None:
             return
         if (owner := self._owner()) is not None:
@@ -195,7 +196,7 @@ class StopTogether(Generic[Owner]):
         return None
 
     def _send(self, store: Store, error: str) -> None:
-        """Store the error and wait until all ranks have read it: the store may end with this process."""
+        """Store the error and wait until all ranks have read it; the store may end with this process."""
         store.compare_set(self._key, "", error)
         self._count(store)
         deadline = time.monotonic() + self._hear_seconds
@@ -221,7 +222,7 @@ class StopTogether(Generic[Owner]):
         ):  # stderr may be an object without a file descriptor
             faulthandler.dump_traceback(sys.stderr)
         os.kill(os.getpid(), signal.SIGTERM)
-        # SIGTERM ends the process unless it has a handler; a Python handler runs only if the loop does.
+        # A Python handler of SIGTERM does not run while the loop hangs in C++: end the process after a while.
         if not self._returned.wait(self._end_seconds):
             os._exit(1)
 

@@ -51,18 +51,19 @@ _CONNECT_SECONDS = 10.0  # timeout of a connection to the store, through which t
 PREFIX_REQUESTS_PER_SECOND = 5500
 NODE_REQUESTS = 40  # requests of a node until all its processes have their first rows of one dataset
 INDEX_REQUESTS = 3  # requests for a dataset's index and card
-SINGLE_ROWS = 32
+SINGLE_ROWS = 32  # single rows that a process may fetch at its start in a job of few nodes
 _MOST_DELAY_SECONDS = (
-    15.0  # reached at 2,048 nodes and one dataset; a job that large waits longer for its nodes
+    15.0  # reached at 2,048 nodes and one dataset; such a job waits longer than this to get its nodes
 )
 
-_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # numbers of processes started together
+# Environment variables in which Open MPI and Slurm give the number of processes that they started together.
+_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 Source = Literal["arguments", "mesh", "group", "torch.distributed", "environment", "default"]
 
 
 class Store(Protocol):
-    """The methods of `torch.distributed.Store` for sending errors; they raise RuntimeError if it is gone."""
+    """The methods of `torch.distributed.Store` that `peers` uses. They raise RuntimeError if it is gone."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -95,7 +96,7 @@ class Place:
     members: tuple[int, ...] = ()
     """World ranks of all processes of the mesh or group; () if unknown, as for ranks given as numbers."""
     is_first_replica: bool | None = None
-    """Whether the coordinates in all other mesh dims are 0; None if unknown."""
+    """Whether this process is at coordinate 0 in all mesh dims that do not divide data; None if unknown."""
     machine: str = field(default_factory=machine_name)
     """Name that is equal for all processes that share this one's cache folder."""
 
@@ -213,7 +214,7 @@ def process_place() -> tuple[int, int] | None:
 
 
 def local_processes(place: Place) -> int:
-    """Return how many processes share this machine's memory, from launcher variables; else the world size."""
+    """Return how many processes share this machine's memory; without launcher variables, the world size."""
     processes = process_place()
     most = place.world_size if processes is None else max(processes[1], place.world_size)
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
@@ -223,7 +224,7 @@ def local_processes(place: Place) -> int:
 
 
 def node_count(place: Place) -> int:
-    """Return the number of machines of the job; 1 if no launcher variable has the processes per machine."""
+    """Return the number of machines of the job; 1 if no launcher variable gives the processes per machine."""
     processes = process_place()
     most = place.world_size if processes is None else max(processes[1], place.world_size)
     return -(-most // local_processes(place))
@@ -232,8 +233,9 @@ def node_count(place: Place) -> int:
 def start_delay(machine: str, nodes: int, datasets: int = 1) -> float:
     """Return how many seconds a node waits before its first request, so that nodes do not start together.
 
-    The delay is a hash of the machine's name, scaled to the time that one prefix needs to answer all nodes'
-    initial requests. Requests that the store refuses anyway are retried (`shardkit.storage.retry`).
+    The delay is a hash of the machine's name, scaled to the time that the store needs to answer the initial
+    requests of all nodes for one prefix. Requests that it still refuses are retried
+    (`shardkit.storage.retry`).
     """
     requests = nodes * (NODE_REQUESTS + (datasets - 1) * INDEX_REQUESTS)
     longest = min(_MOST_DELAY_SECONDS, requests / PREFIX_REQUESTS_PER_SECOND)
@@ -246,8 +248,8 @@ def start_delay(machine: str, nodes: int, datasets: int = 1) -> float:
 def first_rows(processes: int, nodes: int) -> int:
     """Return how many single rows a process may fetch after its start; each may take two requests.
 
-    `SINGLE_ROWS` for few nodes. For many nodes, all processes of a node together fetch as many rows as
-    `NODE_REQUESTS` allows.
+    Returns `SINGLE_ROWS` in a job of few nodes. In a job of many nodes, the rows of all processes of a node
+    take at most `NODE_REQUESTS` requests.
     """
     if nodes * NODE_REQUESTS <= PREFIX_REQUESTS_PER_SECOND:
         return SINGLE_ROWS
@@ -255,7 +257,7 @@ def first_rows(processes: int, nodes: int) -> int:
 
 
 def replicas_on_machine(place: Place, ranks: tuple[int, ...]) -> int:
-    """Return how many processes of this machine get the same batches, this one included; an estimate.
+    """Estimate how many processes of this machine, including this one, get the same batches.
 
     `ranks`: the data-parallel ranks that share the machine.
     """
@@ -265,7 +267,10 @@ def replicas_on_machine(place: Place, ranks: tuple[int, ...]) -> int:
 
 
 def check_place(place: Place) -> None:
-    """Raise RuntimeError if torch.distributed contradicts a place that the user did not give."""
+    """Raise RuntimeError if torch.distributed contradicts a place that the user did not give.
+
+    Warns if a launcher started several processes, but nothing tells them their ranks.
+    """
     if place.source in ("arguments", "mesh", "group"):
         return
     now = _from_torch()
@@ -287,7 +292,7 @@ def check_place(place: Place) -> None:
 
 
 _learned: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[int, ...]]]
-_learned = weakref.WeakKeyDictionary()  # results of `ranks_of_machine` by process group and place
+_learned = weakref.WeakKeyDictionary()  # results of `ranks_of_machine`, by process group and place
 _learning = threading.Lock()
 
 
@@ -332,7 +337,7 @@ def announce(store: CountingStore, place: Place, *, process: int) -> None:
 
 
 def await_ranks(store: CountingStore, place: Place, *, wait_seconds: float) -> tuple[int, ...]:
-    """Wait for all processes and return the ranks of this machine; on timeout warn and return those known."""
+    """Wait for all processes, return this machine's ranks; after the timeout warn and return known ones."""
     count = _count_key(place)
     try:
         store.wait([f"{count}/all"], timedelta(seconds=wait_seconds))
@@ -353,7 +358,7 @@ def _expected(place: Place) -> int:
 
 
 def _ranks_key(place: Place) -> str:
-    # One key for all slices of a mesh: each knows only its own members, but they share the machines' caches.
+    # All slices of a mesh use one key: a slice knows only its own members, but shares caches with others.
     return f"{run_key()}/ranks/{place.world_size}"
 
 
@@ -371,7 +376,7 @@ def _by_environment(place: Place) -> tuple[int, ...]:
 
 
 def usage_log_role(place: Place, folder: str | os.PathLike[str]) -> Literal["writer", "replica", "unknown"]:
-    """Return whether this process or a replica of it logs to `folder`; "unknown" if no store can decide."""
+    """Return "writer" if this process logs to `folder`, "replica" if another replica does, or "unknown"."""
     if place.is_first_replica is not None:
         return "writer" if place.is_first_replica else "replica"
     process = process_place()
@@ -386,7 +391,7 @@ def usage_log_role(place: Place, folder: str | os.PathLike[str]) -> Literal["wri
 
 
 def run_key() -> str:
-    """Return the prefix of this run's keys; it differs per restart, as torchrun's store outlives a run."""
+    """Return the prefix of this run's store keys; new after a restart, which torchrun's store outlives."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return "/".join(["shardkit", *(os.environ.get(name, "") for name in names)])
 

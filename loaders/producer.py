@@ -1,7 +1,7 @@
 """Produces batches: plans many, reads a few at a time, and prepares them before the loop requests them.
 
 `GroupMaker` plans thousands of positions in one call (100 ns per sample) and gathers a group of batches that
-fits a core's second-level cache, where a gather is fastest. A plan covers up to `PLAN_ROWS` samples. The
+fits a core's L2 cache, where a gather is fastest. A plan covers up to `PLAN_ROWS` samples of a rank. The
 first plans are shorter, because the first batch must wait neither for a long plan nor for shards that only
 later batches need. A dataset of more than `MAX_PLAN_SHARDS` shards is planned in shorter pieces; each shard
 that the previous plan did not use is mapped again, which costs tens of microseconds.
@@ -43,14 +43,14 @@ from shardkit.storage.running_clock import LOOK_SECONDS, running_seconds
 from shardkit.storage.store import StoreError
 
 PLAN_ROWS = 65536  # maximum rows of one rank in a plan; planning them takes six milliseconds
-PLAN_POSITIONS = 1 << 20  # maximum positions of all ranks in a plan; they take 8 MiB
-GROUP_BYTES = 2 << 20
-PLAN_GROWTH = 8  # factor by which each plan exceeds the one before
+PLAN_POSITIONS = 1 << 20  # maximum positions of all ranks in a plan; they take 8 MiB of memory
+GROUP_BYTES = 2 << 20  # maximum size of a group of batches, unless one batch is larger
+PLAN_GROWTH = 8  # factor by which a plan is longer than the previous one
 # A plan maps all its shards while the next plan is made, and Linux allows 65,530 maps per process.
 MAX_PLAN_SHARDS = 8192
 
-BUSY_TIMES = 2  # long pauses of the loop in a row that start the thread; a single one may be OS scheduling
-_JOIN_SECONDS = 5.0  # longest wait of `close` for a thread in the middle of a read
+BUSY_TIMES = 2  # consecutive long pauses of the loop that start the thread; one may be due to OS scheduling
+_JOIN_SECONDS = 5.0  # longest wait of `close` for a thread that is reading a group
 
 
 class LoaderTimeoutError(ShardkitError, TimeoutError):
@@ -61,7 +61,7 @@ class LoaderTimeoutError(ShardkitError, TimeoutError):
 class Portion:
     """The part of the batches that an iteration reads: number `first` and each `every`-th one after it.
 
-    `reads_ahead`: read in a background thread, too. `makes_batches`: make batches of the fields of groups.
+    `reads_ahead`: prefetch in a background thread. `makes_batches`: fill `Group.batches`, not only `fields`.
     """
 
     first: int = 0
@@ -78,7 +78,7 @@ class Group:
     """Consecutive batches and the loader's cursor after each."""
 
     fields: Fields
-    batches: list[Batch]  # batches made of `fields`; empty if the receiver of the fields makes them
+    batches: list[Batch]  # made of `fields`; empty without `makes_batches`, if the receiver makes them
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]  # sample ids of shape (batches, batch size); -1 is padding
     bytes: int
@@ -120,7 +120,7 @@ class GroupMaker:
         self._planning, self._reading = "", 0
 
     def groups(self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1) -> Iterator[Group]:
-        """Yield the rest of the epoch at `cursor`, or with `endless` also all later epochs.
+        """Yield groups of batches from `cursor` to the end of its epoch, or with `endless` without end.
 
         Of these batches, yields number `first` and each `every`-th after it; skipped batches cost nothing.
         """
@@ -149,14 +149,14 @@ class GroupMaker:
                 return
 
     def describe(self) -> str:
-        """Describe the position of this rank and what it is reading and planning, for messages."""
+        """Return a text for messages: this rank's step and position, and what it is planning or fetching."""
         plan, position = self._plan, self._reading
         step = position // plan.global_batch
         place = f"rank {plan.rank} of {plan.world_size}, step {step:,} (up to position {position:,})"
         return f"{place}{self._planning}{self._streams.progress()}"
 
     def _plan_batches(self, cursor: Cursor, left: int, rows: int, every: int) -> _Planned:
-        """Plan about `rows` samples, each `every`-th of the epoch's `left` batches, and open their shards."""
+        """Plan about `rows` samples and open their shards: each `every`-th of the epoch's `left` batches."""
         position, delivered = cursor
         positions = PLAN_POSITIONS if self._balance is None else BALANCED_POSITIONS
         most = min(rows // self._plan.batch_size, positions // self._plan.global_batch)
@@ -182,7 +182,7 @@ class GroupMaker:
         return _Planned(cursors, ids, read, is_late, real, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
-        """Return how many of `count` batches the stream limits allow; raise StreamExhaustedError if none."""
+        """Return how many of `count` batches the streams' limits allow; if 0, raise StreamExhaustedError."""
         limit, plan = self._arrangement.limit, self._plan
         if limit is None:
             return count
@@ -232,7 +232,7 @@ class GroupMaker:
 
 
 class Prefetcher:
-    """Delivers the groups of `source`; `describe` tells, for errors of long waits, what is being read."""
+    """Delivers the groups of `source`. Timeout errors quote `describe()`, which says what is being read."""
 
     def __init__(
         self,
@@ -243,9 +243,9 @@ class Prefetcher:
         most_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        """`most_…`: limits of what is ready ahead of the loop, except that one group is always allowed.
+        """`most_…`: limits of the batches ready ahead of the loop, except that one group is always allowed.
 
-        Without a thread if `most_batches` is 0.
+        If `most_batches` is 0, no thread is started.
         """
         self._source, self._describe = source, describe
         self._most_batches, self._most_bytes = most_batches, most_bytes
@@ -263,7 +263,7 @@ class Prefetcher:
         self._busy_times = 0
 
     def get(self) -> Group | None:
-        """Return the next group, or None at the end; raise the source's error, or LoaderTimeoutError."""
+        """Return the next group, or None at the end. Raises the source's error, or LoaderTimeoutError."""
         if os.getpid() != self._process:
             raise RuntimeError("this iterator belongs to the parent process: call iter(loader) in the child")
         is_busy = time.perf_counter() - self._returned > BUSY_SECONDS
@@ -282,7 +282,7 @@ class Prefetcher:
         return self._ready_batches
 
     def fail(self, error: BaseException) -> None:
-        """End the source with `error`, which `get` raises, at once if it is waiting. Safe in any thread."""
+        """Make `get` raise `error` from now on, also if it is waiting. Safe in any thread."""
         with self._changed:
             self._ended, self._error = True, error
             self._ready.clear()
@@ -302,7 +302,7 @@ class Prefetcher:
             atexit.unregister(self.close)
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
-        self._source = iter(())  # so that an iterator of a closed loader keeps no shards open
+        self._source = iter(())  # drop the source, so that a closed loader's iterator keeps no shards open
 
     def _get_from_either(self, wanted: bool) -> Group | None:
         with self._changed:
@@ -337,7 +337,7 @@ class Prefetcher:
         return None
 
     def _advance(self) -> Group | None:
-        """Return the source's next group, or None at its end; the caller must have exclusive use of it."""
+        """Return the source's next group, or None at its end. No other thread may use the source now."""
         try:
             group = next(self._source, None)
         except BaseException as error:

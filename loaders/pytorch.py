@@ -81,7 +81,7 @@ __all__ = [
 
 Sample = dict[str, Any]
 
-_teams = itertools.count(-1, -1)  # numbers of worker teams; negative, unlike the seeds of DataLoaders
+_teams = itertools.count(-1, -1)  # numbers of worker teams: below 0, so they differ from DataLoader seeds
 
 _OPTIONS = {
     *("labels", "keep_length", "mask_document_starts", "position_ids", "document_ids", "seq_lengths"),
@@ -92,7 +92,7 @@ _REMOTE_OPTIONS = {"cache_dir", "cache_bytes", "connections", "storage"}
 
 
 class MapDataset(TorchDataset[Sample]):
-    """Samples by index: {"tokens": int64[length], …}; numbers and arrays of constant shape are tensors.
+    """Single samples by index: {"tokens": int64[length], …}; numbers and constant shapes become tensors.
 
     `dtype`: type of the delivered tokens; None keeps the stored type. `return_ids` adds `sample_id`. Accepts
     these options of `StreamingLoader`: labels, eos_id, bos_id, columns; of `Layout`: keep_length,
@@ -169,7 +169,7 @@ class MapDataset(TorchDataset[Sample]):
         return number % len(self)
 
     def _own_parts(self) -> tuple[SourceInfo, BatchMaker]:
-        """Return this process's reader and maker; a child needs its own locks, threads and memory."""
+        """Return reader and batch maker; make new ones in a child, which needs its own locks and threads."""
         if self._parts is None or self._process != os.getpid():
             self._dataset = copy.copy(self._dataset)
             self._parts = self._open(Streams([self._dataset], ["0"]))
@@ -182,7 +182,7 @@ class MapDataset(TorchDataset[Sample]):
             streams, self._config.columns, self._dtype, output, keep_stored=self._config.reads_tokens
         )
         maker = BatchMaker(
-            batch_size=1,  # so that each sample has its own memory
+            batch_size=1,  # each sample gets its own memory
             config=self._config,
             columns=source.columns,
             tokens=TokenColumn(
@@ -202,16 +202,16 @@ class MapDataset(TorchDataset[Sample]):
 
 
 def unchanged(batch: Batch) -> Batch:
-    """Return `batch`, as a `collate_fn`; torch's default one would convert arrays in lists to tensors."""
+    """Return `batch`: a `collate_fn` that does not convert arrays in lists to tensors, as torch's does."""
     return batch
 
 
 def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -> State:
-    """Read only the state of a loader that torch.distributed.checkpoint saved as {name: loader}.
+    """Read the state of a loader that torch.distributed.checkpoint saved as {name: loader}; nothing else.
 
-    Use it for `load_state_dict` of any loader, also with on_mismatch="fork". It also reads states before
-    version 4, for which `load({name: loader})` fails with "Missing key". Raises StateError if the checkpoint
-    has no such state.
+    The result is for `load_state_dict` of any loader, also with on_mismatch="fork". This function also reads
+    states before version 4, for which `load({name: loader})` fails with "Missing key". Raises StateError if
+    the checkpoint has no such state.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a second to import
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -230,7 +230,7 @@ def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -
             inner = inner.setdefault(parent, {})
         inner[last] = value
     streams = state.get("streams", {})
-    if "0" in streams:  # before version 3: a dict for each stream
+    if "0" in streams:  # a state before version 3 has a dict of streams by number instead of a list
         state["streams"] = [streams[str(number)] for number in range(len(streams))]
     return LoaderState.from_dict(state).to_dict()
 
@@ -296,7 +296,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             **options,
         )
         self._memory: BlockMemory | None = None
-        self._team, self._round = 0, 0  # number of the worker team, and how often it has been iterated
+        self._team, self._round = 0, 0  # number of the worker team, and number of its iterations
         self._batches = dataset
         dataset.loop_logs = True
         self._cursor = dataset.next
@@ -315,7 +315,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             loader.prepare_workers(self._cursor)
         dataset.start_at(self._cursor, left=(self._team, self._round))
         number = dataset.iteration
-        self._own_iterations = (number, number + 1)  # + 1 when the iterator or its workers have begun
+        self._own_iterations = (number, number + 1)  # the number grows when the iterator or workers begin
         self._round += 1
         source: Any = self._begin_workers() if self.num_workers else super().__iter__()
         if self._hands_over_blocks:
@@ -328,7 +328,7 @@ class StreamingDataLoader(DataLoader[Batch]):
     def _begin_workers(self) -> Iterator[Any]:
         """Start the workers, or restart persistent ones, with a limit on the wait for each of them."""
         if self._iterator is not None:
-            self._iterator._timeout = self._timeout_seconds  # limit until all workers have begun
+            self._iterator._timeout = self._timeout_seconds  # longest wait until all workers have begun
         try:
             found: Any = super().__iter__()
         except RuntimeError as error:
@@ -348,7 +348,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         return f"rank {plan.rank} of {plan.world_size}, step {step:,} (position {position:,})"
 
     def _get_iterator(self) -> Any:
-        """Return torch's iterator, whose workers are started here."""
+        """Return torch's iterator and start its workers."""
         blocks = None
         if self._hands_over_blocks:
             self._memory = BlockMemory(self.num_workers, tensor_maker(self._batches.loader.config))
@@ -362,7 +362,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         return iterator
 
     def __len__(self) -> int:
-        """Return how many batches the next batch's epoch has, delivered ones included; equal on all ranks."""
+        """Return the number of batches in the next batch's epoch, with delivered ones; equal on all ranks."""
         self._follow_dataset()
         loader = self._batches.loader
         return loader.epoch_batches(loader.start_of(self._cursor))
@@ -377,7 +377,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._end_delivery()
         self._batches.load_state_dict(state, on_mismatch=on_mismatch)
         self._follow_dataset()
-        self._iterator = None  # also ends persistent workers, as more than the position may have changed
+        self._iterator = None  # ends persistent workers, too: settings may have changed with the position
 
     def seek(self, consumed_samples: SupportsIndex) -> None:
         """Continue at this position, as `StreamingLoader.seek` does; end the live iterator."""
@@ -399,7 +399,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._batches.close()
 
     def _follow_dataset(self) -> None:
-        """Adopt the dataset's position if it was moved, or iterated by another DataLoader, in the meantime.
+        """Adopt the dataset's position if the dataset was moved, or another DataLoader has iterated over it.
 
         Accelerate's `skip_first_batches` creates such a DataLoader for the rest of an epoch.
         """
@@ -416,7 +416,7 @@ class StreamingDataLoader(DataLoader[Batch]):
 
 
 class _Delivery:
-    """An iteration of a `StreamingDataLoader`; its workers end with it, as those of torch's iterator do."""
+    """An iteration of a `StreamingDataLoader`. Dropping it ends its workers, as with torch's iterator."""
 
     def __init__(self, owner: StreamingDataLoader, source: Iterator[Batch]) -> None:
         self.source: Iterator[Batch] | None = source

@@ -1,10 +1,10 @@
-"""`SharedCursor`: where an iteration of DataLoader workers starts, the only thing they must agree on.
+"""`SharedCursor`: where an iteration of DataLoader workers starts. Workers must agree on nothing else.
 
-It is memory that a process shares with the DataLoader workers it starts, changed under a lock: each worker
-has a copy of the process's dataset, and the process does not see what workers change in their copies.
+It is memory that a process shares with the DataLoader workers that it starts, and is changed under a lock.
+Each worker has a copy of the process's dataset, and the process does not see what workers change in it.
 
     start   where the running iteration began, or the last one
-    next    where the next one begins: `start`, until all workers have made the last batch of their share
+    next    where the next iteration begins: at `start`, until all workers have made their last batch
 
 The first worker of an iteration sets `start` to `next`; later workers find it set. `next` moves when all
 workers are done, so an iteration that a loop leaves earlier starts again. Workers distinguish iterations by
@@ -45,19 +45,19 @@ with naming_extras("shardkit.loaders.shared_cursor"):
 from shardkit.order.batches import Cursor
 
 MAX_WORKERS = 1024
-_LOCK_SECONDS = 60.0
+_LOCK_SECONDS = 60.0  # longest wait for the lock, which is normally held for microseconds
 
 _NUMBERS = np.dtype(
     [
-        ("iteration", "i8"),  # number of the iteration, counted up
+        ("iteration", "i8"),  # number of the latest iteration; increases by 1 per iteration
         ("seed", "i8"),  # seed of the workers of this iteration
-        ("round", "i8"),
+        ("round", "i8"),  # how often these workers have been iterated
         ("workers", "i8"),  # number of workers; 0: an iteration without workers
-        ("start", "i8", (2,)),
-        ("next", "i8", (2,)),
-        ("settings", "i8"),
-        ("entered", "i8", (MAX_WORKERS,)),  # number of the iteration that each worker has begun
-        ("made", "i8", (MAX_WORKERS,)),  # number of the iteration whose batches each worker has all made
+        ("start", "i8", (2,)),  # cursor: position, and number of batches delivered in its epoch
+        ("next", "i8", (2,)),  # cursor
+        ("settings", "i8"),  # digest of the settings on which batches depend
+        ("entered", "i8", (MAX_WORKERS,)),  # per worker: number of the iteration that it began last
+        ("made", "i8", (MAX_WORKERS,)),  # per worker: number of the iteration that it completed last
     ]
 )
 
@@ -81,24 +81,24 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A snapshot of the cursor; `by_workers`: whether workers deliver the running or last iteration."""
+    """A snapshot of the cursor; `by_workers`: whether the latest iteration is delivered by workers."""
 
     start: Cursor
     next: Cursor
     by_workers: bool
     iteration: int = field(default=0, compare=False)
-    """Number of the iteration, counted up; a change shows that another iteration has begun."""
+    """Number of the latest iteration; it increases when another iteration begins."""
 
 
 class SharedCursor:
-    """The start of iterations, shared with workers. In each process only one thread at a time may use it."""
+    """Where iterations start, shared with workers. In each process only one thread at a time may use it."""
 
     def __init__(self, cursor: Cursor = (0, 0), settings: int = 0) -> None:
         self._create()
         self.begin(cursor, settings)
 
     def begin(self, cursor: Cursor, settings: int, *, left: tuple[int, int] = (0, 0)) -> None:
-        """Start the next iteration at `cursor`; `settings` is a digest of all else that batches depend on.
+        """Start the next iteration at `cursor`; `settings`: digest of the other values batches depend on.
 
         `left`: (seed, round) of an iteration that the loop has left, whose workers may still be starting.
         """
@@ -110,7 +110,7 @@ class SharedCursor:
             numbers["settings"] = settings
 
     def move(self, cursor: Cursor) -> None:
-        """Record the position of an iteration started by `begin`. Lock-free, as it is called per batch."""
+        """Record the position of an iteration without workers. Takes no lock, as it is called per batch."""
         _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
 
     def read(self) -> Shared:
@@ -120,7 +120,7 @@ class SharedCursor:
             return Shared(start, following, bool(numbers["workers"]), int(numbers["iteration"]))
 
     def enter(self, worker: Worker, settings: int, saved: Cursor | None) -> tuple[int, Cursor]:
-        """Return, in a worker, the number and the start of the iteration that it begins.
+        """Enter an iteration, in a worker; return the iteration's number and the cursor where it starts.
 
         `saved`: start of a saved iteration that all workers continue. Raises StateError if workers have
         different `saved` values, or if a worker's settings differ from those of the process that started it.
@@ -155,7 +155,7 @@ class SharedCursor:
             return int(numbers["iteration"]), _cursor(numbers["start"])
 
     def mark_done(self, worker: Worker, iteration: int, following: Cursor) -> None:
-        """Record, in a worker, that its share is made; after the last one, move `next` to `following`."""
+        """Record, in a worker, that it made its whole share; if all have, set `next` to `following`."""
         with self._locked() as numbers:
             numbers["made"][worker.number] = iteration
             if numbers["iteration"] == iteration and (numbers["made"][: worker.count] == iteration).all():

@@ -27,19 +27,19 @@ from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
 
-# (stored, delivered) pairs of one size that are allowed: ids are normally far below 2**31, and each batch is
-# checked for larger ones.
+# Pairs (stored dtype, delivered dtype) that are allowed although large ids would overflow: ids are normally
+# far below 2**31, and each batch is checked for larger ones.
 _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 
-PLAN_BYTES = 1 << 30
+PLAN_BYTES = 1 << 30  # maximum stored size of the samples in one plan
 
 _UNKNOWN_BYTES = 1 << 16  # assumed size of a sample if an index does not record the sizes of its tars
 
-PLANS_IN_CACHE = 16  # plans that fit the cache; short plans do not evict shards that are in use
+PLANS_IN_CACHE = 16  # the cache has room for this many plans, so no plan evicts shards that are in use
 
 
 class Source(Protocol):
-    """Opens the shards of planned samples."""
+    """Opens the shards of planned samples and returns functions that read these samples."""
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
         """Return a reader of the samples (shard[i], row[i]), and whether shards had to be fetched first.
@@ -50,15 +50,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
-    """A source and the facts about it that a loader needs."""
+    """A source with the names, types and sizes of the columns that it reads."""
 
     source: Source
     columns: tuple[str, ...]  # names of the columns in a batch
     token_key: str | None  # name of the token column in a batch; None if tokens are not delivered
-    token_dtype: np.dtype[np.generic] | None  # type of delivered tokens; the source may leave them as stored
+    token_dtype: np.dtype[np.generic] | None  # type of tokens in batches; the source may read another type
     stored_bytes: int  # mean stored size of a sample
     delivered_bytes: int | None  # delivered size of a sample; None if it varies
-    may_overflow: bool = False  # whether `token_dtype` holds only the lower half of the stored ids
+    may_overflow: bool = False  # whether `token_dtype` holds only the lower half of the stored type's range
     plan_bytes: int = PLAN_BYTES  # maximum stored size of a plan's samples; its shards are open together
 
 
@@ -74,8 +74,8 @@ def open_source(
     """Return the source of `columns` (None: all); tokens are converted to `dtype`.
 
     Raises ValueError for unknown names, and for streams whose columns cannot be in one batch. `output`:
-    memory that gathered rows are written to. `keep_stored`: if all streams store tokens in one type, deliver
-    that type and leave the conversion to the receiver, which searches the tokens before.
+    memory that gathered rows are written to. `keep_stored`: if all streams store tokens in one type, the
+    source reads that type, because the receiver searches the tokens before it converts them.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
@@ -99,13 +99,13 @@ def open_source(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The columns to read of one stream and their types."""
+    """The columns to read from one stream, and their types."""
 
     dataset: Dataset
     names: tuple[str, ...]  # names of the columns
     token_key: str | None
-    delivered: dict[str, np.dtype[np.generic]]  # delivered types of columns that are converted
-    fixed: dict[str, FixedColumn] | None  # all columns; None unless all have constant size
+    delivered: dict[str, np.dtype[np.generic]]  # dtypes in batches, by name, of columns that are converted
+    fixed: dict[str, FixedColumn] | None  # all columns, by name; None unless all have constant size
     stored_bytes: int
     plan_bytes: int
 
@@ -205,7 +205,7 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
 
 
 def _columns(dataset: Dataset) -> Sequence[Column]:
-    """Return the columns with their encodings in samples: bytes if the dataset does not decode them."""
+    """Return the columns with their encodings in samples: "bytes" if the dataset does not decode values."""
     return [Column(c.name, "bytes") for c in dataset.columns] if dataset.gives_bytes else dataset.columns
 
 
@@ -223,7 +223,7 @@ def _wanted_names(dataset: Dataset, columns: Sequence[str] | None) -> tuple[str,
     known = [column.name for column in _columns(dataset)]
     is_tar = dataset.manifest.format == "tar"
     if columns is None:
-        # In tars of other tools the key names the sample; for packed rows it only repeats the row number.
+        # In tars of other tools `__key__` names the sample; in packed rows it only repeats the row number.
         token_column = _token_column(dataset)
         is_rows = token_column is not None and {*known} <= {token_column, LOSS_MASK}
         return tuple(known if not is_tar or is_rows else ["__key__", *known])
@@ -237,7 +237,7 @@ def _wanted_names(dataset: Dataset, columns: Sequence[str] | None) -> tuple[str,
 def _fixed_columns(
     dataset: Dataset, names: Sequence[str], delivered: dict[str, np.dtype[np.generic]]
 ) -> dict[str, FixedColumn] | None:
-    """Return the named columns as `FixedColumn`s; None if one of them has no constant size."""
+    """Return the named columns as `FixedColumn`s; None if a column varies in size."""
     by_name = {column.name: column for column in _columns(dataset)}
     fixed = {}
     for name in names:
@@ -251,18 +251,18 @@ def _fixed_columns(
 
 
 def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
-    """Return whether every shard has these columns at a constant distance from row to row."""
+    """Return whether in every shard consecutive rows of these columns are a constant distance apart."""
     for columns in dataset.shard_columns():
         if not set(wanted) <= set(columns):
             return False
-        # In MDS, a column of varying size shifts all others. Tars record sizes only of strided columns.
+        # In MDS, a column of varying size shifts all others. Tar indexes give sizes only of strided columns.
         if dataset.manifest.format == "mds" and any(column.size is None for column in columns):
             return False
     return True
 
 
 def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """Return the NumPy type of delivered tokens; None and "stored" keep the stored one.
+    """Return the NumPy dtype of delivered tokens; None and "stored" keep the stored dtype.
 
     Raises ValueError if token ids would not fit, because ids that wrap around silently ruin a run.
     """
@@ -283,7 +283,7 @@ def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtyp
 
 
 class DecodedSamples:
-    """Reads the wanted columns of any dataset."""
+    """Reads the wanted columns of any dataset by decoding sample by sample."""
 
     def __init__(
         self, streams: Streams, names: Sequence[str], delivered: Mapping[str, np.dtype[np.generic]]
@@ -299,9 +299,9 @@ class DecodedSamples:
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """Open rows for decoding: see `Source.open_rows`."""
+        """Open the shards of rows to decode: see `Source.open_rows`."""
         is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
-        self._streams.run.fetch_ahead()  # whole shards are needed from the first sample on
+        self._streams.run.fetch_ahead()  # now, because decoding needs whole shards from the first sample on
 
         def read(low: int, high: int) -> Columns:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
@@ -314,7 +314,7 @@ class DecodedSamples:
         return read, is_late
 
     def _sample(self, shard: int, row: int) -> dict[str, object]:
-        """Return a sample; raise ShardError, which names the exclusion to set, if it cannot be read."""
+        """Return a sample. If it cannot be read, raise ShardError, which says how to exclude its row."""
         opened = self._streams.shard(shard)
         try:
             return opened.sample(row, self._wanted)
@@ -372,7 +372,7 @@ class MixedSource:
         parts: list[tuple[npt.NDArray[np.int64], ReadRows]] = []
         is_late = False
         for stream, piece, numbers in self._streams.split(shard[by_shard]):
-            where = np.sort(by_shard[piece])  # in the order of the plan
+            where = np.sort(by_shard[piece])  # indices of the stream's samples, in the order of the plan
             if len(where):
                 own = shard[where] - np.int32(self._streams.first_shard(stream))
                 assert len(own) == len(numbers)

@@ -40,7 +40,7 @@ from shardkit.order.state import LoaderState, OnMismatch
 
 State = dict[str, object]
 
-_CALLERS = 16  # stack frames to search for a DataLoader or Accelerate; they are about five frames away
+_CALLERS = 16  # number of stack frames searched for a DataLoader or Accelerate, which is about five away
 
 _REGROUPING = ("DataLoaderDispatcher", "IterableDatasetShard")  # classes of Accelerate that regroup batches
 
@@ -66,7 +66,7 @@ class StreamingDataset(IterableDataset[Batch]):
         self._arguments: dict[str, Any] = {"batch_size": batch_size, **options}
         loader = StreamingLoader(dataset, rank=rank, world_size=world_size, **self._arguments)
         self._arguments |= {"rank": loader.rank, "world_size": loader.world_size}
-        for name in ("mesh", "group"):  # these objects are valid in this process only
+        for name in ("mesh", "group"):  # these objects are valid in this process only, not in workers
             self._arguments.pop(name, None)
         self._loader: StreamingLoader | _Closed = loader
         self._inherited: object = None
@@ -76,9 +76,9 @@ class StreamingDataset(IterableDataset[Batch]):
         self._share: _Share | None = None  # in a worker: its share of the iteration
         self._saved: _Share | None = None  # in a worker: the loaded share that it will continue
         self._round = 0
-        self._was_placed = False  # a state or position was set, and no batch was requested since
+        self._was_placed = False  # whether a state or position was set after the last batch was requested
         self.received: Cursor | None = None
-        """Cursor of a StreamingDataLoader's loop; None if another loop iterates."""
+        """Cursor after the last batch that a StreamingDataLoader's loop received; None for other loops."""
         self.loop_logs = False
         """Whether the loop that receives the batches calls `log_received`."""
         self._team = 0  # number of the worker team of a StreamingDataLoader, below 0; 0: none
@@ -100,7 +100,7 @@ class StreamingDataset(IterableDataset[Batch]):
         return self._loader
 
     def __len__(self) -> int:
-        """Return how many batches the next batch's epoch has, delivered ones included; equal on all ranks."""
+        """Return the number of batches in the next batch's epoch, with delivered ones; equal on all ranks."""
         return self.loader.epoch_batches(self.next)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -114,7 +114,7 @@ class StreamingDataset(IterableDataset[Batch]):
             seed = self._team or info.seed - info.id
             return self._iterate_share(Worker(info.id, info.num_workers, seed, self._round))
         except Exception as error:
-            # Raise it from next(): an error of iter() would kill a persistent worker and not reach the loop.
+            # Raise it in next(): an error in iter() would end a persistent worker and not reach the loop.
             return map(_raise, (error,))
 
     @overload
@@ -259,9 +259,9 @@ class StreamingDataset(IterableDataset[Batch]):
     def starting_workers(
         self, team: int, blocks: tuple[BlockMemory, int] | None, start_method: str
     ) -> Iterator[None]:
-        """Give workers that start inside the `with`, by `start_method`, the team number `team`, below 0.
+        """Context manager for starting workers by `start_method`. They get the team number `team`, below 0.
 
-        `blocks`: (memory, maximum batches) of the blocks that workers send; None: they send single batches.
+        `blocks`: memory and maximum batches of the blocks that workers send; None: they send single batches.
         """
         self._team, self._blocks = team, blocks
         try:
@@ -300,7 +300,7 @@ class StreamingDataset(IterableDataset[Batch]):
                 )
 
     def _usage_arguments(self) -> dict[str, Any]:
-        """Return, in a worker, arguments that leave logging to the process that receives the batches."""
+        """Return loader arguments for a worker, whose parent process logs the batches that it receives."""
         if not self.loop_logs:
             raise ValueError(
                 "usage_log records the batches that the loop receives, which workers do not know: "
@@ -320,11 +320,11 @@ class StreamingDataset(IterableDataset[Batch]):
 
     @property
     def iteration(self) -> int:
-        """Number of the iteration, of this process or its workers, that began last; counted up."""
+        """Number of the iteration, in this process or its workers, that began last; it only increases."""
         return self._shared.read().iteration
 
     def _settings(self) -> int:
-        """Return a digest of all that batches depend on besides the cursor and the constructor arguments."""
+        """Return a digest of the loader's settings, on which batches depend besides cursor and arguments."""
         text = json.dumps(self.loader.state_at((0, 0)), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -353,7 +353,7 @@ class StreamingDataset(IterableDataset[Batch]):
                 self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
 
         count(0)
-        # Blocks of small batches already read ahead; a thread would only compete with this one for the GIL.
+        # Blocks of several batches are read ahead already; a thread would only compete for the GIL.
         reads_ahead = self._blocks is None or self._blocks[1] == 1
         first = worker.number + share.made * worker.count
         makes_batches = self._blocks is None
@@ -372,7 +372,7 @@ class StreamingDataset(IterableDataset[Batch]):
             yield block
 
     def _saved_share(self, state: Mapping[str, object]) -> _Share:
-        """Return, in a worker, the share that a loaded state continues."""
+        """Return, in a worker, the share of an iteration with which the loaded `state` continues."""
         info = get_worker_info()
         assert info is not None
         share = cast(dict[str, int], state.get(_WORKER, {}))
@@ -448,7 +448,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """The parts of a loader that a pickle contains."""
+    """The parts of a loader that a pickle of the dataset contains."""
 
     streams: list[Stream]
     state: State
@@ -466,7 +466,10 @@ def _share_in_batches(groups: Iterator[Group], count: Callable[[int], None]) -> 
 
 
 def _own_copies(streams: Sequence[Stream]) -> list[Stream]:
-    """Copy the datasets, with locks and threads of their own; streams of one dataset share its copy."""
+    """Return the streams with copies of their datasets, each with its own locks, threads and connections.
+
+    Streams that share a dataset share its copy.
+    """
     copies = {id(stream.path): copy.copy(cast(Dataset, stream.path)) for stream in streams}
     return [replace(stream, path=copies[id(stream.path)]) for stream in streams]
 

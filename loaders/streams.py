@@ -63,7 +63,7 @@ class Streams:
         readers: Sequence[CacheReader | None] | None = None,
         run: CacheRun | None = None,
     ) -> None:
-        """`timeout_seconds`: longest wait for a remote shard. `readers`, `run`: existing ones to reuse."""
+        """`timeout_seconds`: longest wait for a remote shard. `readers`, `run`: made here unless given."""
         assert datasets
         if readers is None:
             remote = {id(dataset): dataset.shards for dataset in datasets if dataset.shards is not None}
@@ -72,7 +72,7 @@ class Streams:
         self.readers = tuple(readers)
         """The cache reader of each stream; None for a local dataset."""
         self.run = run or CacheRun(list(dict.fromkeys(reader for reader in readers if reader is not None)))
-        """The run that fetches ahead for remote datasets."""
+        """The `CacheRun` that fetches ahead for all remote datasets."""
         self.datasets = tuple(datasets)
         self.names = tuple(names)
         shards = [dataset.manifest.shards for dataset in datasets]
@@ -98,12 +98,12 @@ class Streams:
 
     @property
     def once(self) -> Streams:
-        """Streams with each dataset once, in order of its first stream; self if no dataset is shared."""
+        """These streams without repeated datasets: the first stream of each; self if no dataset is shared."""
         return self._distinct or self
 
     @cached_property
     def _distinct(self) -> Streams | None:
-        """`once`, or None if that is self, as a reference to self would delay the release until a gc run."""
+        """The object `once`, or None if it is self: a cached reference to self would be a garbage cycle."""
         if len(self.sharing) == len(self):
             return None
         names = [
@@ -120,7 +120,7 @@ class Streams:
         return tuple(dataset.shards for dataset in self.once.datasets if dataset.shards is not None)
 
     def in_datasets(self, shards: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the numbers that these shards have in `once`."""
+        """Convert shard numbers of these streams to the numbers of the same shards in `once`."""
         if self.once is self:
             return shards
         stream = np.searchsorted(np.array(self._first_shards), shards, side="right") - 1
@@ -132,12 +132,12 @@ class Streams:
         return bisect_right(self._first_shards, shard) - 1
 
     def shard(self, number: int) -> ShardReader:
-        """Return an open shard."""
+        """Return shard `number`, opened."""
         stream = self.stream_of(number)
         return self.datasets[stream].shard(number - self._first_shards[stream], self.readers[stream])
 
     def use(self, stream: int, numbers: Sequence[int]) -> list[int]:
-        """Keep only these shards of a stream open; return the shards that have to be fetched."""
+        """Keep only the shards `numbers` of a stream open; return those that still have to be fetched."""
         reader = self.readers[stream]
         if reader is None:
             return []
@@ -146,7 +146,7 @@ class Streams:
         return reader.missing(numbers)
 
     def progress(self) -> str:
-        """Describe the fetch that is being waited for, as the end of a sentence; "" if there is none."""
+        """Return a phrase for messages about the shard that is being waited for; "" if there is no wait."""
         return next(filter(None, (reader.progress() for reader in self.readers if reader is not None)), "")
 
     def where(self, number: int) -> str:
@@ -171,12 +171,12 @@ class Streams:
     def split_ids(
         self, sample_ids: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the stream and the row number in its dataset of each sample; -1 (padding) stays -1."""
+        """Return each sample's stream number, and its row number in the stream's dataset; -1 for padding."""
         stream = np.searchsorted(self._first_samples, sample_ids, side="right") - 1
         return stream, np.where(stream < 0, -1, sample_ids - self._first_samples[stream])
 
     def close(self) -> None:
-        """Close the run and all datasets that no other loader is reading."""
+        """Close the cache run and all datasets that no other loader is reading."""
         self.run.close()
         for dataset in self.once.datasets:
             if dataset.shards is None or not any(other.is_open for other in dataset.shards.readers):
@@ -184,7 +184,7 @@ class Streams:
 
     @cached_property
     def _shifts(self) -> npt.NDArray[np.int32]:
-        """Offsets from each stream's shard numbers to the shard numbers in `once`: int32[streams]."""
+        """int32[streams]: for each stream, what to add to its shard numbers to get those in `once`."""
         shifts = np.zeros(len(self), dtype=np.int32)
         for number, who in enumerate(self.sharing):
             for stream in who:
@@ -193,7 +193,7 @@ class Streams:
 
 
 class _Joined(Sequence[ShardInfo]):
-    """Concatenation of sequences without a copy, as 1,000 classes of 10,000 shards would take much memory."""
+    """A concatenation of sequences without a copy, which is large for 1,000 classes of 10,000 shards."""
 
     def __init__(self, parts: Sequence[Sequence[ShardInfo]]) -> None:
         self._parts = parts
@@ -230,7 +230,7 @@ class Opened:
 
     @cached_property
     def sizes(self) -> list[StreamSizes]:
-        """The sizes of each stream that determine a run's order."""
+        """For each stream its shard sizes, exclusions and limit, which determine a run's order."""
         found = []
         named = zip(self.streams.names, self.streams.datasets, strict=True)
         for (name, dataset), spec, excluded in zip(named, self.specs, self.exclusions, strict=True):
@@ -409,7 +409,7 @@ def _token_mask(mask: MaskedTokens, dataset: Dataset, config: LoaderConfig) -> T
 
 
 def _names(specs: Sequence[Stream], datasets: Sequence[Dataset]) -> list[str]:
-    """Return the streams' names: as given, else the last part of the path, with a number if ambiguous."""
+    """Return each stream's name: as given, or the last part of its path, with a number if ambiguous."""
     found = [
         spec.name or dataset.location.rstrip("/").rpartition("/")[2] or str(number)
         for number, (spec, dataset) in enumerate(zip(specs, datasets, strict=True))

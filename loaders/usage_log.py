@@ -31,7 +31,7 @@ from shardkit.order.run_settings import RunSettings
 def open_usage_log(
     folder: str | os.PathLike[str] | None, streams: Streams, place: Place, *, batch_size: int
 ) -> UsageLog | None:
-    """Return the usage log, or None without a folder or if another replica of this rank writes it."""
+    """Return a usage log; None if `folder` is None, or if another replica of this rank writes the log."""
     if folder is None or (role := usage_log_role(place, folder)) == "replica":
         return None
     process = process_place() if role == "unknown" else None
@@ -40,7 +40,7 @@ def open_usage_log(
 
 
 class UsageLog:
-    """The log of one rank in `folder` (a local path, or one that all machines share)."""
+    """The log of one rank in `folder`, a local path that may be on a file system shared by all machines."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class UsageLog:
         *,
         replica: int | None = None,
     ) -> None:
-        """`replica`: this process's world rank if its replicas also log the same steps, else None."""
+        """`replica`: world rank of this process if other replicas log the same steps, too; else None."""
         self._folder, self._names = local_path(folder, "usage_log").absolute(), streams.names
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
         self._replica = replica
@@ -66,7 +66,7 @@ class UsageLog:
         """Path of the log file; None before the first step."""
 
     def begin(self, settings: RunSettings, position: int) -> None:
-        """Prepare a record, written with the next step, that a run starts or continues at `position`."""
+        """Log `settings` and `position`, where the run starts or continues, together with the next step."""
         self._head_due = True
         self._head = RunHead(
             settings=settings.named(self._names),
@@ -81,7 +81,7 @@ class UsageLog:
         ).record()
 
     def step(self, start: int, ids: npt.NDArray[np.int64], after: int) -> None:
-        """Log a delivered batch: a step from position `start` to `after`; id -1 is padding."""
+        """Log a batch: its step's positions `start` to `after`, and its sample ids (-1 is padding)."""
         if self._failed:
             return
         record = step_record(start, ids.astype(self._type).tobytes())

@@ -46,10 +46,10 @@ from shardkit.loaders.batch import Batch, Fields, batches_of
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
 
-BLOCK_BYTES = 4 << 20  # default size of a block; a message costs as much as gathering about 1 MiB
-MAX_BLOCK_BATCHES = 256  # limit of batches per block, for the smallest batches; reached after 8 doublings
+BLOCK_BYTES = 4 << 20  # default maximum size of a block; a message costs as much as gathering 1 MiB
+MAX_BLOCK_BATCHES = 256  # maximum batches per block, however small; reached after 8 doublings
 
-_ARENA_BYTES = 512 << 20  # addresses reserved for each worker, not used memory
+_ARENA_BYTES = 512 << 20  # address space reserved for each worker; memory is used only as needed
 _SMALL_BYTES = 64 << 10  # smaller arrays are pickled; equal to the smallest piece of an arena
 _FLAGS = _ARENA_BYTES // _SMALL_BYTES  # maximum number of blocks with arrays in one arena
 
@@ -68,7 +68,7 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Several batches of a worker; the parent unpickles a block as (worker, its batches)."""
+    """Several batches of a worker, to be pickled; unpickling yields a tuple (worker number, batches)."""
 
     count: int
     memory: int
@@ -86,7 +86,7 @@ class BlockMemory:
     def __init__(
         self, workers: int, tensor: Callable[[_Array], object], *, arena_bytes: int = _ARENA_BYTES
     ) -> None:
-        """`tensor`: converts an array for a batch. `arena_bytes`: size of each worker's arena."""
+        """`tensor`: function that converts arrays to tensors. `arena_bytes`: size of each worker's arena."""
         self._number = next(_numbers)
         self._tensor = tensor
         self._part_bytes = _FLAGS + arena_bytes
@@ -97,7 +97,7 @@ class BlockMemory:
         _memories[self._number] = self
 
     def outbox(self, worker: int, output: OutputMemory) -> Outbox:
-        """Return, in a worker, the object that makes its blocks, whose arrays `output` lends."""
+        """Return, in a worker, the object that makes its blocks; `output` then lends shared memory."""
         if self._outbox is None:
             first = worker * self._part_bytes
             flags = slice(first, first + _FLAGS)
@@ -107,8 +107,9 @@ class BlockMemory:
         return self._outbox
 
     def receive(self, worker: int, flag: int | None, pieces: list[dict[str, Any]]) -> tuple[int, list[Batch]]:
-        """Return, in the parent, the worker's number and the batches of its block."""
-        # The base of all views of this block only: a memoryview hides the array under it from NumPy.
+        """Return, in the parent, the worker's number and the batches made from the `pieces` of its block."""
+        # The base of all views of this block, so that it is garbage when they are. It is made from a
+        # memoryview, because views of `_bytes` itself would have `_bytes` as their base.
         lent = np.frombuffer(self._bytes.data, np.uint8)
         if flag is not None:
             place = worker * self._part_bytes + flag
@@ -162,7 +163,7 @@ class Outbox:
     """Makes blocks in a worker, and reuses the memory of blocks that the parent has released."""
 
     def __init__(self, memory: int, worker: int, whole: _Bytes, flags: slice, output: OutputMemory) -> None:
-        """`whole`: the shared memory of all workers; `flags`: the slice of it with this worker's flags."""
+        """`whole`: the shared memory of all workers; `flags`: where this worker's flags are in it."""
         self._memory, self._worker, self._whole, self._output = memory, worker, whole, output
         self._flags = whole[flags]
         self._sent: dict[int, list[_Array]] = {}
@@ -205,7 +206,7 @@ class Outbox:
         return Block(sum(piece.batches for piece in pieces), self._memory, self._worker, flag, sent)
 
     def _placed(self, values: Any, placed: list[_Array]) -> Any:
-        """Return the place of `values` in shared memory, after a copy if needed, or a value to pickle."""
+        """Return where `values` are in shared memory, copied if needed; or return a value to pickle."""
         if (
             not isinstance(values, np.ndarray)
             or values.nbytes < _SMALL_BYTES
@@ -240,7 +241,7 @@ class _Piece(NamedTuple):
 
 
 def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Batch]:
-    """Yield the batches of the workers' blocks: batch t from worker t % `workers`."""
+    """Yield single batches from the workers' blocks in turn: batch t from worker t % `workers`."""
     ready: list[deque[Batch]] = [deque() for _ in range(workers)]
     for own in itertools.cycle(ready):
         while not own:
@@ -261,7 +262,7 @@ def _receive(
 
 
 def _opened(values: Any, lent: _Bytes) -> Any:
-    """Return a value of a message, with arrays in shared memory as views."""
+    """Return a field of a received block: a view if it is in shared memory, else an array or other value."""
     if isinstance(values, _Placed):
         return np.ndarray(values.shape, values.dtype, lent, values.offset, values.strides)
     return values.numpy() if isinstance(values, torch.Tensor) else values
@@ -274,10 +275,10 @@ def _address(array: _Array) -> int:
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Mark forks inside the `with` as workers, which use no batches and collect no garbage of this process.
+    """Context manager in which forked processes count as workers, which use no batches of this process.
 
-    Garbage may hold CUDA events and streams. A forked child of a process that has used CUDA aborts when it
-    destroys them.
+    Workers do not collect its garbage either, because garbage may hold CUDA events and streams, and a forked
+    child aborts if it destroys such objects of its parent.
     """
     _forking.workers = True
     try:
@@ -310,7 +311,7 @@ def _after_fork_in_child() -> None:
 _KINDS = "biuf"  # NumPy kinds of dtypes that torch supports as well
 _numbers = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BlockMemory] = weakref.WeakValueDictionary()
-_forks = 0  # number of forks whose processes may see batches
+_forks = 0  # number of forks that were not workers, whose processes may see batches of this process
 _forking = threading.local()
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child

@@ -28,7 +28,7 @@ from multiprocessing.connection import wait
 
 TRAINER_SIGNALS = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 
-_LOOK_SECONDS = 1.0  # interval of checks that the parent is alive; workers outlive it by at most this
+_LOOK_SECONDS = 1.0  # interval at which a worker checks that its parent is alive
 _PRELOADED = "shardkit.loaders.forkserver_children"
 
 _watched: set[int] = set()  # ids of processes in which a thread waits for TERM
@@ -36,9 +36,9 @@ _watched: set[int] = set()  # ids of processes in which a thread waits for TERM
 
 @contextmanager
 def signals_held_back(start_method: str) -> Iterator[None]:
-    """Block the trainer's signals, inside the `with`, in this thread and in processes that it starts."""
+    """Context manager: blocks the trainer's signals in this thread and in processes that it starts."""
     if start_method != "fork":
-        resource_tracker.ensure_running()  # now, because starting it later would unblock signals
+        resource_tracker.ensure_running()  # now, because its start inside the block would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINER_SIGNALS)
     try:
         if start_method == "forkserver":
@@ -66,7 +66,7 @@ def leave_to_trainer() -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         return  # a worker of DataLoader(worker_method="thread")
-    # A handler instead of SIG_IGN, which programs started by a worker would inherit.
+    # A handler that does nothing, because programs started by a worker would inherit SIG_IGN.
     for number in TRAINER_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, _do_nothing)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -82,7 +82,7 @@ def _do_nothing(number: int, frame: object) -> None:
 def _watch(parent: int) -> None:
     """End this process when `parent` sends TERM or has ended."""
     descriptor = None
-    with suppress(OSError):  # an old kernel, or a sandbox without this call
+    with suppress(OSError):  # the kernel is old, or a sandbox forbids the call
         descriptor = os.pidfd_open(parent)
     while True:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)

@@ -45,7 +45,7 @@ class PatientIterator(Iterator[Any]):
     """Wraps an iterator of torch's DataLoader so that each `next` takes at most `timeout_seconds`."""
 
     def __init__(self, source: Any, where: Callable[[], str], timeout_seconds: float) -> None:
-        """`where`: returns the waiting rank and its step, for messages."""
+        """`where`: function that returns a text with the waiting rank and its step, for messages."""
         self._source, self._where, self._timeout_seconds = source, where, timeout_seconds
         self._source._timeout = min(LOOK_SECONDS, timeout_seconds)
         self._last = running_seconds()
@@ -131,19 +131,19 @@ _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _EndingIterator(_MultiProcessingDataLoaderIter):
-    """Torch's iterator, which waits for its workers to end and then kills the remaining ones."""
+    """Torch's iterator, which in addition kills workers that have not ended when torch stops waiting."""
 
     def _shutdown_workers(self) -> None:
-        # Not in a finalizer: in a garbage cycle finalizers run first, while torch still takes a killed worker
-        # for a lost one and raises an error anywhere in the program.
+        # Not in a finalizer: in a garbage cycle finalizers run first, when torch still watches the workers
+        # and would raise an error anywhere in the program if one is killed.
         super()._shutdown_workers()
         _kill(self._workers)
 
 
 def kill_when_dropped(iterator: Any) -> None:
-    """Kill the workers that remain after torch's iterator has been dropped and has waited for them."""
+    """Make torch's iterator kill its remaining workers after it has been dropped and has waited for them."""
     if not _iterators:
-        # Registered after multiprocessing's exit function, which waits forever, so that it runs first.
+        # Registered after multiprocessing's exit function, which waits forever, so that ours runs first.
         atexit.unregister(_end_all)
         atexit.register(_end_all)
     _iterators.add(iterator)

@@ -1,9 +1,9 @@
 """The contract of a filter: its settings, the rules that it judges by, and the edits that it makes.
 
 A filter is a FilterSettings model, whose fields are the settings in a recipe, with a method that judges
-batches (`Filter`) or rewrites them (`Editor`). If the filter needs a model or a word list, the method belongs
-to a class of its own, which `FilterSettings.build` creates. To add a filter, write its module and add one
-field to `config.FilterEntry`.
+batches (`Filter`) or rewrites them (`Editor`). If the filter needs a model or a word list, the method is in a
+separate class, which `FilterSettings.build` instantiates. To add a filter, write its module and add one field
+to `config.FilterEntry`.
 
 A rule reports, for each document of a batch, whether the document fails and the value that was compared, so
 that values can be written out and thresholds changed later. Rules are tried in a fixed order; the first one
@@ -39,7 +39,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 class FilterSettings(StrictModel):
-    """Base class of the settings of a filter."""
+    """Base class of all filters' settings."""
 
     @model_validator(mode="after")
     def _some_value_passes(self) -> Self:
@@ -67,12 +67,12 @@ class FilterSettings(StrictModel):
         return isinstance(self, Editor)
 
     def entry(self, name: str) -> dict[str, Any]:
-        """Return the recipe entry under `filters` that has these settings, as plain data."""
+        """Return these settings as plain data, in the form of an entry under `filters` in a recipe."""
         return {name: self.model_dump(mode="json")}
 
 
 class WordSettings(FilterSettings):
-    """Base class of the settings of a filter that counts words."""
+    """Base class of settings of filters that count words."""
 
     words: Annotated[str, StringConstraints(pattern=r"^(whitespace|spacy:[a-z]{2,3})$")] = Field(
         default=WHITE_SPACE,
@@ -101,10 +101,11 @@ class WordSettings(FilterSettings):
 class Rule:
     """The result of one rule for a batch of n documents.
 
-    `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that the
-    rule compared. Both are meaningful only where `batch.wanted` is true. `bound` is the limit that the values
-    were compared with, or None: one limit for all documents, or float64[n] with NaN where there is no limit.
-    `labels`, object[n], name what each number is about, such as the evaluation item that was found.
+    `fails`: bool[n], or None if the rule is switched off. `values`: array[n] of the numbers or labels that
+    the rule compared. Both are meaningful only where `batch.wanted` is true. `bound`: the limit that values
+    were compared with, as one number for all documents, or as float64[n] with NaN for documents without a
+    limit; None if there is no limit. `labels`: object[n], texts that explain the values, such as the name of
+    the evaluation item that was found.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Filter(Protocol):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Names of the rules in the order in which they are tried; fixed when the filter is built."""
+        """Names of the rules, in the order in which they are tried. They never change after `build`."""
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """Judge the wanted documents; return one Rule for each of `reasons`, in that order."""
@@ -130,9 +131,9 @@ class Filter(Protocol):
 class Edit:
     """What an editor did to a batch of n documents: new texts, rules that drop documents, and byte counts.
 
-    `cut` maps each name of `Editor.edits` to int64[n], the UTF-8 bytes removed from each document; negative
-    where a text grew. The sum over all names is the size before minus the size after. `counts` maps names to
-    further statistics, int64[n], such as the number of redacted addresses.
+    `cut` maps each name in `Editor.edits` to int64[n], the UTF-8 bytes removed from each document; negative
+    where a text grew. For each document, the sum over all names is its size before minus its size after.
+    `counts` maps names to further statistics, int64[n], such as the number of redacted addresses.
     """
 
     texts: pa.LargeStringArray
@@ -151,7 +152,7 @@ class Editor(Protocol):
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """Names of the kinds of edits under which removed bytes are counted."""
+        """Names of the kinds of edits; removed bytes are counted for each kind."""
 
     def edit(self, batch: TextBatch) -> Edit:
         """Rewrite the texts of the wanted documents; the new texts of other documents are never read."""
@@ -166,7 +167,7 @@ class SideOutput(Protocol):
         """Name of the JSON-lines file."""
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """Return the rows found in the last batch, in document order, and clear them."""
+        """Return the rows that the last batch produced, in document order, and forget them."""
 
 
 def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -197,7 +198,7 @@ def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:
 
 
 def version_of(path: Path, key: str) -> FileVersion:
-    """Return the `file_version` of a file. Raises RecipeError, naming the `key`, if it cannot be read."""
+    """Return a file's `file_version`. Raises RecipeError with the recipe's `key` if it cannot be read."""
     try:
         return file_version(path.stat())
     except OSError as error:
@@ -209,9 +210,9 @@ def load_list(
 ) -> _Loaded:
     """Call `make` with the entries of list files, and cache its result for the life of the process.
 
-    A file has one entry per line; blank lines and lines that start with # are skipped. Entries are streamed.
-    `make` must be a module-level function, because it is part of the cache key. A file that has changed is
-    read again. Raises RecipeError, naming the recipe's `key`, if a file cannot be read.
+    A file has one entry per line; blank lines and lines that start with # are skipped. `make` gets an
+    iterator of entries; it must be a module-level function, because it is part of the cache key. A file that
+    has changed is read again. Raises RecipeError with the recipe's `key` if a file cannot be read.
     """
     files = tuple((folder / path, version_of(folder / path, key)) for path in paths)
     loaded: _Loaded = _load(make, files)
@@ -224,7 +225,7 @@ def _load(make: Callable[[Iterator[str]], Any], files: tuple[tuple[Path, FileVer
 
 
 def _entries(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the entries of list files, without white space at either end."""
+    """Yield the entries of list files, without leading and trailing white space."""
     for path in paths:
         try:
             with path.open(encoding="utf-8-sig") as file:

@@ -28,10 +28,10 @@ def load_splitter(words: str) -> SpacyWords:
 class TextBatch:
     """A batch of n documents with the columns of DOCUMENT_SCHEMA; editors replace their texts.
 
-    `wanted`, bool[n], selects the documents to process. Statistics are computed for these only, and stay
-    valid as long as documents only leave the mask. `stop_words` is the list that `words` counts by default.
-    `scores` maps names to float64[n], the scores that a filter joined for use by later filters. `languages`
-    is object[n], the labels that a language filter found, or None before one has run.
+    `wanted`, bool[n], selects the documents to process. Statistics are computed for these only; documents may
+    later be removed from `wanted`, but not added. `stop_words` is the list that `words` counts by default.
+    `scores` maps names to float64[n], scores that the `scores` filter joined for use by later filters.
+    `languages` is object[n], the labels that a language filter found, or None before one has run.
     """
 
     def __init__(self, documents: pa.RecordBatch, *, stop_words: tuple[str, ...] = ()) -> None:
@@ -89,11 +89,11 @@ class TextBatch:
         return values
 
     def words(self, stop_words: tuple[str, ...] | None = None, splitter: str = WHITE_SPACE) -> WordStatistics:
-        """Return cached word statistics with a splitter's words; `stop_words` replaces the batch's list."""
+        """Return cached statistics of the words of `splitter`; `stop_words` replaces the batch's list."""
         key = splitter, self._stop_words if stop_words is None else stop_words
         if key not in self._words:
             found = word_statistics(*self.split(splitter), self.wanted, key[1])
-            if splitter != WHITE_SPACE:  # a splitter changes counts of words only, not of characters or lines
+            if splitter != WHITE_SPACE:  # take only the counts of words; other counts need the original text
                 of_text = self.words(key[1])
                 names = ("words", "plain_words", "plain_word_characters", "letter_words", "stop_words")
                 found = replace(of_text, **{name: getattr(found, name) for name in names})
@@ -101,7 +101,7 @@ class TextBatch:
         return self._words[key]
 
     def split(self, splitter: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        """Return UTF-8 data and offsets of the texts with white space between all words of a splitter."""
+        """Return UTF-8 data and offsets of the texts, with white space between the words of `splitter`."""
         if splitter == WHITE_SPACE:
             return self.data, self.offsets
         if splitter not in self._split:

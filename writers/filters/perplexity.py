@@ -2,9 +2,9 @@
 
 `perplexity` follows CCNet: every line with a word is a sentence, and the perplexity is 10 ** -(sum of the
 log10 probabilities / (words + sentences)). A document without a word has the value 0 and passes. Words must
-be split as for the model's training: normalized (`kernels/words.py`) or at white space; models of sentence
-pieces are not supported. The model is a binary KenLM file, which all processes of a machine share, or an ARPA
-file, from which each process makes its own tables. Probabilities equal KenLM's (`kernels/kenlm.py`).
+be split as for the model's training: normalized (`kernels/words.py`) or at white space. SentencePiece models
+are not supported. The model is a binary KenLM file, which all processes of a machine share in memory, or an
+ARPA file, from which each process makes its own tables. Probabilities equal KenLM's (`kernels/kenlm.py`).
 
 `unigram_log_prob` is datatrove's UnigramLogProbFilter with a list of frequencies. The probability of a word
 is its share of all counts, or 1e-9 if it is not in the list; a document stays if the mean of the natural
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _UNKNOWN = 1e-9  # probability of a word that is not in the list, as in datatrove
 _MOST_LOG10 = 300  # limit of log10(perplexity), so that the perplexity fits in a float64
-_HEAD_BYTES, _PIECE_BYTES = 64, 1 << 22
-_ZSTD_WINDOW_BYTES = 1 << 27
+_HEAD_BYTES, _PIECE_BYTES = 64, 1 << 22  # bytes read to recognize the format; bytes read at a time
+_ZSTD_WINDOW_BYTES = 1 << 27  # maximum window of a zstd file, which the decompressor allocates
 
 
 class PerplexityConfig(FilterSettings):
@@ -99,13 +99,13 @@ class PerplexityFilter:
 
 
 def load_model(path: Path, *, normalized: bool) -> KenlmScorer:
-    """Read a KenLM model of words that are normalized or split at white space. Raises RecipeError."""
+    """Load a KenLM model of words, normalized or not. Raises RecipeError if the file is not such a model."""
     return _load(path, version_of(path, "perplexity.model"), normalized)
 
 
 @lru_cache(maxsize=2)
 def _load(path: Path, _version: FileVersion, normalized: bool) -> KenlmScorer:
-    """Load the model, and cache it for the process's next task while the file stays the same."""
+    """Load a model; the process's next task reuses it if the file has not changed."""
     from shardkit.writers.kernels.kenlm import KenlmScorer
     from shardkit.writers.kernels.kenlm_arpa import read_arpa
     from shardkit.writers.kernels.kenlm_binary import is_binary, map_binary
@@ -125,7 +125,7 @@ def _load(path: Path, _version: FileVersion, normalized: bool) -> KenlmScorer:
 
 
 def _opened(path: Path, head: bytes) -> BinaryIO:
-    """Open a text file; decompress it if its first bytes mark a compressed format."""
+    """Open a file; decompress it if `head`, its first bytes, are the magic bytes of a compressed format."""
     if head.startswith(b"\x1f\x8b"):
         return cast(BinaryIO, gzip.open(path))
     if head.startswith(b"BZh"):
@@ -179,7 +179,7 @@ class UnigramLogProbFilter:
 
 @lru_cache(maxsize=2)
 def _table(path: Path, _version: FileVersion) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-    """Make the hash table of words: the hash and the log-probability in each slot; 1 if a slot is empty."""
+    """Return a hash table as (hash, log-probability of the word) arrays by slot; 1 marks an empty slot."""
     import pyarrow as pa
 
     from shardkit.writers.kernels.hash_tables import fill_values
@@ -195,7 +195,7 @@ def _table(path: Path, _version: FileVersion) -> tuple[npt.NDArray[np.uint64], n
 
 
 def read_frequencies(path: Path) -> dict[str, float]:
-    """Return the probability of each normalized word; entries that are not one word only add to the total."""
+    """Return the probability of each normalized word; entries of several words only add to the total."""
     from shardkit.writers.kernels.words import normalized_words
 
     counts: dict[str, int] = {}

@@ -1,11 +1,11 @@
 """Redact e-mail addresses, public IP addresses and phone numbers, and count them.
 
 An e-mail address is a local part of at most 64 characters, "@" and a host with a dot and a top-level domain
-of letters, in any case (datatrove's pattern finds lower case only). An IP address is public if `ipaddress`
-calls it global, and for IPv6 only within 2000::/3, so that C++'s "a::b" does not match. A phone number is
-"+", a country code and 8 to 15 digits in all, or a North American number such as (212) 555-0123, 212-555-0123
-or 212.555.0123, optionally after "1-"; it is not part of a longer number or word. Text that is already equal
-to a replacement is not redacted again.
+of letters, in upper or lower case (datatrove's pattern finds lower case only). An IP address is public if
+Python's `ipaddress` calls it global; IPv6 addresses must also be in 2000::/3, so that C++'s "a::b" does not
+match. A phone number is "+" and 8 to 15 digits that begin with a country code, or a North American number
+such as (212) 555-0123, 212-555-0123 or 212.555.0123, optionally after "1-"; it is not part of a longer number
+or word. Text that is already equal to a replacement is not redacted again.
 
 Arrow's regular expressions select the few documents that can contain a match; only these are searched with
 Python's regular expressions. All patterns are bounded, so no text takes more than linear time.
@@ -100,7 +100,7 @@ class PiiEditor(FilterSettings):
 @dataclass(frozen=True, slots=True)
 class _Kind:
     name: str
-    candidate: str  # RE2 pattern that matches every text in which `find` finds something
+    candidate: str  # RE2 pattern for preselection; it matches every text in which `find` finds a match
     find: Callable[[str], Spans]
     replacements: tuple[str, ...]
 
@@ -112,7 +112,7 @@ def _redact(
     cut: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
 ) -> pa.LargeStringArray:
-    """Replace the matches of a kind; write bytes removed to `cut` and matches to `counts`, per document."""
+    """Replace the matches of a kind; per document, set `cut` (bytes removed) and `counts` (matches)."""
     import pyarrow.compute as pc
 
     from shardkit.writers.kernels.text_arrays import replace_texts

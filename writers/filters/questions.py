@@ -69,12 +69,12 @@ if TYPE_CHECKING:
 
 _ANSWER_NGRAM, _PASSAGE_NGRAM = 3, 4
 _PASSAGE_DISTANCE = 100  # maximum number of words between a question and its passage
-_FULL_QUESTION, _FULL_ANSWER = 20, 4  # minimum n-grams of a question, or words of an answer, for full weight
-_PERFECT_WORDS, _ENOUGH_WORDS = 15, 40  # see step 7; decon uses 20 and 50 tokens
-_LEAST_OVERLAP = 0.5
-_UNIT = 10**9  # the integer for a weight of 1
-_DECIMALS = 6  # decimals of overlaps and scores: they hide the rounding of weights, so that 1/2 is exact
-_BITS_PER_KEY = 16
+_FULL_QUESTION, _FULL_ANSWER = 20, 4  # distinct n-grams of a question, words of an answer, for full weight
+_PERFECT_WORDS, _ENOUGH_WORDS = 15, 40  # words of items in step 7; decon uses 20 and 50 tokens
+_LEAST_OVERLAP = 0.5  # minimum overlap of a question
+_UNIT = 10**9  # the integer that represents a weight of 1
+_DECIMALS = 6  # overlaps and scores are rounded to this many decimals, so that 1/2 is exactly 1/2
+_BITS_PER_KEY = 16  # filter bits per stored hash
 
 
 class QuestionsConfig(StrictModel):
@@ -111,7 +111,10 @@ class QuestionsConfig(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item: indexes of its question, answer and passage (-1: none), its set, and its record number."""
+    """An evaluation item: indexes of its question, answer and passage (-1: none) among the distinct texts.
+
+    `evaluation`: name of its evaluation set. `record`: line or row of the item in its file, from 0.
+    """
 
     question: int
     answer: int
@@ -122,7 +125,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class QuestionMatch:
-    """Words begin to end - 1 of a document, which repeat an item's question, and the score and overlaps."""
+    """A place where a document contains an item: words begin to end - 1 repeat the item's question.
+
+    `score` is S; `question`, `answer` and `passage` are overlaps, None if the item has no such part.
+    """
 
     evaluation: str
     item: int  # line or row of the item in its file, from 0
@@ -149,7 +155,7 @@ class QuestionFilter:
         self._rows: list[dict[str, Any]] = []
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
-        """See Filter.judge. Values: the best score, and "<evaluation>:<line or row>" of its item."""
+        """See Filter.judge. Values: the best score; the item with this score, "<evaluation>:<line>"."""
         from shardkit.writers.kernels.shingles import UNIT_PATTERNS
 
         rows, texts = batch.wanted_texts()
@@ -174,7 +180,10 @@ class QuestionFilter:
 
 
 class Grams(NamedTuple):
-    """Word counts and n-grams of n texts: text i has the hashes[offsets[i]:offsets[i + 1]], ascending."""
+    """Word counts and distinct n-grams of n texts. Text i has words[i] words.
+
+    Its n-grams have the hashes[offsets[i]:offsets[i + 1]], ascending, and `weights` in the same order.
+    """
 
     words: npt.NDArray[np.int64]
     hashes: npt.NDArray[np.uint64]
@@ -182,7 +191,7 @@ class Grams(NamedTuple):
     offsets: npt.NDArray[np.int64]
 
     def overlap(self, number: int, others: npt.NDArray[np.uint64]) -> float:
-        """Return the weight of a text's n-grams that are among `others`, divided by the weight of all."""
+        """Return the overlap of text `number`: the weight of its n-grams in `others` / weight of all."""
         chosen = slice(self.offsets[number], self.offsets[number + 1])
         hashes, weights = self.hashes[chosen], self.weights[chosen]
         if not len(hashes):
@@ -195,7 +204,7 @@ class Grams(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seeds:
-    """The hash table (`kernels/hash_tables.py`) of all questions' seeds (`kernels/question_clusters.py`)."""
+    """A hash table (`kernels/hash_tables.py`) of the n-grams that can start a cluster: see `_seeds`."""
 
     bits: npt.NDArray[np.uint64]
     keys: npt.NDArray[np.uint64]
@@ -203,7 +212,7 @@ class _Seeds:
 
 
 class QuestionIndex:
-    """An index of evaluation items that finds them in texts."""
+    """An index of evaluation items, which finds the texts that contain an item."""
 
     def __init__(
         self,
@@ -234,11 +243,12 @@ class QuestionIndex:
         )
 
     def _need(self, item: Item) -> float:
-        """Return the minimum overlap of its question at which an item can reach the threshold."""
+        """Return the minimum overlap of the item's question at which its score can reach the threshold."""
         sizes = self._sizes(item)
         least = _required(sizes.total, self._config.threshold)
         share = _shares(sizes)[0]
-        # The second value is at most `least`, the overlap that a long question needs without its answer.
+        # The overlap needed if answer and passage match fully. It is at most `least`, which is needed by a
+        # long question without them.
         return max(_LEAST_OVERLAP, 1 - (1 - least) / share)
 
     def matches(self, texts: pa.LargeStringArray) -> Iterable[tuple[int, list[QuestionMatch]]]:
@@ -264,9 +274,10 @@ class QuestionIndex:
     def _best(
         self, document: _Document, question: int, begin: int, end: int, weight: int
     ) -> list[QuestionMatch]:
-        """Return the question's item with the best score, or [] if no score reaches the threshold.
+        """Return a list with the best match among the items of a question found in words begin to end - 1.
 
-        Of items with equal scores, it is the first.
+        `weight`: weight of the question's n-grams found there. The list is empty if no score reaches the
+        threshold. Of items with equal scores, the first is the best.
         """
         best: QuestionMatch | None = None
         overlap = round(weight / int(self._totals[question]), _DECIMALS)
@@ -290,7 +301,7 @@ class QuestionIndex:
 
 
 class _Sizes(NamedTuple):
-    """Sizes of an item: distinct n-grams of its question; words of its question, answer and passage."""
+    """Sizes of an item: distinct n-grams of its question; words of question, answer, passage (None: none)."""
 
     grams: int
     question: int
@@ -303,14 +314,14 @@ class _Sizes(NamedTuple):
 
 
 class _Document:
-    """The n-grams of a text, computed on first use."""
+    """The hashes of a text's n-grams, computed on first use and cached by the size of the n-grams."""
 
     def __init__(self, text: pa.LargeStringArray, unit: str) -> None:
         self._text, self._unit = text, unit
         self._hashes: dict[int, npt.NDArray[np.uint64]] = {}
 
     def grams(self, size: int, begin: int, end: int) -> npt.NDArray[np.uint64]:
-        """Return the n-grams of `size` words in the words begin to end - 1."""
+        """Return the hashes of the n-grams of `size` words in the words begin to end - 1."""
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
 
         if size < 1:
@@ -321,7 +332,7 @@ class _Document:
 
 
 def _required(words: int, threshold: float) -> float:
-    """Return T of step 7: the score that an item with this number of words needs."""
+    """Return T of step 7: the score before step 7 that an item of this many words needs."""
     part = (words - _PERFECT_WORDS) / (_ENOUGH_WORDS - _PERFECT_WORDS)
     return 1 - (1 - threshold) * min(1.0, max(0.0, part))
 
@@ -343,7 +354,7 @@ def _shares(sizes: _Sizes) -> tuple[float, float, float]:
 def item_score(
     config: QuestionsConfig, sizes: _Sizes, question: float, answer: float | None, passage: float | None
 ) -> float:
-    """Return an item's score, by steps 5 to 7, from the overlaps of its parts (None: a missing part)."""
+    """Return an item's score S by steps 5 to 7, from the overlaps of its parts (None: no such part)."""
     if question < _LEAST_OVERLAP:
         return 0.0
     if question == 1 and answer in (1, None) and passage in (1, None):
@@ -364,7 +375,7 @@ def _load(
     folder: Path,
     _versions: tuple[FileVersion, ...],
 ) -> QuestionIndex:
-    """Load the index; cached for the process's next task while the files stay the same."""
+    """Build the index; the process's next task reuses it if the files have not changed."""
     from shardkit.writers.kernels.shingles import Ngrams
 
     files = [_read(one, folder / one.path) for one in evaluations]
@@ -404,7 +415,7 @@ def _refuse_unused(
 
 
 class _Parts(NamedTuple):
-    """The question and passage of a record, with one of its answers."""
+    """The texts of one item: the question and passage of a record, and one of the record's answers."""
 
     evaluation: str
     record: int
@@ -451,7 +462,7 @@ def _parts(record: EvaluationRecord, config: EvaluationConfig) -> list[_Parts]:
 
 
 def _refuse_index(record: EvaluationRecord, answers: object, text: str | None) -> None:
-    """Raise RecipeError if an answer is only the number or letter of a choice, which no text repeats."""
+    """Raise RecipeError if an answer is only the number or letter of a choice, not the answer's text."""
     if isinstance(answers, list) or text is None or len(text.strip()) > 1:
         return
     for name in ("choices", "options", "choices.text", "options.text"):
@@ -464,14 +475,14 @@ def _refuse_index(record: EvaluationRecord, answers: object, text: str | None) -
 
 
 def _answer(value: object) -> str | None:
-    """Return a text, or a number or boolean as text; None for other values."""
+    """Return an answer as text if it is a string, number or boolean; None for other values."""
     if isinstance(value, bool):
         return str(value).lower()
     return plain_text(str(value)) if isinstance(value, str | int | float) else None
 
 
 class _Column:
-    """Distinct texts of one kind, such as answers, and the number of each row's text; -1: none."""
+    """The distinct texts of one kind, such as answers, and for each row the number of its text or -1."""
 
     def __init__(self, texts: Sequence[str | None], unit: str) -> None:
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
@@ -503,7 +514,10 @@ def _array(texts: Sequence[str]) -> pa.LargeStringArray:
 
 
 def _grams(texts: Sequence[str], config: Ngrams) -> Grams:
-    """Return the distinct n-grams of distinct texts; a shorter text has one n-gram, all its words."""
+    """Return the distinct n-grams of each of distinct texts, with weights by inverse document frequency.
+
+    A text that is shorter than an n-gram has one n-gram, all its words.
+    """
     from shardkit.writers.kernels.shingles import shingle_batch
 
     hashes, edges = shingle_batch(_array(texts), config)
@@ -527,13 +541,17 @@ def _grams(texts: Sequence[str], config: Ngrams) -> Grams:
 def _seeds(
     grams: Grams, totals: npt.NDArray[np.int64], needs: npt.NDArray[np.int64]
 ) -> tuple[_Seeds, QuestionGrams]:
-    """Return the seeds: each question's heaviest n-grams that together weigh more than total minus need."""
+    """Return each question's seeds: its heaviest n-grams, which together weigh more than total minus need.
+
+    A cluster that reaches the needed weight contains at least one of them. Arguments: n-grams of the
+    questions, and for each question its total weight and the weight needed.
+    """
     from shardkit.writers.kernels.hash_tables import fill_places
     from shardkit.writers.kernels.question_clusters import QuestionGrams
 
     owners = np.repeat(np.arange(len(needs)), np.diff(grams.offsets))
     order = np.lexsort((grams.hashes, -grams.weights, owners))
-    weights = grams.weights[order]  # one question after the other, so grams.offsets still apply
+    weights = grams.weights[order]  # still one question after the other, so grams.offsets apply
     before = np.cumsum(weights) - weights
     before -= before[grams.offsets[:-1]][owners] if len(needs) else 0
     chosen = order[before <= (totals - needs)[owners]]

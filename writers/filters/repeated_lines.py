@@ -1,8 +1,8 @@
 """Cut lines or paragraphs that occurred earlier in the same document; the first copy stays.
 
 Units are found and compared as for line deduplication (`kernels/line_units.py`): lines end at LF, white space
-at both ends is ignored, and blank units are never cut. Two different units of a document with n units are
-taken for equal with probability n^2 / 2^129. Memory: 28 bytes for each unit of the batch.
+at both ends is ignored, and blank units are never cut. Units are compared by 128-bit hashes: in a document of
+n units, two different ones count as equal with probability n^2 / 2^129. Memory: 28 bytes per unit of a batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """`scores`: judge documents by scores that were computed elsewhere, joined by the id of the document.
 
-The score files are tables with one row per document: a column with its id, and columns of numbers, such as
-the predictions of a classifier on a GPU. A build sorts them by a hash of the id once (stages/scores.py), so
-they may be larger than memory and in any order. Each column named in `columns` is a rule whose value is the
-document's score; later filters such as `buckets` find the score by this name.
+The score files are tables with one row per document: a column with the document's id, and columns of numbers,
+such as the predictions of a classifier on a GPU. A build sorts them by a hash of the id once
+(stages/scores.py), so they may be larger than memory and in any order. Each column named in `columns` is a
+rule whose value is the document's score; later filters such as `buckets` find the score by this name.
 
-A document lacks scores if no row has its id, or if a named column is null or NaN in its row. Then `missing`
-decides: the build fails, the document is dropped, or it stays and passes the bounds.
+A document lacks scores if no row has its id, or if a named column is null or NaN in its row. The setting
+`missing` says what happens then: the build fails, the document is dropped, or it stays and passes the bounds.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-MISSING = "missing"
-REFUSED = "refused"  # name of the rule instead of MISSING if the build must fail
+MISSING = "missing"  # name of the rule that drops documents without scores
+REFUSED = "refused"  # name of this rule with `missing: refuse`; a document that fails it stops the build
 
 ScoreLookup = Callable[[Sequence[str | None]], npt.NDArray[np.float64]]
-"""A function that returns float64[n, columns], the scores of n ids, with NaN where a score is missing."""
+"""A function that takes n ids and returns their scores, float64[n, columns], NaN where one is missing."""
 
 
 def _no_bounds(given: object) -> object:
-    """Read a column without bounds, `edu:`, as `edu: {}`."""
+    """Convert a column without bounds, written as `edu:`, to `edu: {}`."""
     if isinstance(given, dict):
         return {name: {} if bounds is None else bounds for name, bounds in given.items()}
     return given
@@ -76,12 +76,12 @@ class ScoresConfig(FilterSettings):
         return self
 
     def build(self, folder: Path) -> ScoresFilter:
-        """Build the filter without scores, as for the trial run before a build: all documents pass."""
+        """Build the filter without scores, for the trial run before a build, in which all documents pass."""
         return ScoresFilter(self, None)
 
 
 class ScoresFilter:
-    """Drops documents by joined scores. FilterChain raises the error if missing scores are refused."""
+    """Drops documents by joined scores. With `missing: refuse`, FilterChain raises the error, not this."""
 
     def __init__(self, config: ScoresConfig, lookup: ScoreLookup | None) -> None:
         self._config, self._lookup = config, lookup

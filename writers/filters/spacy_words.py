@@ -4,10 +4,10 @@ spaCy splits a text at white space, and then splits each chunk by the rules of a
 the other chunks. Therefore each distinct chunk is split once and then looked up. The result is a text with a
 space after each word, from which kernels that split at white space count the words.
 
-One rule of spaCy looks beyond a chunk. A special case that is found among the words of a chunk, such as `:)`
-in `hello:)`, is dropped if a longer special case overlaps it that has words of the next chunk, as in
+One rule of spaCy depends on neighboring chunks. A special case among the words of a chunk, such as `:)` in
+`hello:)`, does not apply if a longer special case that includes words of the next chunk overlaps it, as in
 `hello:) )`. Where this is possible, spaCy splits the chunks together, with all neighbors that are a single
-space apart. The same applies where words of two chunks may form one special case; Spanish has such cases.
+space apart. The same is done where words of two chunks may form one special case; Spanish has such cases.
 
 spaCy takes quadratic time for long chunks that begin or end with much punctuation, or have many colons. Such
 chunks are cut every PART_CHARACTERS characters, and each cut adds one word.
@@ -33,16 +33,17 @@ from shardkit.errors import RecipeError, naming_extras
 from shardkit.writers.kernels.text_arrays import Chunks, offset_pieces, split_chunks, text_bytes, text_offsets
 
 PART_CHARACTERS = 1000
-_MOST_KNOWN = 1 << 17  # chunks in one generation of the cache; its two generations take 60 MB
-_PIECE_BYTES = 1 << 22  # maximum size of texts whose chunks are split together
-_CALL_CHARACTERS = 1 << 17  # maximum size of the text in one call of spaCy
+_MOST_KNOWN = 1 << 17  # maximum chunks in one generation of the cache; its two generations take 60 MB
+_PIECE_BYTES = 1 << 22  # maximum size of the texts that are split at a time
+_CALL_CHARACTERS = 1 << 17  # maximum size of the text in one call of spaCy, in characters
 _LONG = re.compile(rf"\S{{{PART_CHARACTERS + 1},}}")
 _PART = re.compile(rf"\S{{{PART_CHARACTERS}}}(?=\S)")
 # The part of a chunk that spaCy may split off in many steps: punctuation, and units such as km.
 _PUNCTUATED = re.compile(r"(?:\w{0,8}\W)*")
-_MOST_STEPS = 1 << 22  # spaCy takes up to two seconds for these steps; slower chunks are cut
-_CUT, _NEXT = "\n", "\t"  # separators that no special case of spaCy contains
-# Flags of a chunk: it has a special case; its first, or last, word may be in one with words of a neighbor.
+_MOST_STEPS = 1 << 22  # chunks that take spaCy more steps are cut; so many take up to two seconds
+_CUT, _NEXT = "\n", "\t"  # separators of a chunk's parts and of chunks; no special case contains them
+# Bit flags of a chunk. _SPECIAL: it contains a special case. _FIRST: its first word may form a special case
+# with words of the previous chunk. _LAST: its last word may form one with words of the next chunk.
 _SPECIAL, _FIRST, _LAST = 1, 2, 4
 
 _Texts = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
@@ -51,7 +52,8 @@ _Texts = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 class _Ends(NamedTuple):
     """Whether a chunk has a special case among its words, and its possible first and last words.
 
-    There are several if a special case is at an end: the words before and after spaCy applied it.
+    If a special case is at the beginning, the first word differs before and after spaCy applies the case, and
+    `firsts` has both; the same holds for the end and `lasts`.
     """
 
     special: bool
@@ -61,7 +63,7 @@ class _Ends(NamedTuple):
 
 @cache
 def spacy_words(language: str) -> SpacyWords:
-    """Return the process's only splitter for a language. Raises RecipeError for a language without rules."""
+    """Return the splitter for a language, one per process. Raises RecipeError if spaCy lacks its rules."""
     return SpacyWords(language)
 
 
@@ -79,7 +81,7 @@ class SpacyWords:
         except (ImportError, ValueError) as error:  # ValueError: jieba is not installed
             raise RecipeError(f"words: spacy:{language}: {' '.join(str(error).split())}") from None
         logging.getLogger("jieba").setLevel(logging.WARNING)  # do not log where jieba keeps its dictionary
-        self._language.vocab.lex_attr_getters = {}  # do not compute other attributes of words
+        self._language.vocab.lex_attr_getters = {}  # do not compute attributes of words that nothing reads
         self._tokenizer = self._language.tokenizer
         self._has_rules = isinstance(self._tokenizer, Tokenizer)
         if not self._has_rules and language != "zh":
@@ -93,7 +95,7 @@ class SpacyWords:
             self._read_rules()
 
     def _read_rules(self) -> None:
-        """Find the special cases that spaCy looks for among words because its other rules split them."""
+        """Collect the special cases that spaCy's other rules would split, and the words of such splits."""
         from spacy.symbols import ORTH
         from spacy.tokenizer import Tokenizer
 
@@ -101,9 +103,9 @@ class SpacyWords:
         names = ("prefix_search", "suffix_search", "infix_finditer", "token_match", "url_match")
         plain = Tokenizer(self._language.vocab, rules={}, **{name: getattr(given, name) for name in names})
         self._rules = {case: [part[ORTH] for part in parts] for case, parts in given.rules.items()}
-        # By first word, each special case: its words with the case, and its words by the other rules.
+        # Special cases by first word, as pairs: the words of the case, and its words by the other rules.
         self._cases: dict[str, list[tuple[list[str], list[str]]]] = {}
-        self._pairs: set[tuple[str, str]] = set()  # neighboring words of special cases, by the other rules
+        self._pairs: set[tuple[str, str]] = set()  # neighboring words in special cases split by other rules
         self._spaced = False
         for case, words in self._rules.items():
             split = [word.text for word in plain(case)]
@@ -167,7 +169,7 @@ class SpacyWords:
         return text_bytes(texts), text_offsets(texts)[chunks.firsts]
 
     def _look_up(self, chunks: Sequence[str]) -> list[tuple[str, int]]:
-        """Return the words of each distinct chunk, with a space after each word, and the chunk's flags."""
+        """Return for each distinct chunk its words, with a space after each word, and its bit flags."""
         if len(self._known) > _MOST_KNOWN:
             self._known, self._older = {}, self._known
         older = self._older
@@ -182,7 +184,7 @@ class SpacyWords:
         return [self._known[chunk] for chunk in chunks]
 
     def _ask(self, texts: Sequence[str]) -> Iterator[list[str]]:
-        """Yield spaCy's words of each text, without words of white space."""
+        """Yield for each text its words by spaCy, without words that are white space."""
         begin = 0
         while begin < len(texts):
             stop, size = begin, 0

@@ -1,6 +1,6 @@
 """Drop documents by their URL: datatrove's URLFilter with lists from files and no public-suffix list.
 
-An entry of `domains` matches that host and all its subdomains, so "example.co.uk" matches "www.example.co.uk"
+An entry of `domains` matches the host and all its subdomains, so "example.co.uk" matches "www.example.co.uk"
 but not "example2.co.uk"; public suffixes have no special role. Hosts are compared in lower case and, unless
 they are ASCII, in IDNA form. URLs are compared without scheme, fragment and trailing slash. Words are runs of
 ASCII letters and digits, in lower case (datatrove keeps the case of words). Documents without a URL pass.
@@ -67,7 +67,7 @@ class UrlListsConfig(FilterSettings):
 
 
 class UrlListsFilter:
-    """Drops documents by their URL: its host, the URL itself, or its words are in a list."""
+    """Drops documents whose host or URL is in a list, or whose URL contains listed words."""
 
     reasons = ("domain", "host", "url", "hard_blacklisted", "soft_blacklisted", "blacklisted_subword")
 
@@ -131,7 +131,7 @@ def plain_url(url: str) -> str:
 
 
 def _parents(host: str) -> list[str]:
-    """Return the host and all its parent domains."""
+    """Return a host and all its parent domains."""
     labels = host.split(".")
     return [".".join(labels[first:]) for first in range(len(labels))]
 

@@ -3,9 +3,9 @@
 The function receives the remaining documents (columns of `DOCUMENT_SCHEMA`, rows/documents.py, with the text
 as edited so far) and the recipe's parameters as keyword arguments. It returns, for each row, whether the
 document stays: a boolean Arrow array, NumPy array or list without nulls. If the recipe lists `reasons`, it
-returns one of these instead, or null or "" for a document that stays. It must be a pure function of its
-batch, because batch boundaries are arbitrary. The digest of its source file is part of a task's identity, so
-changing the code runs the task again; digests of modules that it imports are not part of it.
+returns for each row one of these reasons, or null or "" if the document stays. The result for a row must not
+depend on other rows or calls, because batch boundaries are arbitrary. The digest of its source file is part
+of a task's identity, so changing the code runs the task again; changes to modules that it imports do not.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PythonConfig(FilterSettings):
     @model_validator(mode="before")
     @classmethod
     def _named_after_the_file(cls, data: Any) -> Any:
-        """Complete a bare function name, such as `function: keep`, by the name of `file`."""
+        """Prefix a bare function name, such as `function: keep`, with a module name made from `file`."""
         if isinstance(data, dict):
             function, file = data.get("function"), data.get("file")
             if isinstance(function, str) and isinstance(file, str) and function.isidentifier():

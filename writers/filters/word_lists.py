@@ -1,7 +1,8 @@
 """Filters by lists of words: words that documents must not contain, and stop words that they must contain.
 
 `bad_words` is datatrove's C4BadWordsFilter with the lists given as files. `keep_fraction` selects documents
-by a hash of their id, so the result does not depend on their order. `kernels/phrases.py` describes matching.
+by a hash of their id, so the result does not depend on their order. `kernels/phrases.py` describes how words
+are matched.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class BadWordsFilter:
         return [Rule(self.reasons[0], bad & ~self._stays(batch, bad), found)]
 
     def _stays(self, batch: TextBatch, bad: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return bool[n]: the bad documents in the fraction that is kept."""
+        """Return bool[n]: whether a document is bad but belongs to the fraction that is kept."""
         from shardkit.hashing import keyed_hashes
 
         stays = np.zeros(len(batch), np.bool_)
