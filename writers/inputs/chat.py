@@ -84,7 +84,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return a recipe's chat format, None if no input has conversations; raise RecipeError if invalid."""
+        """Return a recipe's chat format, None without conversations; raise RecipeError without a template."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None

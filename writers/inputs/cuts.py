@@ -86,7 +86,7 @@ def unreadable_cut(file: InputFile) -> Cut:
 
 
 def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """Yield splits that end at the first newline after `split_bytes` or more; count the lines of each."""
+    """Yield cuts, each up to the first newline that makes it `split_bytes` or longer; count the lines."""
     size = input.bytes
     start = first_record = lines = at = 0
     aim = split_bytes

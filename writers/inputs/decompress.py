@@ -86,7 +86,7 @@ class ContainerError(Exception):
 
 
 def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return (first bytes of a content, for `look`, iterator over all of it); damage is raised when reached."""
+    """Return (first bytes of a content, for `look`; iterator over all of it, which raises any damage)."""
     held: list[bytes] = []
     damage: ContainerError | None = None
     try:

@@ -164,7 +164,7 @@ class NamedFields:
             self.missing = {k: path for k, path in self.missing.items() if field_at(fields, path) is MISSING}
 
     def check_columns(self, split: Split, columns: Collection[str]) -> None:
-        """Raise RecipeError if a field is still missing. Call it for tables, after `look` at the first row."""
+        """Raise RecipeError if a field is still missing. For tables, call it after the first `look`."""
         if self.missing:
             raise _missing(split, self.missing, columns)
 

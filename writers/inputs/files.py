@@ -366,5 +366,5 @@ def _split_url(url: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=_STORES)
 def _connect(root: str, storage: StorageOptions | None) -> ResilientStore:
-    """Connect to a store; reuse the client for all files of a bucket, because a new one takes long to make."""
+    """Connect to a store; reuse one client for all files of a bucket, because making one takes long."""
     return connect(root, storage)

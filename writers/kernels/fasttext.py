@@ -194,7 +194,7 @@ def _append_row(bucket: np.uint64, tables: _Tables, numbers: Int32s, filled: int
 
 @kernel(inline=True)
 def _append_ngram(value: np.uint64, tables: _Tables, numbers: Int32s, filled: int) -> int:
-    """Append the row number of the character n-gram with hash `value`; return as `_append_row`."""
+    """Append the row number of the character n-gram with hash `value`; return as `_append_row` does."""
     bucket = remainder(value & _MASK_64, np.uint64(tables.buckets), tables.reciprocal)
     return _append_row(bucket, tables, numbers, filled)
 

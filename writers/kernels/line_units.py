@@ -119,7 +119,7 @@ def span_windows(words: int) -> tuple[int, int]:
 def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
     """Return the sampled windows of the wanted texts. Texts with a common span of `words` words share one."""
     data, offsets = text_bytes(texts), text_offsets(texts)
-    most = int(offsets[-1] - offsets[0]) // 2  # a word with a space takes two bytes or more
+    most = int(offsets[-1] - offsets[0]) // 2  # at least 2 bytes per word; unwritten pages are free
     high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
     document, unit = np.empty(most, np.int64), np.empty(most, np.uint32)
     out = (high, low, document, unit)
@@ -184,7 +184,7 @@ def _cut(
     paragraphs: bool,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Write the texts without the units `places` to `result`, (bytes, ends, blank); count the units cut."""
+    """Write the texts without the units `places` to `result`, (bytes, ends, blank); return how many."""
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -285,7 +285,7 @@ def _cut_spans(
     window: int,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Write the texts without the windows `places` to `result`, (bytes, ends, blank); count the cuts."""
+    """Write the texts without the windows `places` to `result`, (bytes, ends, blank); return how many."""
     documents, units = places
     out, ends, blank = result
     cut = size = 0

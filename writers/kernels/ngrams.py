@@ -323,7 +323,7 @@ def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
 
 @kernel(allocates=False)
 def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
-    """Count equal n-grams at chosen[:count]: fill `firsts` (indexes in `chosen`) and `numbers` (counts)."""
+    """Return the number of distinct n-grams; write first index in `chosen`, and count, of each to scratch."""
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     firsts, numbers = scratch.firsts, scratch.numbers
     slots = table_slots(2 * count)

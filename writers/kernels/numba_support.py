@@ -48,7 +48,7 @@ Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
-# Numba sees NumPy's types here, and mypy sees functions that return int and bool.
+# Numba sees NumPy's types here, and mypy functions that return int and bool. In kernels, they are the same.
 int64 = cast(Callable[[Any], int], np.int64)
 boolean = cast(Callable[[Any], bool], np.bool_)
 

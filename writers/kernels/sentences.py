@@ -223,7 +223,7 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
 def _affixes(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
-    """Call `_token` for each mark in data[begin:end]; several dots in a row are one token."""
+    """Call `_token` for each mark in data[begin:end], return its last result; dots in a row are one token."""
     at = begin
     while at < end:
         here = at

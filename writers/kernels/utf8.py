@@ -252,7 +252,7 @@ def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
     while at + 8 <= end:
         hashed = mix(hashed, load_8_bytes(data, at))
         at += 8
-    if at < end:  # hash the last eight bytes, though some of them were hashed before
+    if at < end:  # hash the last eight bytes, some of them again; a shorter run has fewer
         last = load_8_bytes(data, end - 8) if end - begin >= 8 else pack_bytes(data, begin, end)
         hashed = mix(hashed, last)
     return hashed

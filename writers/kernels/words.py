@@ -138,7 +138,7 @@ def _mark_composing(flags: UInt8s, text: str) -> None:
 
 
 def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
-    """Return the texts in normalization form C; if all texts are in it already, return the same array."""
+    """Return the texts in normalization form C; the same array, at memory speed, if all are in it already."""
     offsets = text_offsets(texts)
     suspect = np.zeros(len(texts), np.bool_)
     _find_composing(text_bytes(texts), offsets, character_tables().flags, combining_classes(), suspect)
@@ -325,7 +325,7 @@ def _hash_lower(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.u
 
 @kernel
 def _hash_long(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
-    """Return as `_hash_lower` does, for runs of any length."""
+    """Return the same as `_hash_lower`, for runs of any length."""
     value, other = _SEED, np.uint64(0)
     while length > 0:
         eight = load_8_bytes(lower, begin)
