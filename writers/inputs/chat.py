@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 MARK = np.dtype([("bytes", "<u4"), ("flags", "u1")])
 SPECIAL, TRAINED = 1, 2  # bits of the field "flags" of MARK
 
-_OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # markers; a message that has one is refused
+_OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters; messages may not have them
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -146,7 +146,7 @@ def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
             f"tokenizer.chat_template: {file} is not a file, or is larger than {_MAX_TEMPLATE_BYTES:,} bytes"
         )
     found = facts.get("chat_template")
-    if isinstance(found, list):  # several templates, each with a name
+    if isinstance(found, list):  # a list of templates, each with a name
         named_so = (one for one in found if isinstance(one, Mapping) and one.get("name") == "default")
         found = next((one.get("template") for one in named_so), None)
     if not isinstance(found, str):
@@ -332,7 +332,7 @@ def _marked(
     parts: list[tuple[str, int]] = []
     cuts = sorted({edge for span in spans for edge in span})
     begins = sorted(begin for begin, _ in spans)
-    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # largest end of the spans so far
+    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # [i]: largest end of the first i + 1 spans
 
     def trained(a: int, b: int) -> int:
         number = bisect_right(begins, a) - 1

@@ -156,7 +156,7 @@ class _Run:
         self._highest = -1  # highest number of a message read in the loop that is followed
 
     def write(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
-        """Render the messages; raises any exception of the template."""
+        """Run the template on the messages and collect its text; raises any exception of the template."""
         for chunk in template.chunks(self._work, {"messages": Messages(self), **variables}):
             self.parts.append(chunk)
             self._length += len(chunk)
@@ -164,7 +164,7 @@ class _Run:
             self.text = "".join(part for part in self.parts if isinstance(part, str))
 
     def note(self, message: int) -> None:
-        """Note that the template read a message, or tested whether it exists."""
+        """Record that the template read the message with this number, or tested whether it exists."""
         if self._is_following:
             self._highest = max(self._highest, message)
         elif message >= self.stop:
@@ -191,8 +191,8 @@ class _Run:
             yield pair
         self._is_following = False
         end = self._state(entry, None)
-        # The template cannot use namespaces made in the loop now. (An outer one with such a value is not
-        # plain data.)
+        # The template cannot use namespaces made in the loop any more, unless an outer namespace refers to
+        # one: then `end` is None.
         del self.namespaces[entry:]
         if self._whole is None:
             seen.end, self.sites[site] = end, seen

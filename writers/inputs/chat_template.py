@@ -254,7 +254,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return run
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may read an attribute: also refuse `translate` and `from_bytes`."""
+        """Return whether the sandbox allows a template an attribute; never `translate` or `from_bytes`."""
         self.work.spend(1)
         if isinstance(obj, Namespace):  # all its attributes without "_" were set by the template
             return not attr.startswith("_")

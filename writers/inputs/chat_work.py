@@ -40,7 +40,7 @@ class Work:
         self._calls = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps; raise TemplateLimitError if too few are left, or RecipeError after ten minutes."""
+        """Use up `steps`; raise TemplateLimitError if too few are left, RecipeError after ten minutes."""
         self._left -= steps
         if self._left < 0:
             raise TemplateLimitError(

@@ -67,11 +67,11 @@ class _Source:
         self.ended = False
         self.head = b""
         self._fresh = True
-        self.delimiter, self.delimiters = b"", -1  # and how many delimiters a row in one line has
+        self.delimiter, self.delimiters = b"", -1  # how many of them a row on one line has: -1 is unknown
         self.are_rows = False  # whether each line of the current row has that number of delimiters
 
     def next_row(self) -> None:
-        """Make the next line the first one of a row."""
+        """Start a new row: the next line is its first."""
         self._fresh = True
 
     def first_line(self) -> str:
@@ -325,7 +325,7 @@ def _hint(sink: RecordSink, line: bytes, columns: int, dialect: _Dialect) -> str
 
 
 def _misplaced(error: Exception) -> str:
-    if "new-line character" in str(error):  # Python's own message is about how to open a file
+    if "new-line character" in str(error):  # Python's own message only says how to open a file
         return "a carriage return in a field that is not quoted, in a file whose lines end with line feeds"
     if str(error) == "unexpected end of data":
         return "a quote is never closed"

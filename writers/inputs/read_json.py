@@ -205,9 +205,9 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError, charset: str) -> t
 class Values:
     """Iterates over the JSON values in pieces of bytes: items of top-level arrays, and values outside them.
 
-    Yields a `Line` tuple (offset, length, bytes, whether these are all) per value. If the content ends inside
-    a value or an array, `problem` says so afterwards, and `unfinished` is the offset of the incomplete part;
-    otherwise `problem` is "".
+    Yields a `Line` tuple (offset, length, bytes, whether they are complete) per value. If the content ends
+    inside a value or an array, `problem` says so afterwards, and `unfinished` is the offset of the incomplete
+    part; otherwise `problem` is "".
     """
 
     def __init__(self, pieces: Iterator[bytes], *, max_value_bytes: int) -> None:

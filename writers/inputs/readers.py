@@ -179,7 +179,7 @@ def read_split(
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of documents in record order; count them in `ledger.read` and `ledger.quarantined`.
 
-    The schema is DOCUMENT_SCHEMA, or MARKED_SCHEMA with `masking`, which builds with a loss mask pass.
+    The schema is DOCUMENT_SCHEMA or, with `masking` (for builds with a loss mask), MARKED_SCHEMA.
     `fields` tracks which named fields occur. The caller counts kept and dropped documents. Raises BuildError
     if the file cannot be opened, or at the first bad record if `quarantine` allows none. If it allows some
     and a member of a compressed file is damaged, raises SuspectDataError: then discard batches and counts,

@@ -113,7 +113,7 @@ class Split:
     """
 
     index: Annotated[int, DecidesNoByte("number among all splits")]
-    source: int  # number of the recipe's input
+    source: int  # index of the input in the recipe
     input: Annotated[InputFile, RecipeKey("file")]
     format: str  # a value of InputConfig.format
     compression: str | None  # a value of COMPRESSIONS, or None

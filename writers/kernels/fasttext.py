@@ -201,7 +201,7 @@ def _append_ngram(value: np.uint64, tables: _Tables, numbers: Int32s, filled: in
 
 @kernel(allocates=False)
 def _sum_rows(rows: Float32s, numbers: Int32s, count: int, out: Float32s, place: int) -> None:
-    """Add rows[numbers[0]] to rows[numbers[count - 1]] to the vector out[place], in this order."""
+    """Add the row rows[n] to the vector out[place] for each n in numbers[:count], in this order."""
     whole = out.shape[1] // LANES * LANES
     for column in range(0, whole, LANES):
         add_rows(rows, numbers, count, column, out, place)
@@ -281,7 +281,7 @@ def _list_ngrams(
 
 @kernel(inline=True)
 def _list_token(data: UInt8s, begin: int, end: int, work: _Work, token: UInt64s) -> None:
-    """Fill `token` with begin, end and the index in `vectors`; for a short token also its bytes as 3 numbers.
+    """Fill `token` with begin, end, cache index of its vector and, if it is short, its bytes as 3 numbers.
 
     Prefetch the entry of the cache at this index.
     """
@@ -322,7 +322,7 @@ def _find_vector(data: UInt8s, token: UInt64s, tables: _Tables, work: _Work) -> 
 
 @kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, characters: int) -> int:
-    """Return the end of the first `characters` code points of data[begin:end]; `end` if it is negative."""
+    """Return the index after `characters` code points of data[begin:end]; `end` if that is negative."""
     if characters < 0 or end - begin <= characters:
         return end
     at = begin
@@ -422,7 +422,7 @@ def _add_text(
 def _add_runs(
     value: np.uint64, seen: int, runs: UInt64s, tables: _Tables, work: _Work, total: Float64s
 ) -> int:
-    """Add the rows of the token n-grams that end with the token of hash `value` to `total`; count the rows.
+    """Add the rows of the token n-grams that end with the token of hash `value` to `total`; return how many.
 
     The text has `seen` tokens before this one; runs[n - 1] is the chained hash of the last n tokens.
     """

@@ -92,14 +92,14 @@ def _place(value: np.uint64, keys: UInt64s, places: Int64s) -> int:
 
 @kernel
 def find_matches(hashes: UInt64s, bits: UInt64s, keys: UInt64s, places: Int64s) -> Int64s:
-    """Return int64[m, 2]: for each of `hashes` in the table, (its index in `hashes`, the index stored)."""
+    """Return int64[m, 2]: (index in `hashes`, index in the table) of each hash that the table contains."""
     found = np.empty((_FIRST_ROOM, 2), np.int64)
     candidates = np.empty(_BLOCK, np.int64)
     mask, low, one = np.uint64(64 * len(bits) - 1), np.uint64(63), np.uint64(1)
     count = 0
     for begin in range(0, len(hashes), _BLOCK):
         passed = int64(0)
-        for at in range(begin, min(begin + _BLOCK, len(hashes))):  # branchless: cache misses overlap
+        for at in range(begin, min(begin + _BLOCK, len(hashes))):  # no branches: cache misses overlap
             bit = (hashes[at] >> np.uint64(20)) & mask
             candidates[passed] = at
             passed = passed + int64(bits[bit >> np.uint64(6)] >> (bit & low) & one)

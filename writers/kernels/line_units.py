@@ -112,7 +112,7 @@ def _without(
 
 
 def span_windows(words: int) -> tuple[int, int]:
-    """Return (size, spacing), in words, of windows that find each span of `words` words in two texts."""
+    """Return (size, spacing) in words, so that texts with `words` common words in a row share a window."""
     return words - words // 3, words // 3 + 1
 
 
@@ -184,7 +184,10 @@ def _cut(
     paragraphs: bool,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Write the texts without the units `places` to `result`, (bytes, ends, blank); return how many."""
+    """Write the texts without the units at `places` to `result`; return the number of these units.
+
+    `result` is (bytes, ends, blank).
+    """
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -285,7 +288,10 @@ def _cut_spans(
     window: int,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Write the texts without the windows `places` to `result`, (bytes, ends, blank); return how many."""
+    """Write the texts without the windows at `places` to `result`; return the number of these windows.
+
+    `result` is (bytes, ends, blank).
+    """
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -335,7 +341,7 @@ def _next_word(data: UInt8s, at: int, end: int, flags: UInt8s) -> tuple[int, int
     while at < end:
         code, after = character_at(data, at)
         if flags[code]:
-            return begin, (after if at == begin else at)  # if it is first, it is a one-character word
+            return begin, (after if at == begin else at)  # at `begin`, it is a one-character word
         at = after
     return begin, at
 

@@ -45,7 +45,7 @@ class NgramCounts(NamedTuple):
 
     TOP: `first` is the number of occurrences and `second` the characters of one. EXCESS: `first` is the
     characters of n-grams that occurred before. COPIES: `first` is the characters of the repeated n-grams and
-    `second` those of all n-grams. They are 0 for texts of fewer than n words.
+    `second` those of all n-grams. Both are 0 for texts of fewer than n words.
     """
 
     characters: Int64s

@@ -40,7 +40,7 @@ def sort_keys(keys: UInt64s) -> None:
 
 
 def sort_pairs(first: UInt64s, second: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """Return the pairs of numbers, sorted by the first and then by the second number."""
+    """Return the pairs (first[i], second[i]) as two arrays, sorted by the first, then the second number."""
     if not len(first):
         return first, second
     # If the numbers of each column differ by less than 2**32, a pair is sorted as one uint64.

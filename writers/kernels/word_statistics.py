@@ -69,7 +69,7 @@ class _StopWords(NamedTuple):
     """All stop words as `join_runs` returns them; those of up to eight bytes also in a hash table."""
 
     keys: UInt64s
-    bits: UInt64s  # 0 where a slot is empty
+    bits: UInt64s  # the bit of each stop word in `keys`; 0 where a slot is empty
     data: UInt8s
     offsets: Int64s
     longest: int
@@ -147,7 +147,7 @@ def _count_words(
 
 @kernel(inline=True)
 def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """Return (words + some + carry, new carry); the sum has a bit after each run of `words` with some bit."""
+    """Return (sum, its carry); the sum has a bit after each run of `words` that contains a bit of `some`."""
     part = words + some
     total = part + carry
     return total, np.uint64(part < words) | np.uint64(total < part)
@@ -157,7 +157,7 @@ def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64
 def _find_stops(
     data: UInt8s, at: int, words: np.uint64, before: np.uint64, start: int, stop_words: _StopWords
 ) -> np.uint64:
-    """Return the bits of the stop words that end in the block at `at`; `before` is `words` one byte later."""
+    """Return the bits of the stop words that end in the block at `at`; `before` is `words` shifted by 1."""
     found = np.uint64(0)
     if before & _ONE:  # a word that began at `start`, in an earlier block
         stop = at + (trailing_zeros(~words) if ~words else BLOCK_BYTES)

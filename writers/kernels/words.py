@@ -299,7 +299,7 @@ def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: 
         starts, stops = mask & ~shifted, shifted & ~mask
         begun_after, ended_after = begun + count_ones(starts), ended + count_ones(stops)
         while begun < begun_after or ended < ended_after:
-            for i in range(8):  # eight at once: branch prediction fails for the real number
+            for i in range(8):  # always eight: branch prediction would fail for the exact number
                 begins[begun + i] = block + trailing_zeros(starts)
                 ends[ended + i] = block + trailing_zeros(stops)
                 starts &= starts - _ONE
