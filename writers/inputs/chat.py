@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 MARK = np.dtype([("bytes", "<u4"), ("flags", "u1")])
 SPECIAL, TRAINED = 1, 2  # bits of the field "flags" of MARK
 
-_OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters; a message that has one is refused
+_OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters; messages may not have them
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -84,7 +84,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return the chat format, or None without conversations; raise RecipeError without a template."""
+        """Return a recipe's chat format, None without conversations; raise RecipeError without a template."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None
@@ -146,7 +146,7 @@ def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
             f"tokenizer.chat_template: {file} is not a file, or is larger than {_MAX_TEMPLATE_BYTES:,} bytes"
         )
     found = facts.get("chat_template")
-    if isinstance(found, list):  # several templates, each with a name
+    if isinstance(found, list):  # a list of templates, each with a name
         named_so = (one for one in found if isinstance(one, Mapping) and one.get("name") == "default")
         found = next((one.get("template") for one in named_so), None)
     if not isinstance(found, str):
@@ -215,7 +215,7 @@ def pair_of(prompt: str, completion: str) -> Rendered:
 
 
 def _pattern(specials: Sequence[str]) -> re.Pattern[str]:
-    """Compile an expression that finds special tokens, the longest first."""
+    """Compile a regular expression that finds special tokens; where several begin, it finds the longest."""
     return re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
 
 
@@ -247,7 +247,7 @@ def _prefixes(chat: ChatFormat, messages: list[Any], variables: Mapping[str, Any
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn any exception of a template into a ChatError for the record; a context manager."""
+    """Context manager that turns an exception of the chat template into a ChatError for the record."""
     from jinja2 import TemplateError
 
     from shardkit.writers.inputs.chat_work import TemplateLimitError
@@ -275,7 +275,7 @@ def _variables(given: Any) -> dict[str, Any]:
 
 
 def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without markers, and the (begin, end) spans of its generation blocks."""
+    """Return (the text without markers, (begin, end) of each generation block in this text)."""
     spans: list[tuple[int, int]] = []
     parts, at, length, begin = [], 0, 0, 0
     for found in re.finditer(f"[{_OPEN}{_CLOSE}]", whole):
@@ -292,7 +292,7 @@ def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
 def _answers(
     prefixes: Prefixes, messages: Sequence[Any], pattern: re.Pattern[str], *, only_last: bool
 ) -> list[tuple[int, int]]:
-    """Return the spans of the assistant's messages with their end tokens; raise ChatError if unproved."""
+    """Return (begin, end) of each answer with its end token; raise ChatError if these cannot be proved."""
     text, spans = prefixes.text, []
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     closing = [found for found in pattern.finditer(text) if found.end() == len(text)]
@@ -323,7 +323,7 @@ def _answers(
 def _marked(
     chat: ChatFormat, text: str, spans: Sequence[tuple[int, int]], pattern: re.Pattern[str]
 ) -> Rendered:
-    """Divide the text into marked parts, without the recipe's bos and eos, which are added later."""
+    """Divide a text into parts with marks; leave out the recipe's bos and eos, which are added later."""
     start, stop = 0, len(text.rstrip()) if text.rstrip().endswith(chat.eos) else len(text)
     if chat.bos is not None and text.startswith(chat.bos):
         start = len(chat.bos)
@@ -332,7 +332,7 @@ def _marked(
     parts: list[tuple[str, int]] = []
     cuts = sorted({edge for span in spans for edge in span})
     begins = sorted(begin for begin, _ in spans)
-    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # largest end of the spans so far
+    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # [i]: largest end of the first i + 1 spans
 
     def trained(a: int, b: int) -> int:
         number = bisect_right(begins, a) - 1
@@ -373,7 +373,7 @@ def parts_of(text: str, marks: bytes) -> list[tuple[str, int]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without null fields, because in a table every message has every key."""
+    """Return the value without null fields: in a table, a message has null for the keys that it lacks."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -387,11 +387,11 @@ class Masking:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Masking | None:
-        """Return a recipe's masking, None without a loss mask; raise RecipeError without a chat template."""
+        """Return a recipe's Masking, None if it has no loss mask; raise RecipeError as `ChatFormat.of`."""
         return cls(ChatFormat.of(recipe)) if recipe.is_masked else None
 
     def of_input(self, config: InputConfig) -> Masking:
-        """Return the masking for one input: without the chat template if it has no conversations."""
+        """Return the Masking for one input: without the chat template if the input has no conversations."""
         return self if config.messages is not None else Masking()
 
     def render(self, config: InputConfig, fields: Mapping[str, Any]) -> Rendered:

@@ -111,7 +111,7 @@ class Messages(Sequence[Any]):
 
 
 class _Loop(LoopContext):
-    """A template's `loop` over messages; may begin after the first iterations."""
+    """The variable `loop` of a template's loop over messages, which may skip its first iterations."""
 
     def __init__(self, messages: Messages, run: _Run, skipped: int) -> None:
         super().__init__(messages, Undefined)
@@ -135,7 +135,7 @@ class _Site:
     lengths: list[int] = field(default_factory=list)  # length of the text written so far
     states: list[_State] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)  # highest number of a message read by earlier iterations
-    end: _State = None  # state after the loop
+    end: _State = None  # attributes of the namespaces after the loop
 
 
 class _Run:
@@ -156,7 +156,7 @@ class _Run:
         self._highest = -1  # highest number of a message read in the loop that is followed
 
     def write(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
-        """Render the messages; raises any exception of the template."""
+        """Run the template on the messages and collect its text; raises any exception of the template."""
         for chunk in template.chunks(self._work, {"messages": Messages(self), **variables}):
             self.parts.append(chunk)
             self._length += len(chunk)
@@ -164,7 +164,7 @@ class _Run:
             self.text = "".join(part for part in self.parts if isinstance(part, str))
 
     def note(self, message: int) -> None:
-        """Note that the template read a message, or tested whether it exists."""
+        """Record that the template read the message with this number, or tested whether it exists."""
         if self._is_following:
             self._highest = max(self._highest, message)
         elif message >= self.stop:
@@ -191,7 +191,8 @@ class _Run:
             yield pair
         self._is_following = False
         end = self._state(entry, None)
-        # Namespaces made in the loop are out of reach now; an outer one that holds them has no plain state.
+        # The template cannot use namespaces made in the loop any more, unless an outer namespace refers to
+        # one: then `end` is None.
         del self.namespaces[entry:]
         if self._whole is None:
             seen.end, self.sites[site] = end, seen
@@ -199,7 +200,7 @@ class _Run:
             self._differs = True
 
     def _skip(self, known: _Site) -> int:
-        """Skip to the last iteration that is known, at most to this run's last one; return its number."""
+        """Skip iterations that would repeat the whole run, but not this run's last one; return how many."""
         most = min(self.stop - known.first - 1, bisect_right(known.reads, self.stop - 1) - 1)
         if self._differs or most <= 0 or (state := known.states[most]) is None:
             return 0
@@ -270,7 +271,7 @@ class _Template:
         return made
 
     def render(self, run: _Run, variables: Mapping[str, Any]) -> None:
-        """Render the messages of a run."""
+        """Execute the template on the messages of `run`, which collects the rendered text."""
         self.run = run
         run.write(self.compiled, variables)
 
@@ -330,7 +331,7 @@ def _compiled(source: str, thread: int) -> _Template:
 
 
 class Prefixes:
-    """The text of a conversation, and the lengths of those rendered prefixes with which it begins.
+    """The rendered text of a conversation, and the lengths of its first k messages in this text.
 
     `variables` are passed to every rendering. Raises any exception of the template, RecipeError if the
     template cannot be compiled, and TemplateLimitError when the steps of `work` are used up.
@@ -351,7 +352,7 @@ class Prefixes:
         return run.text
 
     def _whole(self, *, prompt: bool) -> _Run | None:
-        """Return the run over all messages, or None if it fails, or a plain list gives another text."""
+        """Return the run over all messages; None if it fails, or its text differs from a plain list's."""
         if prompt not in self._wholes:
             run = _Run(self._messages, len(self._messages), None, self._work)
             made: _Run | None = run
@@ -395,7 +396,7 @@ class Prefixes:
                     return None
                 at += len(part)
             else:
-                begin, end = part  # in `other`, whose first `common` characters are the same in `text`
+                begin, end = part  # a range of `other`, whose first `common` characters are those of `text`
                 if not (begin == at and end <= common) and not self.text.startswith(other[begin:end], at):
                     return None
                 at += end - begin

@@ -43,24 +43,24 @@ from shardkit.writers.inputs.chat_work import (
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters that enclose the text of `{% generation %}` blocks."""
 
-_LOOKED_AT_PER_STEP_BITS = 3  # log2 of the characters examined per step, one by one
-# Depth of macros that call macros: far below Python's recursion limit, which counts the caller's frames, too.
+_LOOKED_AT_PER_STEP_BITS = 3  # log2 of the number of characters per step, if they are examined one by one
+# Maximum nesting of macro calls: far below Python's recursion limit, which counts the caller's frames, too.
 _MOST_DEPTH = 64
 _MOST_INDENT = 64
 _LONG_TEXT = 1 << 10  # minimum length of literal text that takes steps when it is written
 
-# Names of our own filters; the space keeps templates from using them.
+# Names of the filters that `_Counted` inserts; the space keeps templates from using them.
 EACH, _CONCAT, _LITERAL, _WEIGH = " each", " concat", " literal", " weigh"
 
 _MISSING = ("random", "striptags", "urlize")
-# Filters that do not convert a container to text.
+# Filters that use the items of a container, and do not convert it to text.
 _ITEMWISE = frozenset((
     "attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "join", "last",
     "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
     "sort",
     "sum", "unique",
 ))  # fmt: skip
-# Filters that take constant time.
+# Filters of a container that take constant time, whatever its size.
 _AT_ONCE = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
 _COMPARING = frozenset((
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan",
@@ -111,7 +111,7 @@ class ChatTemplate:
 
 
 class _Counted(NodeTransformer):
-    """Adds filters that take steps to loops, `~`, comparisons, long texts and literals of containers."""
+    """Inserts filters, which take steps, into loops, `~`, comparisons, long texts and container literals."""
 
     def visit_For(self, node: Any) -> Any:  # noqa: N802  # the name that jinja2 prescribes
         self.generic_visit(node)
@@ -201,7 +201,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": _no_date}
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, a method or a macro for the template; overrides the sandbox to take steps."""
+        """Call a function, method or macro for the template, as the sandbox does, and take steps for it."""
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         self.work.spend(1)
         if isinstance(owner, str | bytes | int):
@@ -254,7 +254,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return run
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may read an attribute; `translate` and `from_bytes` are unsafe, too."""
+        """Return whether the sandbox allows a template an attribute; never `translate` or `from_bytes`."""
         self.work.spend(1)
         if isinstance(obj, Namespace):  # all its attributes without "_" were set by the template
             return not attr.startswith("_")
@@ -263,7 +263,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def _format_with(self, text: str | bytes, arguments: Any) -> None:
-        """Take steps for all widths in a format and among its arguments."""
+        """Take steps for all widths of fields, which are in a format text or among its arguments."""
         shown = text.decode("latin-1") if isinstance(text, bytes) else text
         found = _LONG_NUMBER.findall(shown)
         self.work.make(len(shown) + sum(int(one[:20]) for one in found if one != "*"))

@@ -14,8 +14,8 @@ from jinja2.utils import Namespace
 from shardkit.errors import RecipeError
 
 # A step takes 0.2 to 2 microseconds. A typical template takes 50 to 150 steps per message, in five
-# renderings, and a message has at least 30 characters: so _FIRST_STEPS are for templates whose work is not
-# linear.
+# renderings, and a message has at least 30 characters. So _STEPS_PER_CHARACTER suffice for work that is
+# linear in the size of a conversation; _FIRST_STEPS are for other templates.
 _FIRST_STEPS, _STEPS_PER_CHARACTER, _MOST_STEPS = 4_000_000, 32, 64_000_000
 _FIRST_LARGEST, _LARGEST_PER_CHARACTER = 16 << 20, 4
 CHARACTERS_PER_STEP_BITS = 6  # log2 of the characters copied per step: copying 64 takes less than a step
@@ -28,10 +28,9 @@ class TemplateLimitError(Exception):
 
 
 class Work:
-    """The remaining steps of one record, and the largest value it may make; both grow with `characters`.
+    """The remaining steps of one record, and a size limit of values; both grow with its `characters`.
 
-    `limit` is the number of steps at the start, `largest` the most characters or items of a value or the
-    output.
+    `limit` is the initial number of steps, `largest` the maximum size of a value and of the output.
     """
 
     def __init__(self, characters: int, *, first: int = _FIRST_STEPS, seconds: float = _MOST_SECONDS) -> None:
@@ -41,7 +40,7 @@ class Work:
         self._calls = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps; raise TemplateLimitError if too few are left, or RecipeError after ten minutes."""
+        """Use up `steps`; raise TemplateLimitError if too few are left, RecipeError after ten minutes."""
         self._left -= steps
         if self._left < 0:
             raise TemplateLimitError(

@@ -23,18 +23,18 @@ _CUTS_FORMAT = 1
 _READ_BYTES = 1 << 20
 
 
-_NEWLINE_BYTES = 1 << 16  # size of a read that looks for a newline: usually at least one line
+_NEWLINE_BYTES = 1 << 16  # size of a read that searches for a newline; most lines are shorter
 
 
 UNCOUNTED = -1  # value of `Split.first_record` until tasks have counted the records (stages/record_counts.py)
 
 
 Cut = tuple[int, int, int, int]
-"""Where one split is: (start, end, number of its first record, stored bytes); see `Split`."""
+"""The position of a split in its file: (start, end, number of first record, stored bytes); see `Split`."""
 
 
 class KeptCuts:
-    """The cuts of files that had to be read to find them, kept in a work folder from start to start."""
+    """A cache, kept in the work folder, of the cuts of files that must be read to find their cuts."""
 
     def __init__(self, data: bytes | None = None) -> None:
         """Load the result of `to_bytes`; if `data` cannot be read, start without any cuts."""
@@ -46,14 +46,14 @@ class KeptCuts:
                 self._files = dict(found["files"]) if found["format"] == _CUTS_FORMAT else {}
 
     def get(self, file: InputFile, split_bytes: int) -> list[Cut] | None:
-        """Return the cuts of this version of a file, or None if they are not known."""
+        """Return the cached cuts of this version of a file for `split_bytes`, or None."""
         match self._files.get(file.path):
             case [file.bytes, file.version, int(size), list(cuts)] if size == split_bytes:
                 return [tuple(cut) for cut in cuts]
         return None
 
     def put(self, file: InputFile, split_bytes: int, cuts: Sequence[Cut]) -> None:
-        """Store the cuts of a file."""
+        """Add the cuts of a file for `split_bytes` to the cache."""
         self._files[file.path] = [file.bytes, file.version, split_bytes, [list(cut) for cut in cuts]]
         self.changed = True
 
@@ -81,15 +81,12 @@ def _has_lines(input: InputFile, format: str) -> bool:
 
 
 def unreadable_cut(file: InputFile) -> Cut:
-    """Return the cut of a Parquet file without a readable footer.
-
-    The reader meets the same damage and quarantines it.
-    """
+    """Return the only cut of a Parquet file whose footer is unreadable; its reader quarantines the damage."""
     return 0, 0, 0, file.bytes
 
 
 def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """Yield cuts after the first newline that makes a split of `split_bytes` or more; count the lines."""
+    """Yield cuts, each up to the first newline that makes it `split_bytes` or longer; count the lines."""
     size = input.bytes
     start = first_record = lines = at = 0
     aim = split_bytes
@@ -114,7 +111,7 @@ def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
 
 
 def _remote_line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """Yield the same cuts as `_line_cuts` with one small read per cut; records are not counted."""
+    """Yield the cuts of `_line_cuts`, but with one small read per cut and without counting records."""
     size, start = input.bytes, 0
     try:
         with open_input(input) as file:

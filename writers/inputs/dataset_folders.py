@@ -1,4 +1,4 @@
-"""Finds out which files below a dataset folder hold documents, by the file that lists the others.
+"""Finds the files of a dataset folder that hold documents, by reading the file that lists them.
 
     index.json    MDS: the listed shards, each raw or, if only the compressed file exists, compressed
     state.json    Hugging Face `save_to_disk`: the listed Arrow files
@@ -39,7 +39,7 @@ A size that the list does not contain is -1. The first file that exists is read.
 
 
 class Chosen(NamedTuple):
-    """The files of an input that hold documents, and those of other dataset splits."""
+    """The files of an input that hold documents, and the files of dataset splits that are not read."""
 
     kept: set[str]
     left_out: dict[str, str]  # for each file of another dataset split, the reason why it is not read

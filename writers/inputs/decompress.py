@@ -47,7 +47,7 @@ COMPRESSIONS = {
 }
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 1 << 13  # less than one block, so that estimates get a precise position in the file
+_ZSTD_READ_BYTES = 1 << 13  # less than one zstd block, so that the file position is precise for estimates
 # An xz decoder allocates the dictionary size in the file's header: 64 MiB for -9, 4 GiB in hostile files.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
@@ -58,7 +58,7 @@ _DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
 _DICTIONARY_MISMATCH = "Dictionary mismatch"
 _SKIPPED_HEADER_BYTES = 8  # header of a skippable frame: its magic number and size
 _OUT_OF_MEMORY = (ZSTD_WINDOW_ERROR, "not enough memory")
-_CONFIRMED_BYTES = 1 << 24  # maximum content of a member held until confirmed; longer ones are decoded twice
+_CONFIRMED_BYTES = 1 << 24  # maximum content that is held until its checksum is read; more is decoded twice
 _GZIP_START = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL)
 _SEARCH_BYTES = 1 << 14
 _MAX_FIRST_LINE = 1 << 13  # a record's first line: about ten bytes in WARC, in ARC it contains a URL
@@ -86,7 +86,7 @@ class ContainerError(Exception):
 
 
 def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return a content's first bytes, for `look`, and an iterator over all of it, which raises any damage."""
+    """Return (first bytes of a content, for `look`; iterator over all of it, which raises any damage)."""
     held: list[bytes] = []
     damage: ContainerError | None = None
     try:
@@ -124,7 +124,7 @@ def decompressed(
     try:
         yield from reader.read_on(codec)
     except codec.errors as error:
-        if getattr(error, "errno", None) is not None:  # the disk's error, not the decoder's
+        if getattr(error, "errno", None) is not None:  # an error of the disk, not of the decoder
             raise
         if any(words in str(error) for words in _OUT_OF_MEMORY):
             raise MemoryError(_window_problem(reader, codec)) from None
@@ -141,9 +141,9 @@ class ConfirmedMembers(Iterator[bytes]):
 
     At a damaged member, iterating raises ContainerError. If the error `resumes`, iterating may go on, at the
     next member whose first line `begins` recognizes. The error's `rest_bytes` is the number of stored bytes
-    from the damaged member to that one, so these and the intact members add up to the file. If a damaged
-    member contains gzip members, because a record holds an archive, these are mistaken for members of the
-    file.
+    from the damaged member to that one, so all `rest_bytes` and the intact members add up to the file's size.
+    If a damaged member contains gzip members, because a record holds an archive, these are mistaken for
+    members of the file.
     """
 
     def __init__(self, file: BinaryIO, size: int, begins: Callable[[bytes], bool]) -> None:
@@ -180,7 +180,7 @@ class ConfirmedMembers(Iterator[bytes]):
             return
 
     def _checked(self, codec: _Codec) -> Iterator[bytes]:
-        """Yield the content by members, each once its checksum confirms it; raise errors of the codec."""
+        """Yield the content of each member after its checksum has confirmed it; raise errors of the codec."""
         members = self._members
         held: list[bytes] = []
         number, size, is_sound = members.members, 0, False
@@ -205,7 +205,7 @@ class ConfirmedMembers(Iterator[bytes]):
             yield from held
 
     def _check_rest(self, codec: _Codec) -> None:
-        """Verify the checksum of the current member by decoding it to its end; raise a codec error if bad."""
+        """Decode the current member to its end to verify its checksum; raise a codec error if it is bad."""
         place, probe = self._file.tell(), _MemberReader(self._file)
         probe.start = self._members.start
         try:
@@ -220,7 +220,7 @@ class ConfirmedMembers(Iterator[bytes]):
         self._file.seek(place)
 
     def _damage(self, problem: str) -> ContainerError:
-        """Return the error for the current member; move on to the next offset where a member may begin."""
+        """Return the error for the damaged current member; continue at the next offset of a member."""
         members, start = self._members, self._members.start
         self._wasted += max(members.failed_at - start, 0) + _READ_BYTES
         end = self._size

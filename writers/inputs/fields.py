@@ -6,9 +6,9 @@ the first row; for other files each split reports the fields it saw, and `check_
 reports.
 
 The *carried fields* of a document (id, url, metadata) are never a reason to reject its text: `field_text`
-accepts any value of theirs. Binary values become hexadecimal digits unless they are readable text, and UUIDs
-their canonical form. Whatever neither text nor JSON can represent becomes null: NaN and infinities, halves of
-surrogate pairs, and values nested more than `MAX_DEPTH` deep.
+accepts any value. Binary values become hexadecimal digits unless they are readable text, and UUIDs become
+their canonical form. Values that neither text nor JSON can represent become null: NaN and infinities, halves
+of surrogate pairs, and values nested more than `MAX_DEPTH` deep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WARNED = 5  # maximum number of warnings about files; the others are only count
 
 
 def field_at(fields: Mapping[str, Any], path: str) -> Any:
-    """Return the value at `path`, or MISSING."""
+    """Return the value of the field at `path`, a name or dotted path; MISSING if the record lacks it."""
     value = fields.get(path, MISSING)
     if value is not MISSING or "." not in path:
         return value
@@ -84,7 +84,7 @@ def field_text(value: object) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """Convert a value of a type unknown to JSON to a type that JSON has."""
+    """Convert a value that JSON does not support, such as bytes or a date, to one that it supports."""
     match value:
         case bytes() | bytearray() | memoryview():
             return _binary_text(bytes(value))
@@ -164,7 +164,7 @@ class NamedFields:
             self.missing = {k: path for k, path in self.missing.items() if field_at(fields, path) is MISSING}
 
     def check_columns(self, split: Split, columns: Collection[str]) -> None:
-        """Raise RecipeError if a field is still missing; for tables, after `look` at the first row."""
+        """Raise RecipeError if a field is still missing. For tables, call it after the first `look`."""
         if self.missing:
             raise _missing(split, self.missing, columns)
 

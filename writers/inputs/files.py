@@ -192,7 +192,7 @@ def version_now(file: InputFile) -> tuple[int, str] | None:
 
 
 def _find_local(recipe: Recipe, config: InputConfig, key: str) -> tuple[dict[str, InputFile], list[str]]:
-    """Return {name: file}, and the names of hidden files."""
+    """Return ({name: file} for the files that a local path matches, the names of hidden files)."""
     files, hidden = {}, []
     base = f"{normpath(recipe.folder.absolute() / (config.base or '')).rstrip('/')}/"
     try:
@@ -224,7 +224,7 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> tuple[dict[str
 def _find_remote(
     config: InputConfig, key: str, storage: StorageOptions | None
 ) -> tuple[dict[str, InputFile], list[str]]:
-    """Return {name: object}, and the names of hidden objects."""
+    """Return ({name: file} for the objects that a URL matches, the names of hidden objects)."""
     try:
         found = expand_url(config.path, storage)
     except FileNotFoundError as error:
@@ -354,7 +354,7 @@ def _graded(patterns: Sequence[str], listed: Sequence[ObjectInfo]) -> tuple[dict
 
 
 def _split_url(url: str) -> tuple[str, str]:
-    """Return the root URL at which to open a store, and the rest: the key of an object, or a pattern."""
+    """Return (root URL at which to open a store, rest of the URL: the key of an object, or a pattern)."""
     if url.lower().startswith("hf://"):
         place = HubPlace.parse(url)
         return place.root, f"{place.path}/" if place.path and url.endswith("/") else place.path
@@ -366,5 +366,5 @@ def _split_url(url: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=_STORES)
 def _connect(root: str, storage: StorageOptions | None) -> ResilientStore:
-    """Connect to a store, once for all files of a bucket: a new client takes long to make."""
+    """Connect to a store; reuse one client for all files of a bucket, because making one takes long."""
     return connect(root, storage)

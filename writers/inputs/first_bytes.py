@@ -22,7 +22,7 @@ from typing import BinaryIO
 from shardkit.errors import BuildError
 
 HEAD_BYTES = 1 << 12
-"""How many bytes of a file to pass to `look`; of a shorter file, all."""
+"""Number of first bytes to pass to `look`; pass the whole of a shorter file."""
 
 _EXTRACT = "extract its text first, or leave the file out"
 _READ_AS = "name it {ending} or set {key}.format: {format}"
@@ -183,7 +183,7 @@ _TEXT = _Kind("text", "text", re.compile(rb""))
 _MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc"})
 _PACKED = frozenset({"parquet", "arrow", "wds"})
 _ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, other kind that its reader can read)
-# A first line of JSON that is incomplete, and a second line that cannot begin a record.
+# Matches an object whose first line is incomplete, and whose second line cannot begin a record.
 _UNFINISHED = re.compile(rb"\s*\{[^\n]*(?<=[{\[,:])[ \t\r]*\n\s*?(?:[ \t]|[\"}\]])")
 
 _MARKS = (
@@ -264,7 +264,7 @@ class FirstBytes:
 
 
 def look(head: bytes) -> FirstBytes:
-    """Return what a file is, by its first `HEAD_BYTES` bytes or more; by all of a shorter file."""
+    """Recognize a file by `head`, its first `HEAD_BYTES` bytes or more, or all bytes of a shorter file."""
     for mark, encoding in _MARKS:
         if head.startswith(mark):
             return FirstBytes(_kind_in(head[len(mark) :], encoding), encoding, mark)
@@ -276,11 +276,11 @@ def look(head: bytes) -> FirstBytes:
 
 
 def compression_in(head: bytes, named: str | None) -> str | None:
-    """Return the compression of a file that begins with `head`, or None; `named` is the one in its name.
+    """Return the compression of a file that begins with `head`, or None; its name indicates `named`.
 
-    The signature decides. Text in a file with the name of a compressed one was decompressed in transit, as
-    servers and browsers do, and is not compressed. For any other content, `named` is returned, and the
-    decoder reports what is wrong.
+    The signature decides. If a file with the name of a compressed one has text, a server or browser has
+    decompressed it in transit: return None. For any other content, return `named`: the decoder then reports
+    what is wrong.
     """
     found = look(head)
     if found.compression is not None or named is None:
@@ -289,7 +289,7 @@ def compression_in(head: bytes, named: str | None) -> str | None:
 
 
 def compression_of(file: BinaryIO, named: str | None) -> str | None:
-    """Return the compression of an open file, or None, by its first bytes; `named` is the one in its name."""
+    """Return the compression of an open file, or None, by its first bytes; its name indicates `named`."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     file.seek(0)
@@ -360,7 +360,7 @@ def _wide_encoding(head: bytes) -> str | None:
 
 
 def _is_latin(low: bytes) -> bool:
-    """Return whether no low byte of a wide character is a control character."""
+    """Return whether none of the low bytes of UTF-16 or UTF-32 characters is a control character."""
     return len(low.translate(None, _CONTROLS)) == len(low)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-HEAD_BYTES_OF_LINE = 256  # bytes that are kept of a line over the limit
+HEAD_BYTES_OF_LINE = 256  # number of first bytes that are kept of a line longer than the limit
 Line = tuple[int, int, bytes, bool]
-"""Offset, length without the newline, the bytes, and whether these are the whole line or only its head."""
+"""(offset, length without the newline, bytes, is_whole: the bytes are the whole line, not only its head)"""
 
 
 class Lines:
-    """Iterates over the lines in pieces of bytes; splits at b"\\n" only, and truncates overlong lines.
+    """Iterates over the lines of content that comes in pieces; splits at b"\\n" only, truncates long lines.
 
     JSON text may contain U+2028, U+0085 and other characters that str.splitlines treats as line ends, so
     lines are split as bytes, before they are decoded.

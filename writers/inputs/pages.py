@@ -1,4 +1,4 @@
-"""Decodes web pages: an HTTP response's body to the page's bytes, these to text, and that to the main text.
+"""Decodes web pages: the body of an HTTP response to the page's bytes, the bytes to text, text to main text.
 
 Bodies are decoded as by browsers and crawlers: chunks are joined, and gzip, deflate, br and zstd are undone.
 A body that is not chunked or compressed although its headers say so is used as it is (many crawlers undo both
@@ -55,7 +55,7 @@ def decode_body(body: bytes, transfer_encoding: str, content_encoding: str, limi
 
 
 def join_chunks(body: bytes) -> bytes:
-    """Join the contents of the chunks; keep all bytes from the first place where no chunk begins."""
+    """Join the contents of a body's chunks; from the first place where no chunk begins, keep all bytes."""
     parts: list[bytes] = []
     at = 0
     while at < len(body):
@@ -196,12 +196,12 @@ def _usable(label: str) -> str | None:
 
 
 def _guessed(body: bytes) -> str:
-    """Guess the encoding of the bytes."""
+    """Guess the encoding of a page that declares none; return windows-1252 if no guess is usable."""
     try:
         from resiliparse.parse.encoding import detect_encoding
     except ImportError:
         raise MissingExtraError("resiliparse", "html", "reading web pages") from None
-    guess = detect_encoding(body, from_html_meta=False) or ""  # Python's name for it, such as euc_jp
+    guess = detect_encoding(body, from_html_meta=False) or ""  # a name as in Python, such as euc_jp
     return _usable(guess.replace("_", "-")) or "windows-1252"
 
 
@@ -256,7 +256,7 @@ def _of_meta(head: bytes) -> str | None:
 
 
 def _of_attributes(attributes: Mapping[bytes, bytes]) -> str | None:
-    """Return the encoding that a <meta> element with these attributes declares."""
+    """Return the encoding that a <meta> element with these attributes declares, or None."""
     label = attributes.get(b"charset")
     if label is None:
         if attributes.get(b"http-equiv", b"").lower() != b"content-type":
@@ -268,7 +268,7 @@ def _of_attributes(attributes: Mapping[bytes, bytes]) -> str | None:
 
 
 def _of_xml(head: bytes) -> str | None:
-    """Return the encoding that an XML declaration declares."""
+    """Return the encoding in the XML declaration at the start of `head`, or None."""
     named = _XML_ENCODING.match(head.partition(b">")[0])
     found = encoding_of(named["label"].decode("latin-1")) if named else None
     return {"utf-16le": "utf-8", "utf-16be": "utf-8"}.get(found or "", found)

@@ -59,7 +59,7 @@ def expand_path(folder: Path, pattern: str) -> dict[Path, Match]:
     Raises FileNotFoundError with the first item of a list in braces that matches no file.
     """
     graded: dict[Path, Match] = {}
-    found = list(_expand(folder, pattern))  # first with literal braces, which file names may contain
+    found = list(_expand(folder, pattern))  # first take braces literally: file names may contain them
     for one in [] if found else alternatives(pattern):
         more = list(_expand(folder, one))
         if not more and one != pattern:
@@ -152,7 +152,7 @@ def _matches(base: Path, parts: list[str], above: Match) -> Iterator[tuple[Path,
 
 
 def _below(folder: Path, above: Match) -> Iterator[tuple[Path, Match]]:
-    """Yield all files below a folder."""
+    """Yield (file, match) for all files below a folder, whose own match is `above`."""
     for base, match in ((folder, above), *_folders_below(folder, above)):
         for entry in _entries(base):
             if not entry.is_dir():

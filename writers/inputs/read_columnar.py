@@ -39,7 +39,7 @@ _FEATHER_MAGIC = b"FEA1"
 
 
 def _raise_unless_damage(error: Exception) -> None:
-    """Raise an error again that is about memory, a cancellation or the disk, not damage of the file."""
+    """Raise `error` again if it is about memory, a cancellation or the disk, not about a damaged file."""
     if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None) is not None:
         raise error
 
@@ -105,7 +105,7 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
         _take_masked_rows(sink, config, batch)
         return
     others = {path: _carried(sink, column_at(batch, path)) for path in _carried_paths(batch.schema, sink)}
-    holds_bytes = "binary" in str(type_at(batch.schema, config.text))  # may be pages, in any encoding
+    holds_bytes = "binary" in str(type_at(batch.schema, config.text))  # may be web pages in any encoding
     for row, raw in enumerate(_as_binary(column_at(batch, config.text)).to_pylist()):
         if raw is None:
             sink.bad("no_text", f"column {config.text!r} is null")
@@ -246,7 +246,7 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
 
 
 def _other_format(stored: BinaryIO, sink: RecordSink) -> str | None:
-    """Return the real kind of a file that is not of its format, and what to do; None if not recognized."""
+    """Return which other format a file has, and what to do about it; None if it is not recognized."""
     stored.seek(0)
     found = look(stored.read(HEAD_BYTES))
     raise_if_pointer(found, sink.split.path)
@@ -262,7 +262,7 @@ def _batches(
 
 
 def _rows_per_batch(file: pq.ParquetFile, groups: range) -> int:
-    """Estimate by the footer how many rows decode to about BATCH_TEXT_BYTES."""
+    """Estimate from the sizes in the footer how many rows decode to about BATCH_TEXT_BYTES."""
     rows = size = 0
     for group in groups:
         metadata = file.metadata.row_group(group)
@@ -295,7 +295,7 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 
 
 def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Return the schema of the file, and its record batches with only the columns to read."""
+    """Return (schema of the file, its record batches); the batches have only the columns to read."""
     magic = stored.read(len(_FILE_MAGIC))
     stored.seek(0)
     if magic.startswith(_FEATHER_MAGIC):
@@ -318,7 +318,7 @@ def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa
 def _without_footer(
     stored: BinaryIO, config: InputConfig, error: Exception
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Return the schema and batches of a truncated file, read as a stream; raise `error` after the last."""
+    """Return (schema, batches) of a truncated file, read as a stream; after the last batch, raise `error`."""
     schema, stream = _reader(pa.ipc.open_stream, stored, _FILE_START_BYTES, config)
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -331,7 +331,7 @@ def _without_footer(
 def _reader(
     opener: Callable[..., Any], stored: BinaryIO, start: int, config: InputConfig
 ) -> tuple[pa.Schema, Any]:
-    """Return the schema, and a reader of only the columns to read."""
+    """Return (schema of the file, a reader made by `opener` that reads only the columns to read)."""
     stored.seek(start)
     schema = opener(pa.PythonFile(stored, "r")).schema
     wanted = _wanted_paths(schema, config)
@@ -342,7 +342,7 @@ def _reader(
 
 
 def _validate(batch: pa.RecordBatch) -> None:
-    """Raise ArrowInvalid if a buffer does not fit the lengths; UTF-8 is checked later, row by row."""
+    """Raise ArrowInvalid if buffers are too short or have bad offsets; UTF-8 is checked later, row by row."""
     for column in batch.columns:
         raw = _raw_type(column.type)
         if raw != column.type:

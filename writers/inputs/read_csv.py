@@ -58,7 +58,7 @@ class _Dialect:
 
 
 class _Source:
-    """Iterates over lines for the csv module, which may take several per row; keeps where the row began."""
+    """Iterates over lines for the csv module, which may take several per row; stores where the row began."""
 
     def __init__(self, lines: Lines, limit: int) -> None:
         self._lines: Iterator[Line] = iter(lines)
@@ -67,11 +67,11 @@ class _Source:
         self.ended = False
         self.head = b""
         self._fresh = True
-        self.delimiter, self.delimiters = b"", -1  # and the number of delimiters in a line that is one row
+        self.delimiter, self.delimiters = b"", -1  # how many of them a row on one line has: -1 is unknown
         self.are_rows = False  # whether each line of the current row has that number of delimiters
 
     def next_row(self) -> None:
-        """Make the next line the first one of a row."""
+        """Start a new row: the next line is its first."""
         self._fresh = True
 
     def first_line(self) -> str:
@@ -170,7 +170,7 @@ def first_rows(name: str, pieces: Iterator[bytes], limit: int) -> list[dict[str,
 
 
 def _with_line_feeds(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the pieces; if the first line ends with CR alone, with LF in place of every CR."""
+    """Yield the pieces; replace every CR by LF if the first line ends with CR alone."""
     head = b""
     for piece in pieces:
         head += piece
@@ -232,7 +232,7 @@ def _fields(line: str, delimiter: str, quote: str | None) -> list[str]:
 
 
 class _Doubts:
-    """Counts signs that the chosen quote is not the one of the file, and reports them."""
+    """Counts and reports signs that the reader has chosen the wrong quote character for the file."""
 
     def __init__(self, sink: RecordSink, config: InputConfig) -> None:
         self._sink, self._chosen = sink, config.quote
@@ -325,7 +325,7 @@ def _hint(sink: RecordSink, line: bytes, columns: int, dialect: _Dialect) -> str
 
 
 def _misplaced(error: Exception) -> str:
-    if "new-line character" in str(error):  # Python's own message is about how to open a file
+    if "new-line character" in str(error):  # Python's own message only says how to open a file
         return "a carriage return in a field that is not quoted, in a file whose lines end with line feeds"
     if str(error) == "unexpected end of data":
         return "a quote is never closed"

@@ -205,9 +205,9 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError, charset: str) -> t
 class Values:
     """Iterates over the JSON values in pieces of bytes: items of top-level arrays, and values outside them.
 
-    Yields a `Line` tuple (offset, length, bytes, whether these are all) per value. If the content ends inside
-    a value or an array, `problem` says so afterwards, and `unfinished` is the offset of the incomplete part;
-    otherwise `problem` is "".
+    Yields a `Line` tuple (offset, length, bytes, whether they are complete) per value. If the content ends
+    inside a value or an array, `problem` says so afterwards, and `unfinished` is the offset of the incomplete
+    part; otherwise `problem` is "".
     """
 
     def __init__(self, pieces: Iterator[bytes], *, max_value_bytes: int) -> None:
@@ -219,7 +219,7 @@ class Values:
 
     def __iter__(self) -> Iterator[Line]:
         held: list[bytes] = []  # parts of the current value
-        start, size, before = 0, 0, 0  # its offset and length so far, and the total length of earlier pieces
+        start, size, before = 0, 0, 0  # offset and length so far of the value; total length of earlier pieces
         inside = False
         for number, piece in enumerate(self._pieces):
             at = 3 if not number and piece.startswith(_BOM) else 0
@@ -254,7 +254,7 @@ class Values:
             self.problem = f"the file ends inside {'a value' if inside else 'its array'}"
 
     def _begin(self, piece: bytes, at: int) -> int:
-        """Return where in `piece` the next value begins, after brackets of a top-level array, or the end."""
+        """Return the index in `piece` where the next value begins, or its end; skip top-level brackets."""
         while at < len(piece):
             blanks = _BETWEEN.match(piece, at)
             assert blanks is not None
@@ -270,7 +270,7 @@ class Values:
         return at
 
     def _end(self, piece: bytes, at: int) -> tuple[int, bool]:
-        """Return where in `piece` the current value ends, and whether it continues in the next piece."""
+        """Return (index in `piece` where the current value ends, whether it continues in the next piece)."""
         while at < len(piece):
             if self._in_string:
                 at, ended = self._end_string(piece, at)
@@ -293,12 +293,12 @@ class Values:
         return len(piece), True
 
     def _close(self, step: int) -> bool:
-        """Count a bracket; return whether it ends the value. A closing bracket without an open one does."""
+        """Count a bracket (`step` is 1 or -1); return whether none is open now, so that the value ends."""
         self._depth = max(self._depth + step, 0)
         return not self._depth
 
     def _end_string(self, piece: bytes, at: int) -> tuple[int, bool]:
-        """Return where the string, an escape in it, or the piece ends, and whether the string ends there."""
+        """Return (end of the string, of an escape in it, or of `piece`; whether the string ends there)."""
         if self._escaped:
             self._escaped = False
             return at + 1, False

@@ -98,7 +98,7 @@ class _BadSampleError(Exception):
 
 
 def _unfit(layout: SampleLayout, sink: RecordSink, config: InputConfig) -> str | None:
-    """Return why there is no usable text column, or None; raise RecipeError if a carried one is unusable."""
+    """Return why no text column is usable, or None; raise RecipeError if a carried column is unusable."""
     split = sink.split
     for column in layout.columns:
         named = (config.id, config.url, *config.metadata)
@@ -243,7 +243,7 @@ def _carried(sink: RecordSink, value: Any) -> Any:
 
 
 def _text(sink: RecordSink, value: Any, path: str) -> Any:
-    """Return bytes decoded to text, and any other value checked; raise _BadSampleError if text is invalid."""
+    """Decode `value` if it is bytes, else check the texts in it; raise _BadSampleError if one is invalid."""
     try:
         if isinstance(value, bytes):
             return sink.text_of(value) if path == sink.text_path else sink.decode(value)
@@ -291,7 +291,7 @@ def _unpacked(sink: RecordSink, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _sound_bytes(sink: RecordSink, file: BinaryIO, *, salvage: bool) -> tuple[int, ContainerError | None]:
-    """Return how many decompressed bytes of a tar a checksum confirms, and the damage after them, if any.
+    """Return (number of decompressed bytes of a tar that a checksum confirms, damage after them or None).
 
     With `salvage`, the number includes bytes of the damaged member, which no checksum confirms.
     """
@@ -309,7 +309,7 @@ def _sound_bytes(sink: RecordSink, file: BinaryIO, *, salvage: bool) -> tuple[in
 
 
 def _explain_missing(sink: RecordSink, config: InputConfig, found: _Found) -> None:
-    """Add the error of a sample without text: the members it has and, for the first sample, what to do."""
+    """If a sample has no text, set its error: which members it has and, for the first one, what to do."""
     if found.problem is None and found.at(config.text) is MISSING:
         names = ", ".join(sorted(name for name in found.fields if name not in ("id", "__key__"))[:_SHOWN])
         problem = f"no member .{config.text}; its members: {names or 'none'}"
@@ -363,7 +363,7 @@ class _Samples:
             data = bytes(self._data[offset : offset + size])
             if extension.endswith(".gz"):
                 data = gunzip(memoryview(data), left)
-            is_text = extension == self._sink.text_path  # it may be a page, in any encoding
+            is_text = extension == self._sink.text_path  # may be a web page in any encoding
             value: object = None
             try:
                 value = _member(extension, data, self._sink.text_of if is_text else self._sink.decode)
@@ -430,7 +430,7 @@ class _StreamBytes:
 def first_samples(
     file: InputFile, format: str, compression: str | None, count: int
 ) -> list[dict[str, object]]:
-    """Return text, JSON and numbers of the first samples; raise ShardError, ContainerError or OSError."""
+    """Return texts, JSON and numbers of `count` samples; raise ShardError, ContainerError or OSError."""
     with open_input(file) as stored:
         if format == "mds":
             pieces = decompressed(stored, compression, file.bytes)
@@ -476,6 +476,6 @@ def _first_members(data: Bytes, file: InputFile, count: int) -> list[dict[str, o
                 held = gunzip(memoryview(held), _SMALL_BYTES) if parts[1].endswith(".gz") else held
                 samples[-1][parts[1]] = _member(parts[1], held, bytes.decode)
     except ShardError:
-        if not samples:  # after some samples, the error may only be the end of what was decompressed
+        if not samples:  # after some samples, the error may only mean that not all was decompressed
             raise
     return samples

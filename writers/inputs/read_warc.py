@@ -79,7 +79,7 @@ class _Archive:
     """Reads the records of a web archive one by one and passes them to the sink."""
 
     def __init__(self, sink: RecordSink, file: BinaryIO, encoding: str | None) -> None:
-        self._encoding = encoding  # of pages, from the recipe
+        self._encoding = encoding  # encoding in the recipe, for pages whose header has none
         pieces = sink.confirmed_pieces(file, lambda line: bool(self._begins(line)))
         self._sink, self._stream = sink, WarcStream(pieces)
         self._parsers = {
@@ -89,7 +89,7 @@ class _Archive:
         self._http = StatusAndHeadersParser([], verify=False)
         self._format = ""
         self._line = b""  # the first line of the next record, if it has been read
-        self._line_start = 0  # offset of that line
+        self._line_start = 0  # offset of `_line` in the content
         self._begin(0)
 
     def _begin(self, start: int) -> None:
@@ -256,7 +256,7 @@ class _Archive:
         return partial(self._sink.drop, f"warc/{reason}", bytes=size)
 
     def _quarantine(self, error: _RecordError, head: bytes) -> None:
-        """Quarantine an unreadable record; if its end is unknown, with all bytes up to the next record."""
+        """Quarantine an unreadable record; if its end is unknown, include all bytes up to the next record."""
         if error.reason == "damaged_file":
             self._sink.damaged(error.problem, bytes=self._stream.tell() - self._start)
             return
@@ -372,7 +372,7 @@ _HEADER_BYTES = 1 << 20  # limit for a header; real ones have a few KB
 
 
 class HeaderTooLongError(Exception):
-    """A record's header is longer than any real one."""
+    """A record's header is longer than a megabyte; real ones have a few KB."""
 
 
 class WarcStream(PieceReader):
@@ -406,7 +406,7 @@ class WarcStream(PieceReader):
         return self.last_line
 
     def header_block(self) -> bytes:
-        """Return the buffered bytes up to and with an empty line, or b""; `take` then consumes them."""
+        """Return the header up to its empty line if it is buffered, else b""; `take` then consumes it."""
         end = self._held.find(_HEADER_END, self._at, self._at + _LINE_BYTES)
         return self._held[self._at : end + len(_HEADER_END)] if end >= 0 else b""
 

@@ -74,11 +74,11 @@ def read_parts(
     masking: Masking | None = None,
     memory_bytes: int = sys.maxsize,
 ) -> Iterator[pa.RecordBatch]:
-    """Read all files of a split by `read_split`.
+    """Yield the documents of all files of a split; each file is read by `read_split`.
 
-    `fields` has one entry per file, `suspects` entries by file name. Raises BuildError also if more than
-    `max_bad_fraction` of a file is unreadable. Raises SuspectFilesError instead of SuspectDataError, after
-    all other files have been read, so that one second reading is enough.
+    `fields` has one entry per file; `suspects` has the errors of an earlier reading by file name. Raises
+    BuildError also if more than `max_bad_fraction` of a file is unreadable. Raises SuspectFilesError instead
+    of SuspectDataError, after all other files have been read, so that one second reading is enough.
 
     Reading a batch takes at most `memory_bytes`, or eight times `max_record_bytes` if that is more. A record
     or page that needs more memory raises BuildError, which `max_failed_splits` may permit.
@@ -147,7 +147,7 @@ def within_memory(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Itera
 
 
 def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the documents in fewer, larger batches; each is smaller than two full batches."""
+    """Yield the documents of `batches` in fewer, larger batches, each smaller than two full batches."""
     waiting: list[pa.RecordBatch] = []
     documents = size = 0
     for batch in batches:
@@ -179,8 +179,8 @@ def read_split(
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of documents in record order; count them in `ledger.read` and `ledger.quarantined`.
 
-    The schema is DOCUMENT_SCHEMA, or MARKED_SCHEMA with `masking`, which builds with a loss mask pass.
-    `fields` is told which named fields occur. The caller counts kept and dropped documents. Raises BuildError
+    The schema is DOCUMENT_SCHEMA or, with `masking` (for builds with a loss mask), MARKED_SCHEMA.
+    `fields` tracks which named fields occur. The caller counts kept and dropped documents. Raises BuildError
     if the file cannot be opened, or at the first bad record if `quarantine` allows none. If it allows some
     and a member of a compressed file is damaged, raises SuspectDataError: then discard batches and counts,
     and read again with this error as `suspect`.
@@ -259,7 +259,7 @@ def _read_paragraphs(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     with open_input(sink.split.input) as file:
         lines = Lines(sink.pieces(file), max_line_bytes=sink.max_record_bytes)
         held: list[bytes] = []
-        size = 0  # length of the paragraph, also of lines that were not kept
+        size = 0  # length of the paragraph, including lines that were not kept
         sink.offset = 0
         for offset, length, line, whole in lines:
             line = line.removeprefix(_BOM) if not offset else line

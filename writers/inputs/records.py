@@ -49,8 +49,8 @@ class SuspectDataError(Exception):
     """Records were read from a member of a compressed file that turned out to be damaged or truncated.
 
     No checksum confirms these records, so the split has to be read again up to the start of the member.
-    `sound_bytes` is the content before it, `lost_bytes` the size of the member and what follows, and
-    `records` the number of all records that were read.
+    `sound_bytes` is the size of the content before it, `lost_bytes` the size of the member and of all bytes
+    after it, and `records` the number of all records that were read.
     """
 
     def __init__(self, problem: str, sound_bytes: int, lost_bytes: int, records: int) -> None:
@@ -195,7 +195,7 @@ class RecordSink:
         self._rows.append((self.record, text, id, url, metadata, own_id, marks))
 
     def add_masked(self, fields: Mapping[str, Any], *, bytes: int, head: builtins.bytes = b"") -> None:
-        """Render a conversation, or a prompt and completion, and add it; `head` is for a quarantine entry."""
+        """Render and add a conversation, or a prompt and completion; quarantine entries show `head`."""
         assert self._masking is not None
         try:
             rendered = self._masking.render(self._config, fields)
@@ -245,7 +245,7 @@ class RecordSink:
         self._book(1, len(head) if bytes is None else bytes, reason, error, snippet_of(head))
 
     def damaged(self, error: str, *, bytes: int, records: int = 1) -> None:
-        """Quarantine the unreadable rest of a file: `records` records, as far as known, but at least one."""
+        """Quarantine the unreadable rest of a file; `records` is its number of records, 1 if unknown."""
         error = f"{error}; {self.records:,} records were read before that"
         if self._suspect is not None and self._suspect.records > self.records:
             records = self._suspect.records - self.records
@@ -346,7 +346,7 @@ class RecordSink:
         return self._counted(trusted)
 
     def _encoding(self) -> str:
-        """Return the encoding of the content; raise OtherFormatError if the recipe's is evidently wrong."""
+        """Return the encoding of the content; raise OtherFormatError if the recipe sets a wrong one."""
         if self.is_page or self.split.format == "warc":
             return "utf-8"  # no conversion here: each page is decoded by its own encoding
         found, said = self.content, encoding_of(self._config.encoding or "utf-8") or "utf-8"
@@ -385,8 +385,8 @@ class RecordSink:
     def confirmed_pieces(self, file: BinaryIO, begins: Callable[[bytes], bool]) -> Iterator[bytes]:
         """Return `pieces` of a file whose gzip members each begin with a record, see `ConfirmedMembers`.
 
-        `begins` recognizes the first line of a record. After a ContainerError that `resumes`, iterate
-        further.
+        `begins` recognizes the first line of a record. After a ContainerError that `resumes`, call next()
+        again.
         """
         self.look_at(file)
         if self.compression != "gzip":

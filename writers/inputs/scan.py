@@ -113,7 +113,7 @@ class Split:
     """
 
     index: Annotated[int, DecidesNoByte("number among all splits")]
-    source: int  # number of the recipe's input
+    source: int  # index of the input in the recipe
     input: Annotated[InputFile, RecipeKey("file")]
     format: str  # a value of InputConfig.format
     compression: str | None  # a value of COMPRESSIONS, or None
@@ -244,7 +244,7 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
     """Choose splits spread evenly over each input, with at most `limit` records per input in total."""
     chosen: list[Split] = []
     for source in sorted({split.source for split in splits}):
-        # Only splits whose first record number is known uncounted, so that ids are the same in a full build.
+        # Use only splits whose first record number is known, so that ids are the same as in a full build.
         of_source = [split for split in splits if split.source == source and split.first_record != UNCOUNTED]
         bytes_each = max(1, sum(split.bytes for split in of_source) // len(of_source))
         wanted = max(_TRIAL_SPLITS, limit * _TRIAL_RECORD_BYTES // bytes_each)
@@ -307,7 +307,7 @@ def _takes_reading(
     """Return whether the file must be read to find its cuts; any other file is one split."""
     if format == "parquet":
         return True
-    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # others are decoded from the start
+    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # other encodings are decoded from the start
     has_lines = is_utf8 and (format == "jsonl" or (format == "text" and config.lines is True))
     return has_lines and compression is None and file.bytes > split_bytes
 

@@ -16,12 +16,12 @@ import xxhash
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.scan import Split
 
-_SMALL_BYTES = 1 << 21  # text in a small file, at most: filtering more takes far longer than starting a task
-_MANY = 32  # fewer small files in a row are not grouped: one task each costs about a second in total
-_GROUP_BYTES = 1 << 24  # average text in a group: two seconds of work
-_FILE_BYTES = 1 << 13  # text that could be filtered in the time it takes to open a file and record its counts
+_SMALL_BYTES = 1 << 21  # maximum text in a small file; filtering more takes far longer than starting a task
+_MANY = 32  # minimum number of small files in a row to group; tasks for fewer take a second in total
+_GROUP_BYTES = 1 << 24  # average bytes of text in a group, which take two seconds to filter
+_FILE_BYTES = 1 << 13  # bytes of text that can be filtered in the time to open a file and record its counts
 _PACKED = {"parquet", "arrow", *COMPRESSIONS.values()}
-_STORED_TEXT = 4  # bytes of text per byte of a compressed file; usually less
+_STORED_TEXT = 4  # assumed bytes of text per byte of a compressed file; the real ratio is usually lower
 
 
 def group_small_files(

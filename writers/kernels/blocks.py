@@ -13,15 +13,15 @@ from shardkit.writers.kernels.simd import range_mask, trailing_zeros
 from shardkit.writers.kernels.utf8 import ALPHA, PUNCTUATION, SPACE, next_character
 
 BLOCK_BYTES = 64
-TAIL_BYTES = 72  # a block and eight more bytes: kernels load eight bytes from any position in a block
+TAIL_BYTES = 72  # size of a block plus 8 bytes, because kernels load 8 bytes from any position in a block
 _ALL, _ONE = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(1)
 
 
 @kernel(inline=True)
 def block_at(data: UInt8s, at: int, tail: UInt8s) -> tuple[UInt8s, int]:
-    """Return (array, index), from which the 72 bytes data[at:at + 72] can be read.
+    """Return (array, index) such that array[index:index + 72] has the 72 bytes data[at:at + 72].
 
-    If `data` ends before, they are copied to the scratch array `tail`, uint8[72], and filled up with zeros.
+    If `data` has fewer bytes, they are copied to the scratch array `tail`, uint8[72], and zeros follow them.
     """
     if at + TAIL_BYTES <= len(data):
         return data, at
@@ -83,10 +83,11 @@ def copy_bytes(data: UInt8s, at: int, end: int, target: UInt8s, to: int) -> int:
 def space_mask(
     data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
 ) -> tuple[np.uint64, np.uint64]:
-    """Return (mask, spilled bits) of white space (`str.isspace`) in data[at:at + 64]; the text ends at `end`.
+    """Return (mask, spilled): the bits of white space (`str.isspace`) in data[at:at + 64].
 
-    The spilled bits mark the bytes in the next block of a space that begins in this one: pass them as
-    `spilled` with the next block, and 0 with the first block. `flags` are character_flags().
+    The text ends at `end`. A space of several bytes may begin in this block and end in the next one. The
+    returned `spilled` has the bits of its bytes in the next block: pass it in the call for that block, and 0
+    in the call for the first block. `flags` is the result of character_flags().
     """
     block, place = block_at(data, at, tail)
     spaces = range_mask(block, place, 9, 5) | range_mask(block, place, 28, 5) | spilled
@@ -109,7 +110,7 @@ def space_mask(
 
 @kernel(inline=True)
 def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64]:
-    """Set bits `first` to `stop` - 1 of a mask; return it and the bits that belong to the next block."""
+    """Set bits `first` to `stop` - 1; return (mask, mask of the next block, for the bits from 64 on)."""
     if stop <= BLOCK_BYTES:
         return mask | lowest_bits(stop) & ~lowest_bits(first), np.uint64(0)
     return mask | ~lowest_bits(first), lowest_bits(stop - BLOCK_BYTES)
@@ -119,10 +120,11 @@ def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64
 def word_masks(
     data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Return masks of data[at:at + 64]; the arguments are as for `space_mask`.
+    """Return five masks of the block data[at:at + 64]; the arguments are as for `space_mask`.
 
-    They are (spaces, letters, characters other than white space and punctuation, heads, spilled bits).
-    A character has the bit of its first byte, its head; a space has the bits of all its bytes.
+    The masks are (white space, letters, characters other than white space and punctuation, heads, spilled).
+    White space has the bits of all its bytes; other characters have only the bit of their first byte. Heads
+    are the first bytes of all characters. `spilled` is as in `space_mask`.
     """
     block, place = block_at(data, at, tail)
     spaces = range_mask(block, place, 9, 5) | range_mask(block, place, 28, 5) | spilled

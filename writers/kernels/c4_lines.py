@@ -1,9 +1,10 @@
 """The kernel of C4's line rules: judge and copy lines in one pass over the UTF-8 bytes of a batch.
 
 Lines are split as by `str.splitlines()`, words as by `str.split()`, sentences as in `sentences.py`. The rules
-on a line are, in order: too long a word (0), no terminal punctuation (1), too few words (2), javascript (3)
-and policy (4); the numbers are rows of the counts. Lines that are kept are written to a second buffer of the
-batch's size. Phrases are found by their rarest letter and the letter before it, 64 bytes at a time.
+on a line are, in order: a word is too long (0), no terminal punctuation (1), too few words (2), the line has
+"javascript" (3) or a policy phrase (4); the numbers are row numbers in the counts. Lines that are kept are
+written to a second buffer of the batch's size. To find a phrase, the kernel searches blocks of 64 bytes for
+the phrase's rarest letter and the letter before it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from shardkit.writers.kernels.utf8 import (
 )
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
-# Rows of the kernel's counts. Rows 0 to 4 are the bytes of the lines that each of five rules cut.
+# Row numbers in the kernel's counts. Rows 0 to 4 count the bytes of the lines that rules 0 to 4 cut.
 _CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(5, 9)
 
 
 class LineCounts(NamedTuple):
-    """Counts per document. `cut`, int64[6, n], has the bytes of lines that five rules cut, and of citations.
+    """Counts for n documents: `cut` is int64[6, n]; the others are int64[n].
 
-    `lorem` and `curly` are the number (from 1) of the first line that fails the lorem ipsum or { rule, or 0;
-    `sentences` counts the sentences in the remaining lines.
+    Rows 0 to 4 of `cut` are the bytes of the lines that each of five rules cut; row 5 is the bytes of the
+    citations that were cut. `lorem` and `curly` are the number (from 1) of the first line that fails the
+    lorem ipsum or { rule, or 0. `sentences` is the number of sentences in the remaining lines.
     """
 
     cut: Int64s
@@ -55,11 +57,12 @@ class LineCounts(NamedTuple):
 def edit_lines(
     data: UInt8s, offsets: Int64s, wanted: Bools, switches: tuple[bool, ...], limits: tuple[int, int, int]
 ) -> tuple[pa.LargeStringArray, Int64s, LineCounts]:
-    """Return edited texts, their sizes in bytes, and counts of data[offsets[i]:offsets[i + 1]], valid UTF-8.
+    """Apply C4's line rules to texts; return (edited texts, their sizes in bytes, counts).
 
-    `switches` are: cut citations, require terminal punctuation, and the rules lorem ipsum, javascript, { and
-    policy. `limits` are: minimum sentences in a document, minimum words in a line, maximum characters in a
-    word; -1 for no rule. Dropped texts stay unchanged, and texts that are not `wanted` become empty.
+    The texts are data[offsets[i]:offsets[i + 1]], valid UTF-8. `switches` turn rules on, in this order: cut
+    citations, require terminal punctuation, lorem ipsum, javascript, { and policy. `limits` are the minimum
+    sentences in a document, the minimum words in a line and the maximum characters in a word; -1 turns the
+    rule off. Texts that a rule drops stay unchanged; texts that are not `wanted` become empty.
     """
     size = len(wanted)
     edited = np.empty(int(np.diff(offsets)[wanted].sum()), np.uint8)
@@ -74,7 +77,7 @@ def edit_lines(
 
 @cache
 def _decimals() -> Bools:
-    """Return bool[131,072]: the code points that `\\d` matches in regular expressions; none is higher."""
+    """Return bool[131,072], true for code points that the expression `\\d` matches; no higher one matches."""
     return np.fromiter((chr(code).isdecimal() for code in range(0x20000)), np.bool_, 0x20000)
 
 
@@ -90,9 +93,9 @@ _SPACE_USE = _letters(" use")
 _CITED = (_letters("edit]"), _letters("citation needed]"))
 
 
-# Character flags, a scratch block, decimal digits, tables for sentences.
+# (flags of characters, scratch array of `block_at`, result of `_decimals`, tables to find sentences)
 _Tables = tuple[UInt8s, UInt8s, Bools, SentenceTables]
-# Switches and limits as in `edit_lines`, and the tables.
+# (switches, limits, tables); switches and limits are as in `edit_lines`
 _Rules = tuple[tuple[bool, ...], tuple[int, int, int], _Tables]
 
 
@@ -101,7 +104,7 @@ def _edit(
     data: UInt8s, offsets: Int64s, wanted: Bools, rules: _Rules, edited: UInt8s, ends: Int64s, counts: Int64s
 ) -> None:
     least_sentences, flags = rules[1][0], rules[2][0]
-    to = ends[0]  # 0 as an int64; Numba would compile all functions again for the type of a literal
+    to = ends[0]  # 0 as an int64: for a literal 0, Numba would compile all called functions again
     for document in range(len(wanted)):
         begin, end, start, out = offsets[document], offsets[document + 1], to, counts[:, document]
         if not wanted[document]:
@@ -122,7 +125,7 @@ def _edit(
 def _document(
     data: UInt8s, begin: int, end: int, rules: _Rules, edited: UInt8s, start: int, out: Int64s
 ) -> int:
-    """Write the lines that are kept to edited[start:], each with a newline; return where they end."""
+    """Write the kept lines of a document to edited[start:], each with a newline; return where they end."""
     flags = rules[2][0]
     to, at, lines = start, begin, 0
     while at < end:
@@ -144,7 +147,7 @@ def _document(
         if to < 0:
             to = -to - 1
         elif line_end < end:
-            edited[to] = 10  # fits, because the line end in `data` has at least one byte
+            edited[to] = 10  # there is room, because the line end in `data` has at least one byte
             to += 1
     return to
 
@@ -202,7 +205,7 @@ def _line(
 
 @kernel(allocates=False)
 def _has_words(data: UInt8s, at: int, end: int, flags: UInt8s, least: int) -> bool:
-    """Return whether there are at least `least` words; stop reading when they are found."""
+    """Return whether data[at:end] has at least `least` words; read no further than needed."""
     inside = False
     while at < end and least > 0:
         code, at = character_at(data, at)
@@ -214,7 +217,7 @@ def _has_words(data: UInt8s, at: int, end: int, flags: UInt8s, least: int) -> bo
 
 @kernel(allocates=False)
 def _longest(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Return the number of characters in the longest word."""
+    """Return the number of characters in the longest word of data[at:end]."""
     longest = length = 0
     while at < end:
         code, at = character_at(data, at)
@@ -225,7 +228,7 @@ def _longest(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
 
 @kernel(allocates=False)
 def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edited: UInt8s, to: int) -> int:
-    """Copy a line without its citations; return where the copy ends."""
+    """Copy the line data[at:end] to edited[to:], without citations if `citations`; return where it ends."""
     while at < end:
         bracket = find_byte(data, at, end, 91) if citations else end
         to = copy_bytes(data, at, bracket, edited, to)
@@ -241,7 +244,7 @@ def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edi
 
 @kernel(allocates=False)
 def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
-    """Return where the citation that starts with the bracket before `begin` ends; 0 if there is none."""
+    """Return the end of the citation, such as [2], whose [ is just before `begin`; 0 if it is no citation."""
     at = begin
     while at < end:
         code, after = character_at(data, at)
@@ -294,7 +297,7 @@ def _after(data: UInt8s, at: int, end: int, text: UInt8s) -> bool:
 
 @kernel(allocates=False)
 def _phrases(data: UInt8s, begin: int, end: int, tail: UInt8s) -> int:
-    """Return the bits of the phrases in a line, such as _LOREM; each is found by its rarest letter."""
+    """Return the bits, such as _LOREM or _POLICY, of the phrases that occur in the line data[begin:end]."""
     found = 0
     for block in range(begin, end, BLOCK_BYTES):
         anchors = _anchors(data, block, tail) & lowest_bits(min(BLOCK_BYTES, end - block))
@@ -309,8 +312,8 @@ def _phrases(data: UInt8s, begin: int, end: int, tail: UInt8s) -> int:
 def _anchors(data: UInt8s, at: int, tail: UInt8s) -> np.uint64:
     """Return a bit for each byte of a block at which `_phrase` may find a phrase; few bytes qualify.
 
-    They are {, the Kelvin sign (whose lower case is k), v after a or i, p after i, and f and k after o. For
-    the first byte of a block, the byte before it is not checked.
+    These bytes are {, the Kelvin sign (whose lower case is k), v after a or i, p after i, and f or k after o.
+    For the first byte of a block, the byte before it is not checked.
     """
     block, place = block_at(data, at, tail)
     after_i = _letter(block, place, 105) << np.uint64(1) | np.uint64(1)
@@ -355,7 +358,7 @@ def _phrase(data: UInt8s, begin: int, at: int, end: int) -> int:
 
 @kernel(allocates=False)
 def _strip(edited: UInt8s, start: int, end: int, flags: UInt8s) -> int:
-    """Remove white space at both ends of edited[start:end], in place; return where the rest ends."""
+    """Remove white space at both ends of edited[start:end], in place; return the new end."""
     first, last = strip_space(edited, start, end, flags)
     if first > start:
         for at in range(first, last):

@@ -1,7 +1,7 @@
 """Counts for dolma's quality rules, in one pass over the UTF-8 bytes of a batch.
 
-Words are split as by `str.split()`; lines end at LF only, and blank lines count. A median above LONGEST is
-reported as LONGEST. Memory: 32 KB.
+Words are split as by `str.split()`; lines end at LF only, and blank lines count. A median word length above
+LONGEST is reported as LONGEST. The histogram of word lengths takes 32 KB of memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class DolmaStatistics(NamedTuple):
     """Counts, int64[n] each: one number per document."""
 
     words: Int64s
-    median_twice: Int64s  # twice the median word length, which is an integer
-    symbol_words: Int64s  # words with # or the ellipsis U+2026
-    letter_words: Int64s
+    median_twice: Int64s  # twice the median word length in characters, so that it is an integer
+    symbol_words: Int64s  # words that contain # or the ellipsis U+2026
+    letter_words: Int64s  # words that contain a letter
     required: Int64s  # occurrences of required words
     lines: Int64s
     bullet_lines: Int64s  # lines whose first character is * or -
@@ -34,14 +34,14 @@ class DolmaStatistics(NamedTuple):
 def dolma_statistics(
     data: UInt8s, offsets: Int64s, wanted: Bools, required: Sequence[str]
 ) -> DolmaStatistics:
-    """Count the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    """Return counts for the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; 0 where not `wanted`."""
     counts = np.zeros((len(DolmaStatistics._fields), len(wanted)), np.int64)
     listed = join_runs([word.encode() for word in dict.fromkeys(required) if word])
     _count(data, offsets, wanted, (character_flags(), *listed), counts)
     return DolmaStatistics(*counts)
 
 
-# Character flags, required words, their offsets.
+# (flags of characters, the bytes of all required words, the offsets of these words)
 _Tables = tuple[UInt8s, UInt8s, Int64s]
 
 
@@ -87,7 +87,10 @@ def _count_words(data: UInt8s, begin: int, end: int, tables: _Tables, lengths: I
 
 @kernel
 def _median_twice(lengths: Int64s, words: int) -> int:
-    """Return twice the median: the sum of the two middle lengths; for an odd number they are the same one."""
+    """Return twice the median word length: the sum of the two middle lengths, or the middle one twice.
+
+    `lengths` is the histogram of the lengths of `words` words.
+    """
     if not words:
         return 0
     total = below = length = 0

@@ -1,8 +1,8 @@
 """The probabilities that a fastText model assigns to the labels of texts, for a whole UTF-8 batch at once.
 
 As in fastText, tokens are separated by ASCII white space and NUL, and newlines are spaces. The vector of a
-text is the mean of the rows of its tokens, of their character n-grams and of n-grams of tokens, with one
-`</s>` at the end. `descend` and `activate` turn it into probabilities for each of fastText's losses.
+text is the mean of rows of the input matrix: those of its tokens, of their character n-grams and of n-grams
+of tokens, with one `</s>` at the end. `descend` and `activate` compute probabilities from this vector.
 
 Two things differ from fastText: `</s>` inside a text does not end it, and sums are made in another order. The
 vector of a token is summed in float32 and cached for its next occurrence; the vector of a text is summed in
@@ -62,11 +62,11 @@ class _Tables(NamedTuple):
 class _Work(NamedTuple):
     """The cache of token vectors, and scratch arrays."""
 
-    facts: UInt64s  # per cached vector: the token's bytes as three numbers; rows + 1 and hash as one
-    vectors: Float32s  # cached vectors; the last one is scratch
-    numbers: Int32s  # numbers of the rows to add
-    tokens: UInt64s  # per token of a segment: begin, end, place of its vector, its bytes as three numbers
-    tail: UInt8s  # scratch of block_at
+    facts: UInt64s  # per cached vector: its token's bytes as 3 numbers, and (row count + 1) << 32 | hash
+    vectors: Float32s  # cached vectors; the last row is scratch memory
+    numbers: Int32s  # row numbers in the input matrix of the rows to add next
+    tokens: UInt64s  # per token of a segment: begin, end, index in `vectors`, its bytes as 3 numbers
+    tail: UInt8s  # scratch array of block_at
 
 
 # Constants of 32-bit FNV-1a, and the multiplier that chains hashes of tokens to hashes of token n-grams.
@@ -77,8 +77,8 @@ _PREFIX = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
 _KEY_BYTES = 24  # maximum size of a token whose vector is cached
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _KEPT, _KEPT_BYTES = 1 << 15, 64 << 20  # maximum number, and total size, of cached token vectors
-_ROWS = 1024  # rows whose numbers are listed before any row is added, so that memory accesses overlap
-_SEGMENT_BYTES = 512
+_ROWS = 1024  # number of row numbers that are listed before the rows are added: their cache misses overlap
+_SEGMENT_BYTES = 512  # size of the piece of text whose tokens are listed before their vectors are added
 
 
 class FastTextScorer:
@@ -101,14 +101,14 @@ class FastTextScorer:
             np.zeros((_SEGMENT_BYTES // 2 + 1, 6), np.uint64),
             np.zeros(TAIL_BYTES, np.uint8),
         )
-        self._columns = np.array(model.outputs.T, order="C")  # a copy: one array type, compiled once
+        self._columns = np.array(model.outputs.T, order="C")  # a copy has the same array type for every model
         self._lock = threading.Lock()
 
     def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools, characters: int | None = None) -> Float32s:
         """Return float32[n, labels], probabilities of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8.
 
-        Rows are 0 where not `wanted`. If `characters` is given, only this many first code points are read. As
-        in fastText, probabilities may exceed 1 by 1e-5.
+        Rows are 0 where not `wanted`. If `characters` is given, only the first `characters` code points of a
+        text are read. As in fastText, probabilities may exceed 1 by 1e-5.
         """
         scores = np.zeros((len(wanted), len(self.model.labels)), np.float32)
         loss = ("hs", "softmax", "ns", "ova").index(self.model.loss)
@@ -133,7 +133,7 @@ def _fill_slots(words: UInt8s, offsets: Int64s, slots: Int32s) -> None:
 
 @kernel(inline=True)
 def _add_byte(value: np.uint64, byte: int) -> np.uint64:
-    """Extend an FNV-1a hash by a byte, which is signed as in fastText; only the lower 32 bits are valid."""
+    """Return the FNV-1a hash `value` extended by a byte, signed as in fastText; its low 32 bits are valid."""
     return (value ^ np.uint64(np.int8(byte))) * _PRIME_64
 
 
@@ -149,7 +149,7 @@ def _hash(data: UInt8s, begin: int, end: int) -> np.uint64:
 def _find_word(
     data: UInt8s, begin: int, end: int, value: np.uint64, slots: Int32s, words: UInt8s, offsets: Int64s
 ) -> int:
-    """Return the number of the word data[begin:end], whose hash is `value`, or -1."""
+    """Return the number of the word data[begin:end], whose hash is `value`, or -1 if the model lacks it."""
     mask = np.uint64(len(slots) - 1)
     at = value & mask
     while slots[at] >= 0:
@@ -168,15 +168,18 @@ def reciprocal_of(divisor: int) -> np.uint64:
 
 @kernel(inline=True)
 def remainder(value: np.uint64, divisor: np.uint64, reciprocal: np.uint64) -> np.uint64:
-    """Return `value` modulo `divisor`, both of 32 bits, without a division (Lemire et al. 2019)."""
+    """Return `value` modulo `divisor`, both of 32 bits, without a division (Lemire et al. 2019).
+
+    `reciprocal` is the result of reciprocal_of(divisor).
+    """
     return multiply_high(value * reciprocal, divisor)
 
 
 @kernel(inline=True)
 def _append_row(bucket: np.uint64, tables: _Tables, numbers: Int32s, filled: int) -> int:
-    """Append the number of a bucket's row, unless the bucket was pruned; return the new count of numbers.
+    """Append the row number of a bucket to `numbers`, unless the bucket was pruned; return the new count.
 
-    There is no branch, because processors cannot predict which buckets were pruned.
+    The code does not branch on pruned buckets, because processors cannot predict which ones were pruned.
     """
     first = len(tables.word_offsets) - 1
     if not len(tables.pruned):
@@ -191,14 +194,14 @@ def _append_row(bucket: np.uint64, tables: _Tables, numbers: Int32s, filled: int
 
 @kernel(inline=True)
 def _append_ngram(value: np.uint64, tables: _Tables, numbers: Int32s, filled: int) -> int:
-    """Append the row of the character n-gram with this hash, as `_append_row` does."""
+    """Append the row number of the character n-gram with hash `value`; return as `_append_row` does."""
     bucket = remainder(value & _MASK_64, np.uint64(tables.buckets), tables.reciprocal)
     return _append_row(bucket, tables, numbers, filled)
 
 
 @kernel(allocates=False)
 def _sum_rows(rows: Float32s, numbers: Int32s, count: int, out: Float32s, place: int) -> None:
-    """Add the rows with the numbers numbers[:count] to out[place], one after the other."""
+    """Add the row rows[n] to the vector out[place] for each n in numbers[:count], in this order."""
     whole = out.shape[1] // LANES * LANES
     for column in range(0, whole, LANES):
         add_rows(rows, numbers, count, column, out, place)
@@ -212,7 +215,10 @@ def _sum_rows(rows: Float32s, numbers: Int32s, count: int, out: Float32s, place:
 def _token_vector(
     data: UInt8s, begin: int, end: int, tables: _Tables, work: _Work, place: int
 ) -> tuple[int, np.uint64]:
-    """Sum the rows of the token data[begin:end] in vectors[place]; return (row count, hash); -1: a label."""
+    """Write the sum of the rows of the token data[begin:end] to vectors[place]; return (row count, hash).
+
+    The row count is -1 if the token is a label, which has no rows.
+    """
     out, numbers = work.vectors, work.numbers
     out[place] = 0
     value = _hash(data, begin, end)
@@ -239,9 +245,10 @@ def _token_vector(
 def _list_ngrams(
     data: UInt8s, begin: int, first: int, end: int, tables: _Tables, numbers: Int32s, filled: int
 ) -> tuple[int, int]:
-    """Append rows of the n-grams of <token> that start at `first` or later; return (count, where to go on).
+    """Append the row numbers of the n-grams of <token> that start at `first` or later to `numbers`.
 
-    `<` is before `begin`, and `>` is at `end`; neither alone is an n-gram.
+    Return (new count, start of the n-grams for the next call). The `<` counts as the byte before `begin`, and
+    the `>` as the byte at `end`; neither alone is an n-gram.
     """
     least, most = tables.min_ngram, tables.max_ngram
     start = first
@@ -274,9 +281,9 @@ def _list_ngrams(
 
 @kernel(inline=True)
 def _list_token(data: UInt8s, begin: int, end: int, work: _Work, token: UInt64s) -> None:
-    """Fill `token`: begin, end, place of its vector, and its bytes as three numbers if it is short enough.
+    """Fill `token` with begin, end, cache index of its vector and, if it is short, its bytes as 3 numbers.
 
-    The cache entry at that place is prefetched.
+    Prefetch the entry of the cache at this index.
     """
     size, place = end - begin, len(work.vectors) - 1
     token[0], token[1] = np.uint64(begin), np.uint64(end)
@@ -299,7 +306,7 @@ def _list_token(data: UInt8s, begin: int, end: int, work: _Work, token: UInt64s)
 
 @kernel(inline=True)
 def _find_vector(data: UInt8s, token: UInt64s, tables: _Tables, work: _Work) -> tuple[int, int, np.uint64]:
-    """Return (place of a token's vector, its row count, the token's hash); sum the vector if not cached."""
+    """Return (index of a token's vector, its row count, the token's hash); compute it if it is not cached."""
     facts, place = work.facts, int64(token[2])
     begin, end = int64(token[0]), int64(token[1])
     if place == len(work.vectors) - 1:
@@ -315,7 +322,7 @@ def _find_vector(data: UInt8s, token: UInt64s, tables: _Tables, work: _Work) -> 
 
 @kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, characters: int) -> int:
-    """Return where the first `characters` code points of data[begin:end] end; if negative, return `end`."""
+    """Return the index after `characters` code points of data[begin:end]; `end` if that is negative."""
     if characters < 0 or end - begin <= characters:
         return end
     at = begin
@@ -373,7 +380,7 @@ def _add_to_total(vectors: Float32s, place: int, total: Float64s) -> None:
 
 @kernel(allocates=False)
 def _separators(data: UInt8s, at: int, end: int, tail: UInt8s) -> np.uint64:
-    """Return a bit for each of data[at:at + 64] that separates tokens: ASCII white space, NUL, or the end."""
+    """Return a mask of data[at:at + 64] with the bits of ASCII white space, NUL, and bytes from `end` on."""
     block, place = block_at(data, at, tail)
     found = range_mask(block, place, 32, 1) | range_mask(block, place, 9, 5) | range_mask(block, place, 0, 1)
     return found | ~lowest_bits(min(BLOCK_BYTES, end - at))
@@ -383,9 +390,9 @@ def _separators(data: UInt8s, at: int, end: int, tail: UInt8s) -> np.uint64:
 def _add_text(
     data: UInt8s, begin: int, end: int, tables: _Tables, work: _Work, total: Float64s, runs: UInt64s
 ) -> tuple[int, int]:
-    """Add the vectors of the tokens of data[begin:end] to `total`; return (row count, token count)."""
+    """Add the vectors of the tokens of data[begin:end] to `total`; return (count of rows, of tokens)."""
     count, seen, start = int64(0), int64(0), begin
-    before = ~np.uint64(0)  # the lowest bit tells whether the byte before the block is a separator
+    before = ~np.uint64(0)  # its lowest bit is 1 if the byte before the block separates tokens
     for segment in range(begin, end + 1, _SEGMENT_BYTES):
         listed = 0
         for block in range(segment, min(segment + _SEGMENT_BYTES, end + 1), BLOCK_BYTES):
@@ -415,9 +422,9 @@ def _add_text(
 def _add_runs(
     value: np.uint64, seen: int, runs: UInt64s, tables: _Tables, work: _Work, total: Float64s
 ) -> int:
-    """Add the n-grams of tokens that end with the token of hash `value`; return the row count.
+    """Add the rows of the token n-grams that end with the token of hash `value` to `total`; return how many.
 
-    `seen` tokens come before it; runs[n - 1] is the chained hash of the last n tokens.
+    The text has `seen` tokens before this one; runs[n - 1] is the chained hash of the last n tokens.
     """
     most, spare = tables.word_ngrams, len(work.vectors) - 1
     if most <= 1:

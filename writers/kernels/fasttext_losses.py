@@ -9,15 +9,15 @@ import math
 
 from shardkit.writers.kernels.numba_support import Float32s, Float64s, Int32s, kernel
 
-_EPSILON = 1e-5  # fastText adds it to every probability before its logarithm
+_EPSILON = 1e-5  # fastText adds this to every probability before it takes the logarithm
 
 
 @kernel(allocates=False)
 def products(total: Float64s, columns: Float32s, values: Float64s) -> None:
-    """Write the products of a vector with all outputs to `values`.
+    """Write the dot product of the text vector `total` with each row of the output matrix to `values`.
 
-    `columns` [dimensions, labels] are the transposed outputs. The sums of all labels advance together, each
-    in the order of dimensions: this vectorizes, while in one sum every addition waits for the one before.
+    `columns` [dimensions, labels] is the transposed output matrix. The loop adds one dimension to the sums of
+    all labels. This vectorizes; within the sum of one label, every addition would wait for the one before.
     """
     labels = columns.shape[1]
     values[:labels] = 0
@@ -28,7 +28,10 @@ def products(total: Float64s, columns: Float32s, values: Float64s) -> None:
 
 @kernel(allocates=False)
 def descend(values: Float64s, tree: Int32s, nodes: Float64s, scores: Float32s, text: int) -> None:
-    """Compute a hierarchical softmax: multiply the probabilities along the path to each label."""
+    """Write the hierarchical softmax to scores[text]: per label, the product of probabilities on its path.
+
+    `values` has one number per inner node of the tree; `nodes` is a scratch array.
+    """
     labels = scores.shape[1]
     nodes[2 * labels - 2] = 1.0
     for inner in range(labels - 2, -1, -1):
@@ -42,7 +45,10 @@ def descend(values: Float64s, tree: Int32s, nodes: Float64s, scores: Float32s, t
 
 @kernel
 def activate(values: Float64s, loss: int, scores: Float32s, text: int) -> None:
-    """Compute a softmax (loss 1), or one sigmoid per label from fastText's table of 512 between -8 and 8."""
+    """Write the softmax of `values` to scores[text] if `loss` is 1, else the sigmoid of each value.
+
+    The sigmoids are those of fastText's table, which has 512 values between -8 and 8.
+    """
     labels = scores.shape[1]
     if loss == 1:
         greatest = values[:labels].max()

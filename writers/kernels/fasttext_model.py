@@ -1,8 +1,8 @@
 """fastText classification models (.bin, .ftz) as arrays, read straight from the file.
 
 The file is what fastText 0.9 writes (version 11 or 12): arguments, dictionary, input matrix, output matrix.
-Quantized matrices are expanded to float32; plain ones are memory-mapped, so all processes of a machine share
-them. `fasttext.py` predicts with them.
+Quantized matrices are expanded to float32; large plain ones are memory-mapped, so that all processes of a
+machine share them. `fasttext.py` computes predictions from these arrays.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ARGUMENTS = (
 
 _LOSSES = {1: "hs", 2: "ns", 3: "softmax", 4: "ova"}
 _SUPERVISED = 3
-_CENTROIDS = 256  # centroids of a product quantizer; a code is one byte
-_MAX_DIMENSIONS, _MAX_LABELS, _MAX_NGRAM = 4096, 1 << 20, 256  # limits far above any model in use
+_CENTROIDS = 256  # number of centroids of a product quantizer, because a code is one byte
+_MAX_DIMENSIONS, _MAX_LABELS, _MAX_NGRAM = 4096, 1 << 20, 256  # sanity limits, far above any model in use
 _MAX_ROWS = 1 << 31
 _LINE_BYTES = 64  # size of a cache line
-_COPIED_BYTES = 16 << 20  # larger matrices stay mapped, so that processes share them, and may be unaligned
+_COPIED_BYTES = 16 << 20  # larger matrices are not copied but mapped: processes share them, maybe unaligned
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class FastTextModel:
     Row i < w of `inputs` float32[rows, d] belongs to word i; the rows after these belong to the buckets into
     which n-grams are hashed, in order. If `pruned` uint64[m, 2] is not empty, only some buckets exist: bucket
     b exists if bit b % 64 of pruned[b // 64, 0] is set, and pruned[b // 64, 1] is the number of existing
-    buckets below b // 64 * 64. This table is small because it is read at random positions. The UTF-8 of word
-    i is words[word_offsets[i]:word_offsets[i + 1]]. For a hierarchical softmax, row i of `tree`
-    int32[L - 1, 2] has the children of inner node L + i, each less than it; for other losses it is empty.
+    buckets below b // 64 * 64. This form is compact, because it is read at random positions. The UTF-8 of
+    word i is words[word_offsets[i]:word_offsets[i + 1]]. For a hierarchical softmax, row i of `tree`
+    int32[L - 1, 2] has the two children of inner node L + i, whose numbers are less than L + i; for other
+    losses, `tree` is empty.
     """
 
     labels: tuple[str, ...]
@@ -65,12 +66,12 @@ class FastTextModel:
 
     @property
     def dimensions(self) -> int:
-        """The length of a vector."""
+        """The length of the vector of a word or text."""
         return int(self.inputs.shape[1])
 
 
 def aligned(shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
-    """Return zeros that begin at a cache line, so that a row of 64 bytes is in one cache line."""
+    """Return an array of zeros, aligned so that a row of 64 bytes is in one cache line."""
     count = math.prod(shape) * np.dtype(kind).itemsize
     room = np.zeros(count + _LINE_BYTES, np.uint8)
     first = -room.ctypes.data % _LINE_BYTES
@@ -90,7 +91,7 @@ def load_fasttext(path: Path) -> FastTextModel:
 
 
 class _File:
-    """A file's bytes and the position of the next read; reading past the end raises ValueError."""
+    """A model file, read from start to end. Reading past its end raises ValueError."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -118,7 +119,7 @@ class _File:
         return self._data[self._at - size : self._at].view(kind)
 
     def entries(self, count: int) -> list[tuple[bytes, int, int]]:
-        """Read `count` entries of the dictionary: (word, occurrences, kind)."""
+        """Read `count` dictionary entries: (word or label, occurrences, 0 for a word or 1 for a label)."""
         found, tail = [], struct.Struct("<qb")
         for _ in range(count):
             end = self._map.find(b"\0", self._at)
@@ -129,7 +130,7 @@ class _File:
         return found
 
     def matrix(self, rows: int, columns: int) -> npt.NDArray[np.float32]:
-        """Read a plain matrix: a copy if it is small, else a view of the file, which may be unaligned."""
+        """Read a plain matrix; return a copy if it is small, else a view of the file, maybe unaligned."""
         found = self.array(np.float32, rows * columns).reshape(rows, columns)
         if found.nbytes > _COPIED_BYTES:
             return found
@@ -159,7 +160,7 @@ class _File:
         return values
 
     def _quantiser(self, columns: int) -> tuple[int, npt.NDArray[np.float32]]:
-        """Read a quantizer: (number of parts of a row, centroids of one part after the other)."""
+        """Read a quantizer; return (number of parts of a row, the centroids of all parts, part by part)."""
         dimensions, parts, width, last = self.values("4i")
         if dimensions != columns or not 1 <= parts <= columns or width < 1:
             _refuse(f"a quantizer has {dimensions} dimensions in {parts} parts of {width}, not {columns}")
@@ -204,7 +205,7 @@ def _parse(file: _File) -> FastTextModel:
     loss = _LOSSES[arguments["loss"]]
     if outputs.shape != (label_count, dim):
         _refuse(f"its output matrix is {outputs.shape} for {label_count:,} labels of {dim} dimensions")
-    inputs.flags.writeable = outputs.flags.writeable = False  # like mapped arrays: kernels compile only once
+    inputs.flags.writeable = outputs.flags.writeable = False  # like mapped arrays, so kernels compile once
     joined, offsets = join_runs([word for word, _, _ in words])
     return FastTextModel(
         labels=tuple(label.decode().removeprefix(LABEL_PREFIX) for label, _, _ in labels),
@@ -242,7 +243,10 @@ def _dense(file: _File, columns: int) -> npt.NDArray[np.float32]:
 
 
 def _pruned(file: _File, buckets: int, count: int) -> npt.NDArray[np.int32]:
-    """Read int32[m, 2]: (bucket, its row, counted after the rows of words) of existing buckets, sorted."""
+    """Read the buckets that exist; return int32[m, 2], pairs (bucket, its row) sorted by bucket.
+
+    Row 0 is the first row after the rows of the words.
+    """
     pairs = file.array(np.int32, 2 * count).reshape(count, 2)
     if count and not (pairs.min() >= 0 and pairs[:, 0].max() < buckets):
         _refuse("a pruned bucket is out of range")
@@ -258,7 +262,7 @@ def _in_order(
     pairs: npt.NDArray[np.int32] | None,
     arguments: Mapping[str, int],
 ) -> npt.NDArray[np.float32]:
-    """Return the input matrix with the rows of buckets in the order of buckets."""
+    """Return the input matrix with the rows of the buckets sorted by bucket number."""
     used = arguments["bucket"] * (arguments["maxn"] > 0 or arguments["word_ngrams"] > 1)
     if pairs is not None:
         used = int(pairs[:, 1].max()) + 1 if len(pairs) else 0
@@ -272,7 +276,10 @@ def _in_order(
 
 
 def _ranks(buckets: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint64]:
-    """Return FastTextModel.pruned for the distinct `buckets`, ascending, out of `count`."""
+    """Return the array `FastTextModel.pruned` of a model with `count` buckets.
+
+    `buckets` are the buckets that exist: distinct and ascending.
+    """
     ranks = np.zeros((count // 64 + 1, 2), np.uint64)
     np.bitwise_or.at(ranks[:, 0], buckets >> 6, np.uint64(1) << (buckets & 63).astype(np.uint64))
     ranks[:, 1] = np.searchsorted(buckets, np.arange(len(ranks)) << 6)

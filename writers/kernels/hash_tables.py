@@ -1,9 +1,9 @@
 """Open-addressing tables of 64-bit hashes, with linear probing from a hash's low bits.
 
-A table with values maps a hash to a float64 of at most 0; `values` is 1 where a slot is empty. A table with
-places maps a hash to the index with which it was inserted; `places` is -1 where a slot is empty, and the
-filter `bits` rejects most hashes that are not in the table. The size of a table is a power of two, and every
-table has empty slots.
+There are two kinds of tables. One (`keys`, `values`) maps a hash to a float64 of at most 0; `values` is 1
+where a slot is empty. The other (`keys`, `places`) maps a hash to the index with which it was inserted;
+`places` is -1 where a slot is empty, and the filter `bits` rejects most hashes that are not in the table. The
+size of a table is a power of two, and every table has empty slots.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from shardkit.writers.kernels.numba_support import Float64s, Int64s, UInt64s, int64, kernel
 
-_BLOCK, _FIRST_ROOM = 1024, 256  # hashes that are tested at once; initial size of the result
+_BLOCK, _FIRST_ROOM = 1024, 256  # number of hashes filtered before the lookups; initial rows of the result
 
 
 @kernel
@@ -26,7 +26,7 @@ def table_slots(least: int) -> int:
 
 @kernel
 def fill_values(hashes: UInt64s, logs: Float64s, keys: UInt64s, values: Float64s) -> None:
-    """Insert hashes with their values, which must be at most 0 (else 0 is stored), into an empty table."""
+    """Insert each hash with its value in `logs` into an empty table; a value above 0 is stored as 0."""
     mask = np.uint64(len(keys) - 1)
     for number in range(len(hashes)):
         slot = hashes[number] & mask
@@ -38,7 +38,7 @@ def fill_values(hashes: UInt64s, logs: Float64s, keys: UInt64s, values: Float64s
 def mean_values(
     hashes: UInt64s, offsets: Int64s, keys: UInt64s, values: Float64s, missing: float
 ) -> Float64s:
-    """Return float64[n], the mean value of hashes[offsets[i]:offsets[i + 1]], or 0 if there are no hashes.
+    """Return float64[n], the mean table value of hashes[offsets[i]:offsets[i + 1]], or 0 without hashes.
 
     A hash that is not in the table has the value `missing`.
     """
@@ -65,7 +65,7 @@ def _mean(
 
 @kernel
 def fill_places(hashes: UInt64s, bits: UInt64s, keys: UInt64s, places: Int64s) -> None:
-    """Insert every hash with its index; of equal hashes the first index stays."""
+    """Insert each hash with its index in `hashes`; for equal hashes, the first index is stored."""
     mask, low = np.uint64(len(keys) - 1), np.uint64(63)
     for number in range(len(hashes)):
         value = hashes[number]
@@ -80,7 +80,7 @@ def fill_places(hashes: UInt64s, bits: UInt64s, keys: UInt64s, places: Int64s) -
 
 @kernel
 def _place(value: np.uint64, keys: UInt64s, places: Int64s) -> int:
-    """Return the index with which a hash was inserted, or -1."""
+    """Return the index with which the hash `value` was inserted, or -1 if it was not."""
     mask = np.uint64(len(keys) - 1)
     slot = value & mask
     while places[slot] >= 0:
@@ -92,14 +92,14 @@ def _place(value: np.uint64, keys: UInt64s, places: Int64s) -> int:
 
 @kernel
 def find_matches(hashes: UInt64s, bits: UInt64s, keys: UInt64s, places: Int64s) -> Int64s:
-    """Return int64[m, 2]: the index in `hashes`, and the index in the table, of each hash that is in both."""
+    """Return int64[m, 2]: (index in `hashes`, index in the table) of each hash that the table contains."""
     found = np.empty((_FIRST_ROOM, 2), np.int64)
     candidates = np.empty(_BLOCK, np.int64)
     mask, low, one = np.uint64(64 * len(bits) - 1), np.uint64(63), np.uint64(1)
     count = 0
     for begin in range(0, len(hashes), _BLOCK):
         passed = int64(0)
-        for at in range(begin, min(begin + _BLOCK, len(hashes))):  # no branch, so cache misses overlap
+        for at in range(begin, min(begin + _BLOCK, len(hashes))):  # no branches: cache misses overlap
             bit = (hashes[at] >> np.uint64(20)) & mask
             candidates[passed] = at
             passed = passed + int64(bits[bit >> np.uint64(6)] >> (bit & low) & one)

@@ -57,12 +57,15 @@ from shardkit.writers.kernels.utf8 import (
 from shardkit.writers.kernels.words import WORD, character_tables
 
 _SEGMENT = 32  # maximum number of entries that are looked up together
-_WORD, _LINE_END = 1, 2  # flags of characters
+_WORD, _LINE_END = 1, 2  # flags of a character: it is part of words; it ends a line
 _IS_WORD, _BEGINS, _ENDS = 0, 1, 2  # kinds of entries: a word, the beginning of a sentence, or its end
 
 
 class _Characters(NamedTuple):
-    """For every code point: flags, uint8[1,114,112], and its form in words, uint32[1,114,112]."""
+    """Two tables by code point: flags, uint8[1,114,112], and the code point in lower case, uint32[1,114,112].
+
+    If words are not normalized, `lower` maps every code point to itself.
+    """
 
     flags: UInt8s
     lower: UInt32s
@@ -71,8 +74,8 @@ class _Characters(NamedTuple):
 class KenlmScorer:
     """Scores texts with a model.
 
-    `where` names the model in errors. If `normalized`, words are in lower case without punctuation; else they
-    are split at white space.
+    `where` names the model in errors. If `normalized`, words are looked up in lower case and without
+    punctuation; else words are the pieces between white space, unchanged.
     """
 
     def __init__(self, model: KenlmModel, where: str, *, normalized: bool) -> None:
@@ -93,7 +96,7 @@ class KenlmScorer:
         self._check(int(self._marks.min()))
 
     def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools) -> tuple[Float64s, Int64s]:
-        """Return the log10 probability, and the number of words plus sentences, of each text.
+        """Return (log10 probabilities, numbers of words plus sentences), one per text.
 
         The texts are data[offsets[i]:offsets[i + 1]], valid UTF-8; the results are 0 where not `wanted`.
         Raises RecipeError for a damaged model.
@@ -126,8 +129,8 @@ def _score_word(
 ) -> tuple[np.float32, int]:
     """Score words[at] after the `length` words before it; return (log10 probability, next context's length).
 
-    `backoffs` has the backoffs of this context by length, and then receives the backoffs of the next context.
-    A negative length means damage.
+    backoffs[n - 1] is the backoff of the last n words of this context; it is replaced by the backoff of the
+    last n words of the next context. `fresh` is a scratch array. A negative length means a damaged model.
     """
     data, order = model.data, len(model.tables)
     word = words[at]
@@ -188,9 +191,9 @@ def _next_words(
     hashes: UInt64s,
     kinds: UInt8s,
 ) -> tuple[int, int, bool]:
-    """Fill `hashes` and `kinds` with the next words of data[at:stop], and beginnings and ends of sentences.
+    """Fill `hashes` and `kinds` with entries for the next words of data[at:stop] and for sentence boundaries.
 
-    Return (number of entries, where to go on, whether a sentence has begun and not ended).
+    Return (number of entries, index of the next byte to read, whether a sentence has begun and not ended).
     """
     flags, lower = characters
     count = int64(0)
@@ -264,7 +267,7 @@ def _score_texts(
 ) -> int:
     """Sum the log10 probabilities of each text in `totals`, and count its words and sentences in `lengths`.
 
-    Return 0, or a negative number for damage: -1 in the vocabulary, -1 - n in the table of n-grams.
+    Return 0, or a negative number if the model is damaged: -1 for its vocabulary, -1 - n for its n-grams.
     """
     carried = len(model.tables) - 1
     hashes, kinds = np.zeros(_SEGMENT, np.uint64), np.zeros(_SEGMENT, np.uint8)

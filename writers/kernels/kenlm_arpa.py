@@ -37,13 +37,16 @@ from shardkit.writers.kernels.kenlm_tables import (
 from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, store_8_bytes
 
-_WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # sizes of table entries in bytes
-_UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # used if the file does not have <unk>
+_WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # bytes per entry of the four kinds of tables
+_UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # weights of <unk> if the file lacks it
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 class _Section(NamedTuple):
-    """The n-grams of one order: words uint32[m, n], bits of weights uint64[m], number of the first line."""
+    """The m n-grams of one order: their words uint32[m, n], weights uint64[m] and first line number.
+
+    A weight is the bits of two float32: the log10 probability (low half) and the backoff.
+    """
 
     words: UInt32s
     weights: UInt64s
@@ -69,7 +72,7 @@ def read_arpa(pieces: Iterator[bytes]) -> KenlmModel:
 
 
 def _vocabulary(hashes: UInt64s, weights: UInt64s) -> tuple[KenlmModel, UInt64s]:
-    """Return a model that has only a vocabulary, and the weights of its words 0, 1, 2 and so on."""
+    """Return (a model that has only a vocabulary, the weights of the words by word number)."""
     unknown = (hashes == UNKNOWN) | (hashes == UNKNOWN_TOO)
     first = weights[unknown][:1] if unknown.any() else _UNKNOWN_WEIGHTS
     words = hashes[~unknown]
@@ -89,14 +92,14 @@ def _reciprocal(count: int) -> np.uint64:
 
 
 def _table(keys: UInt64s, weights: UInt64s, stride: int) -> UInt8s:
-    """Make a hash table of entries; of equal keys, only the first is stored."""
+    """Return a hash table from `keys` to `weights`, `stride` bytes per entry; skip keys that are repeated."""
     table = np.zeros(_buckets(len(keys)) * stride, np.uint8)
     _fill(keys, weights, table, _buckets(len(keys)), stride, _reciprocal(len(keys)))
     return table
 
 
 def _joined(known: KenlmModel, unigrams: UInt64s, sections: list[_Section]) -> KenlmModel:
-    """Make the model of all orders, adding the n-grams that the file lacks."""
+    """Return the complete model: the vocabulary, the n-grams of all orders, and n-grams the file lacks."""
     real = [len(section.words) for section in sections]
     parts: list[UInt8s] = []
     for place in range(len(sections) - 1, -1, -1):
@@ -134,7 +137,7 @@ def _keys_of(words: UInt32s) -> UInt64s:
 
 
 def _blanks(longer: UInt32s, table: UInt8s, count: int) -> UInt32s | None:
-    """Return the n-grams that longer ones end with but the table lacks; None if it lacks none."""
+    """Return the n-grams that `longer` n-grams end with and `table` lacks, or None if it has them all."""
     lacking = np.zeros(len(longer), np.bool_)
     suffixes = np.ascontiguousarray(longer[:, 1:])
     keys = _keys_of(suffixes)
@@ -166,7 +169,7 @@ def _fill(
                 store_8_bytes(table, at, key)
                 if stride == _MIDDLE:
                     store_8_bytes(table, at + 8, weights[row])
-                else:  # four bytes: a word or a probability
+                else:  # store four bytes of the weight: a word number or a probability
                     store_8_bytes(table, at + 4, key >> np.uint64(32) | weights[row] << np.uint64(32))
                 break
             at += stride
@@ -182,7 +185,7 @@ def _find_lacking(keys: UInt64s, table: UInt8s, buckets: int, reciprocal: np.uin
 
 @kernel(allocates=False)
 def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: int) -> int:
-    """Return where the weights of the n-gram words[row, first:first + count] are; negative if missing."""
+    """Return the byte offset of the weights of words[row, first:first + count], negative if it is missing."""
     key = np.uint64(words[row, first + count - 1])
     table = model.tables[count - 1]
     if count == 1:
@@ -195,18 +198,19 @@ def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: 
 
 @kernel(allocates=False)
 def _link(model: KenlmModel, row: int, words: UInt32s, real: int) -> int:
-    """Mark the shorter n-grams that the n-grams of a table begin or end with.
+    """Mark the shorter n-grams with which the n-grams of table `row` begin or end.
 
-    Return the first n-gram whose beginning is missing, or -1. N-grams after the first `real` ones, which the
-    file lacks, get their backoff probability.
+    Return the index of the first n-gram whose beginning is missing, or -1. The first `real` n-grams are from
+    the file; the others, which it lacks, get their backoff probability.
     """
     data, size = model.data, row + 1
     for ngram in range(len(words)):
         suffix, context = _weights_at(model, words, ngram, 1, row), _weights_at(model, words, ngram, 0, row)
-        store_8_bytes(data, suffix, load_8_bytes(data, suffix) & ~SIGN)  # a longer n-gram ends with it
+        store_8_bytes(data, suffix, load_8_bytes(data, suffix) & ~SIGN)  # mark: a longer one ends with it
         if context >= 0:
             weights = load_8_bytes(data, context)
-            if weights >> np.uint64(32) == NO_EXTENSION:  # set 0.0: a longer n-gram begins with it
+            # Change a backoff of -0.0 ("no longer n-gram begins with this one") to 0.0, because one does.
+            if weights >> np.uint64(32) == NO_EXTENSION:
                 store_8_bytes(data, context, weights & _LOW)
         elif ngram < real:
             return ngram

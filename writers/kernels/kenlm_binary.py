@@ -38,9 +38,9 @@ from shardkit.writers.kernels.numba_support import Int64s, UInt8s
 BINARY_MAGIC = b"mmap lm http://kheafield.com/code"
 _MAGIC = BINARY_MAGIC + b" format version 5\n\0\0"
 _INCOMPLETE = BINARY_MAGIC + b" incomplete"
-_SANITY = struct.Struct("<3f3IQ")  # after the magic bytes, which are padded to a multiple of eight
+_SANITY = struct.Struct("<3f3IQ")  # test values; they follow the magic bytes, padded to a multiple of 8 bytes
 _SANE = (0.0, 1.0, -0.5, 1, 0xFFFFFFFF, 0, 1)
-_FIXED = struct.Struct("<B3xfIB3xI")  # order, multiplier, type, whether words are at the end, version
+_FIXED = struct.Struct("<B3xfIB3xI")  # order, buckets per n-gram, type, file ends with words, version
 _KINDS = (
     "probing",
     "probing with rest costs",
@@ -52,13 +52,13 @@ _KINDS = (
 _FIRST_TRIE = 2
 _VERSIONS = (0, 0, 1, 1, 1, 1)
 _WORD_ENTRY, _LONGEST_ENTRY = 12, 12  # bytes of a hash-table entry: key and word, or key and probability
-_UNIGRAM, _MIDDLE = (8, 12), (16, 20)  # bytes of an entry without and with rest costs
+_UNIGRAM, _MIDDLE = (8, 12), (16, 20)  # bytes of an entry: without rest costs, with rest costs
 _TRIE_UNIGRAM = 16
-_PLAIN_BITS = (31, 32)  # bits of a plain probability, whose sign is known, and of a plain backoff
-_MAX_BITS = 57  # bits that a load of eight bytes always contains, at any bit offset
+_PLAIN_BITS = (31, 32)  # bits of a probability (float32 without its sign) and of a backoff, not quantized
+_MAX_BITS = 57  # maximum bits of a number; a load of eight bytes contains it at any bit offset from 0 to 7
 _QUANTIZED, _ARRAYS = (3, 5), (4, 5)
 _QUANTIZER_VERSION, _ARRAY_VERSION, _MAX_QUANTIZED = 2, 0, 25
-_SLACK = 8  # bytes after the bits of a table, so that its last record can be loaded
+_SLACK = 8  # bytes of padding after a table, so that a load of eight bytes can read its last record
 
 
 def is_binary(head: bytes) -> bool:
@@ -67,7 +67,7 @@ def is_binary(head: bytes) -> bool:
 
 
 def map_binary(path: Path) -> KenlmModel:
-    """Map a binary file. Raises ValueError if it is damaged or not supported, and OSError."""
+    """Map a binary file. Raises ValueError if it is damaged or not supported, OSError if it is unreadable."""
     data = map_path(path)
     header = _header(data)
     model, end = _trie(data, header) if header.kind >= _FIRST_TRIE else _probing(data, header)
@@ -151,7 +151,7 @@ def _probing(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
 
 
 def _buckets(count: int, multiplier: float) -> int:
-    """Return the number of buckets of a table, computed in 32-bit arithmetic as in KenLM."""
+    """Return the number of buckets of a hash table for `count` n-grams, in float32 arithmetic as in KenLM."""
     wanted = float(np.float32(multiplier) * np.float32(count))
     return max(count + 1, int(wanted) if wanted < 1 << 63 else 1 << 63)
 
@@ -195,7 +195,7 @@ def _trie(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
 
 
 def _quantizer(data: UInt8s, start: int, tables: Int64s) -> int:
-    """Write the positions of the tables of quantized values to `tables`; return where these tables end."""
+    """Write the positions of the tables of quantized values to `tables`; return the end of the last one."""
     version, prob_bits, backoff_bits = map(int, data[start : start + 3])
     if version != _QUANTIZER_VERSION or not all(
         0 < bits <= _MAX_QUANTIZED for bits in (prob_bits, backoff_bits)
@@ -220,7 +220,7 @@ def _array_bits(data: UInt8s, start: int) -> int:
 
 
 def _array_shape(records: int, pointed: int, most: int) -> tuple[int, int]:
-    """Return (length of the array, bits of a pointer in a record): KenLM's choice with the least memory."""
+    """Return (length of the pointer array, bits of a pointer in a record), as in KenLM: with least memory."""
     needed = pointed.bit_length()
     best = min(
         range(min(needed, most) + 1),

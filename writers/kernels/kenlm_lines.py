@@ -26,7 +26,7 @@ from shardkit.writers.kernels.numba_support import Float64s, UInt8s, UInt32s, UI
 UNKNOWN, UNKNOWN_TOO = np.uint64(0xEA91E7561F5B392B), np.uint64(0x7E163219007D2F54)
 _PIECE_ROWS = 1 << 16  # maximum number of lines that a kernel reads in one call
 _MAX_LINE_BYTES = 1 << 20  # maximum size of a line; an n-gram of twenty words takes a few hundred bytes
-_MANTISSA = np.uint64(10**18)  # limit of a mantissa; more digits do not change a float32
+_MANTISSA = np.uint64(10**18)  # from this value on, digits are ignored: they do not change a float32
 _COUNT = re.compile(rb"ngram (\d+)=\s*(\d{1,18})")
 _TENS = np.array([float(f"1e{power}") for power in range(309)])
 _TAB, _LINE_END, _RETURN, _SPACE = 9, 10, 13, 32
@@ -50,7 +50,7 @@ class ArpaLines:
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._rest = self._lines = b""
-        self._data = np.zeros(8, np.uint8)  # whole lines, followed by eight zeros
+        self._data = np.zeros(8, np.uint8)  # the loaded lines, followed by eight zero bytes
         self._at = 0  # position of the next line in the loaded lines
         self.number = 0  # number of lines read so far
 
@@ -112,7 +112,7 @@ class ArpaLines:
         return counts
 
     def unigrams(self, count: int) -> tuple[UInt64s, UInt64s]:
-        """Read the unigrams; return the hash of each word, and the bits of its weights."""
+        """Read the unigrams; return (hashes of the words, their weights: bits of two float32 each)."""
         hashes, weights = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
         for rows in self._next_rows(1, count):
             found, values = np.zeros(rows, np.uint64), np.zeros(rows, np.uint64)
@@ -123,7 +123,7 @@ class ArpaLines:
         return np.concatenate(hashes), np.concatenate(weights)
 
     def ngrams(self, order: int, count: int, known: KenlmModel) -> tuple[UInt32s, UInt64s]:
-        """Read n-grams of known words; return words, uint32[count, order], and the bits of weights."""
+        """Read n-grams of `known` words; return (their words uint32[count, order], weights uint64[count])."""
         words, weights = [np.zeros((0, order), np.uint32)], [np.zeros(0, np.uint64)]
         for rows in self._next_rows(order, count):
             found, values = np.zeros((rows, order), np.uint32), np.zeros(rows, np.uint64)
@@ -142,9 +142,9 @@ class ArpaLines:
             yield min(missing, _PIECE_ROWS)
 
     def _passed(self, outcome: tuple[int, int, int]) -> int:
-        """Move past the lines that a kernel has read; return how many.
+        """Move past the lines that a kernel has read; return their number.
 
-        `outcome` is (number of lines, where the kernel stopped, index in _PROBLEMS).
+        `outcome` is (number of lines, index of the next line in the loaded lines, index in _PROBLEMS or 0).
         """
         count, self._at, problem = outcome
         self.number += count
@@ -163,7 +163,7 @@ def _shown(line: bytes) -> str:
 
 @kernel(allocates=False)
 def _parse_number(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int]:
-    """Parse a decimal number; return (value, where it ends), where it ends being -1 if it is invalid."""
+    """Parse the decimal number at data[at]; return (value, index after it), or (0, -1) if it is invalid."""
     negative = data[at] == 45
     at += int64(negative or data[at] == 43)
     if (data[at] | 32) == 105 and (data[at + 1] | 32) == 110 and (data[at + 2] | 32) == 102:
@@ -207,7 +207,7 @@ def _parse_number(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int]:
 
 @kernel(allocates=False)
 def _next_word(data: UInt8s, at: int) -> tuple[int, int]:
-    """Return where the next word of a line begins and ends; both are equal if there is none."""
+    """Return (begin, end) of the next word of a line; they are equal if there is none."""
     while data[at] == _SPACE or data[at] == _TAB:
         at += 1
     begin = at
@@ -218,7 +218,7 @@ def _next_word(data: UInt8s, at: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def _parse_backoff(data: UInt8s, at: int, prob: float, tens: Float64s) -> tuple[np.uint64, int, int]:
-    """Parse the end of a line; return (bits of weights, where the next line begins, index in _PROBLEMS)."""
+    """Parse the rest of a line; return (bits of weights, start of the next line, index in _PROBLEMS)."""
     backoff, found = 0.0, at
     begin, end = _next_word(data, at)
     if end > begin:
@@ -238,7 +238,7 @@ def _parse_backoff(data: UInt8s, at: int, prob: float, tens: Float64s) -> tuple[
 
 @kernel(allocates=False)
 def _parse_probability(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int, int]:
-    """Parse the beginning of a line; return (log10 probability, where it ends, index in _PROBLEMS)."""
+    """Parse the start of a line; return (log10 probability, index after it, index in _PROBLEMS)."""
     begin, stop = _next_word(data, at)
     prob, end = _parse_number(data, begin, tens)
     if end != stop or begin == stop:
@@ -250,7 +250,7 @@ def _parse_probability(data: UInt8s, at: int, tens: Float64s) -> tuple[float, in
 def _parse_unigrams(
     data: UInt8s, at: int, end: int, tens: Float64s, hashes: UInt64s, weights: UInt64s
 ) -> tuple[int, int, int]:
-    """Read lines of unigrams; return (how many, where the next line begins, its index in _PROBLEMS or 0)."""
+    """Read lines of unigrams; return (their number, start of the next line, its index in _PROBLEMS or 0)."""
     for row in range(len(hashes)):
         if at >= end:
             return row, at, 0
@@ -272,7 +272,7 @@ def _parse_unigrams(
 def _parse_ngrams(
     data: UInt8s, at: int, end: int, tens: Float64s, known: KenlmModel, words: UInt32s, weights: UInt64s
 ) -> tuple[int, int, int]:
-    """Read lines of longer n-grams as `_parse_unigrams` does; words are numbers in a vocabulary."""
+    """Read lines of n-grams as `_parse_unigrams` does; words are stored as their numbers in `known`."""
     for row in range(len(words)):
         if at >= end:
             return row, at, 0

@@ -5,8 +5,8 @@ found by 64-bit hashes. *Trie* models have sorted records, packed to the bit: th
 n-gram to the left are neighbors in the next table. Probabilities may be indexes into a table, and the high
 bits of pointers may be in an array. Both layouts are those of KenLM's binary files, which are mapped as is.
 
-A file may be damaged. Every position read from it is checked before use, and each lookup has a result that
-means damage.
+A file may be damaged. Every position read from it is checked before use, and each lookup has a return value
+for "the file is damaged".
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardkit.writers.kernels.blocks import lowest_bits
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, multiply_high
 
-# Fields of a table: its start, its number of buckets or records, and their size in bytes (in bits for a
-# trie's n-grams of two or more words). A trie's record is a word, a probability, a backoff and a pointer to
-# the first record that extends it.
+# Columns of KenlmModel.tables: a table's start, its number of buckets or records, and their size in bytes (in
+# bits for a trie's n-grams of two or more words), bits of a word and of a pointer. A trie's record is a word,
+# a probability, a backoff and a pointer to the first record that extends it.
 START, COUNT, STRIDE, WORD_BITS, NEXT_BITS = range(5)
 # Starts of the tables of quantized values (-1: values are floats), and the bits of an index into them.
 PROB_TABLE, PROB_BITS, BACKOFF_TABLE, BACKOFF_BITS = range(5, 9)
@@ -31,8 +31,8 @@ FIELDS = 11
 
 MAX_ORDER = 20  # maximum order of a model; KenLM's own programs are compiled for 6
 
-# Weights are the float32 bits of a log10 probability and, above them, those of a log10 backoff. In a hash
-# table, the sign bit of a probability is a flag: it is set if no longer n-gram ends with this one.
+# Weights are a uint64: the float32 bits of a log10 probability in the low half, and of a log10 backoff in the
+# high half. In a hash table, the sign bit of a probability is set if no longer n-gram ends with this one.
 SIGN = np.uint64(1 << 31)
 NO_EXTENSION = np.uint64(1 << 31)  # a backoff of -0.0: no longer n-gram begins with this one
 # Constants of MurmurHash64A, and of KenLM's hash of an n-gram, which chains its words, last word first.
@@ -42,11 +42,12 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 class KenlmModel(NamedTuple):
-    """An n-gram model for kernels: a buffer, and the positions of its tables by order.
+    """An n-gram model for kernels: the bytes of its tables, and the positions of the tables in these bytes.
 
-    `tables` int64[order, FIELDS] has the fields above. `reciprocals` uint64[order + 1] has the reciprocal_64
-    of the number of buckets of the vocabulary and of each table. `words` is where the vocabulary's entries
-    start, `word_slots` is their number, and `last_word` is the highest word number; 0 is the unknown word.
+    Row n - 1 of `tables` int64[order, FIELDS] is for n-grams; its columns are START to ARRAY_COUNT.
+    `reciprocals` uint64[order + 1] has the reciprocal_64 of the number of buckets of the vocabulary and of
+    each table. The vocabulary has `word_slots` entries from byte `words` on; its highest word number is
+    `last_word`, and word 0 is the unknown word.
     """
 
     data: UInt8s
@@ -100,7 +101,7 @@ def longer_key(key: np.uint64, word: int) -> np.uint64:
 def find_entry(
     data: UInt8s, start: int, buckets: int, stride: int, reciprocal: np.uint64, key: np.uint64
 ) -> int:
-    """Return where a hash table has the entry of a key; -1 if nowhere, -2 if it has no empty bucket."""
+    """Return the byte offset of a key's entry in a hash table; -1 if absent, -2 if no bucket is empty."""
     place = remainder_64(key, buckets, reciprocal)
     for _ in range(buckets):
         at = start + place * stride
@@ -117,7 +118,7 @@ def find_entry(
 
 @kernel(allocates=False)
 def find_word(model: KenlmModel, value: np.uint64) -> int:
-    """Return the number of the word with a hash: 0 if it is unknown, -1 if the vocabulary is damaged."""
+    """Return the number of the word with hash `value`: 0 if unknown, -1 if the vocabulary is damaged."""
     data = model.data
     if not model.is_trie:
         at = find_entry(data, model.words, model.word_slots, int64(12), model.reciprocals[0], value)
@@ -141,7 +142,7 @@ def find_word(model: KenlmModel, value: np.uint64) -> int:
 
 @kernel(inline=True)
 def _pivot(offset: np.uint64, span: np.uint64, width: int) -> int:
-    """Guess the index of a value among `width` sorted values that are spread evenly over `span`."""
+    """Guess the index of the value `offset` among `width` sorted values spread evenly over 0 to `span`."""
     return min(int64(np.float64(offset) / np.float64(span) * width), width - 1)
 
 
@@ -159,7 +160,7 @@ def _bits_at(data: UInt8s, start: int, bit: int, count: int) -> np.uint64:
 
 @kernel(allocates=False)
 def probing_weights(model: KenlmModel, row: int, key: np.uint64) -> tuple[int, np.uint64]:
-    """Return (1, weights of an n-gram), (0, 0) if the table does not have its key, or (-1, 0) for damage."""
+    """Return (1, weights of the n-gram `key`), (0, 0) if it is absent, or (-1, 0) if the model is damaged."""
     table = model.tables[row]
     at = find_entry(model.data, table[START], table[COUNT], table[STRIDE], model.reciprocals[row + 1], key)
     if at < 0:
@@ -172,7 +173,7 @@ def probing_weights(model: KenlmModel, row: int, key: np.uint64) -> tuple[int, n
 
 @kernel(allocates=False)
 def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) -> int:
-    """Return the number of a word's record among the records begin to end - 1 of a table, or -1."""
+    """Return the number of the record for `word` among records begin to end - 1 of table `row`, or -1."""
     table = model.tables[row]
     low, high = begin - 1, end
     least, most = np.uint64(0), np.uint64(model.last_word)
@@ -191,7 +192,7 @@ def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) ->
 
 @kernel(allocates=False)
 def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
-    """Load the weights of the n-gram in a record of a trie table."""
+    """Load the weights of the n-gram in record `number` of table `row` of a trie."""
     data, table = model.data, model.tables[row]
     bit = number * table[STRIDE] + table[WORD_BITS]
     prob_bits, backoff_bits = table[PROB_BITS], table[BACKOFF_BITS]
@@ -208,7 +209,7 @@ def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
 
 @kernel(allocates=False)
 def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
-    """Find the records of the next table that extend one; return (first, last + 1), or (1, 0) for damage."""
+    """Return (first, last + 1) of the next table's records that extend this record; (1, 0) if damaged."""
     data, table = model.data, model.tables[row]
     if row == 0:
         at = table[START] + 16 * number + 8
@@ -228,7 +229,10 @@ def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def _high_bits(data: UInt8s, start: int, count: int, number: int) -> int:
-    """Return the last index of a sorted array whose value is not greater than `number`."""
+    """Return the high bits of pointer `number`: the last index in the array with a value of at most `number`.
+
+    The array is sorted; it has `count` values of eight bytes from byte `start` on.
+    """
     low, high = int64(0), int64(count)
     while high - low > 1:
         at = (low + high) >> 1

@@ -62,9 +62,9 @@ class Units:
 
     high: UInt64s  # first half of the hash
     low: UInt64s  # second half of the hash
-    document: Int64s  # index of the text
-    unit: UInt32s  # index of the unit in its text, short units included; for a window, of its first word
-    found: int  # number of all units, short ones included; for windows, the number of words
+    document: Int64s  # index of the unit's text in the batch
+    unit: UInt32s  # index of the unit in its text, short units included; for a window: of its first word
+    found: int  # number of all units, short ones included; for windows, the number of all words
 
 
 def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) -> Units:
@@ -88,7 +88,7 @@ def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) 
 def cut_units(
     texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, kind: str
 ) -> tuple[pa.LargeStringArray, Bools]:
-    """Cut unit[i] out of texts[document[i]]; return the texts, and which have only white space left.
+    """Cut unit[i] out of texts[document[i]]; return (the texts, which of them have only white space left).
 
     `document` and `unit` are sorted by (document, unit). A text without cuts is never marked as blank.
     """
@@ -112,14 +112,14 @@ def _without(
 
 
 def span_windows(words: int) -> tuple[int, int]:
-    """Return (size, spacing) of windows that find every shared span of `words` words."""
+    """Return (size, spacing) in words, so that texts with `words` common words in a row share a window."""
     return words - words // 3, words // 3 + 1
 
 
 def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
-    """Return the sampled windows of the wanted texts; they find every shared span of `words` words."""
+    """Return the sampled windows of the wanted texts. Texts with a common span of `words` words share one."""
     data, offsets = text_bytes(texts), text_offsets(texts)
-    most = int(offsets[-1] - offsets[0]) // 2  # a word takes two bytes; unwritten pages take no memory
+    most = int(offsets[-1] - offsets[0]) // 2  # at least 2 bytes per word; unwritten pages are free
     high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
     document, unit = np.empty(most, np.int64), np.empty(most, np.uint32)
     out = (high, low, document, unit)
@@ -130,7 +130,7 @@ def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
 def cut_spans(
     texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, words: int
 ) -> tuple[pa.LargeStringArray, Bools]:
-    """Cut the words of all these windows; arguments and results are those of `cut_units`.
+    """Cut the words of the windows that begin at word unit[i]; arguments and results are as for `cut_units`.
 
     Of the runs of white space before, between and after words that are cut, the run with the most line feeds
     stays. If a text begins or ends with such words, the run at its beginning or end stays instead.
@@ -141,7 +141,7 @@ def cut_spans(
 
 @cache
 def _word_flags() -> UInt8s:
-    """Return uint8[1,114,112]: SPACE for white space, UNSPACED for a character that is a word by itself."""
+    """Return uint8[1,114,112], flags by code point: SPACE, or UNSPACED for a character that is a word."""
     return character_flags() & np.uint8(SPACE) | character_tables().flags & np.uint8(UNSPACED)
 
 
@@ -155,7 +155,7 @@ def _find(
     least: int,
     out: tuple[UInt64s, UInt64s, Int64s, UInt32s],
 ) -> tuple[int, int]:
-    """Fill `out`: (high, low, document, unit); return (number of units in it, number of all units)."""
+    """Fill `out`, the arrays (high, low, document, unit); return (number of units in it, of all units)."""
     high, low, documents, units = out
     count = found = 0
     for document in range(len(wanted)):
@@ -184,7 +184,10 @@ def _cut(
     paragraphs: bool,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Fill `result`: (bytes, ends, blank); return the number of units that were cut."""
+    """Write the texts without the units at `places` to `result`; return the number of these units.
+
+    `result` is (bytes, ends, blank).
+    """
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -194,7 +197,7 @@ def _cut(
         if cut == len(documents) or documents[cut] != document:
             size = _copy(data, at, end, out, size)
         else:
-            # Act as if a line feed followed the text, so that each unit ends with one.
+            # Act as if a line feed followed the text, so that each unit ends with a line feed.
             unit, kept = 0, at
             while at <= end and cut < len(documents) and documents[cut] == document:
                 begin, _, at = _next_unit(data, at, end, flags, paragraphs)
@@ -219,9 +222,9 @@ def _find_spans(
     windows: tuple[int, int],
     out: tuple[UInt64s, UInt64s, Int64s, UInt32s],
 ) -> tuple[int, int]:
-    """Fill `out`: (high, low, document, unit); return (number of windows in it, number of words)."""
+    """Fill `out`, the arrays (high, low, document, unit); return (number of windows in it, of all words)."""
     size, spacing = windows
-    ring = size + spacing  # number of last words, and of windows that begin with them, that are stored
+    ring = size + spacing  # how many of the latest words, and of the windows that begin at them, are stored
     hashes, values = np.empty((ring, 2), np.uint64), np.empty(ring, np.uint64)
     window_hashes = np.empty((size, 2), np.uint64)
     window_bytes = window_hashes.reshape(2 * size).view(np.uint8)
@@ -262,9 +265,9 @@ def _find_spans(
 
 @kernel
 def _lowest(values: UInt64s, newest: int, spacing: int, before: int) -> int:
-    """Return which of the last `spacing` windows, up to the newest, has the lowest value.
+    """Return the window with the lowest value among the `spacing` windows that end with `newest`.
 
-    `before` is the last result. Of windows with equal values, `before` wins, or else the newest.
+    `before` is the result of the previous call. Of windows with equal values, `before` wins, else the newest.
     """
     ring = len(values)
     if before > newest - spacing:
@@ -285,7 +288,10 @@ def _cut_spans(
     window: int,
     result: tuple[UInt8s, Int64s, Bools],
 ) -> int:
-    """Fill `result`: (bytes, ends, blank); return the number of windows that were cut."""
+    """Write the texts without the windows at `places` to `result`; return the number of these windows.
+
+    `result` is (bytes, ends, blank).
+    """
     documents, units = places
     out, ends, blank = result
     cut = size = 0
@@ -329,20 +335,20 @@ def _count_lines(data: UInt8s, begin: int, end: int) -> int:
 
 @kernel
 def _next_word(data: UInt8s, at: int, end: int, flags: UInt8s) -> tuple[int, int]:
-    """Return where the next word begins and where it ends; both are `end` if there is none."""
+    """Return (begin, end) of the next word from `at` on; both are `end` if there is none."""
     begin = skip_space(data, at, end, flags)
     at = begin
     while at < end:
         code, after = character_at(data, at)
         if flags[code]:
-            return begin, (after if at == begin else at)  # the first one is a word by itself: not white space
+            return begin, (after if at == begin else at)  # at `begin`, it is a one-character word
         at = after
     return begin, at
 
 
 @kernel
 def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool) -> tuple[int, int, int]:
-    """Return where a unit begins, where its text ends, and where the next begins; `end` is a line end."""
+    """Return (start of the unit, end of its text, start of the next unit); `end` counts as a line end."""
     if not paragraphs:
         stop = _line_end(data, at, end)
         return at, stop, stop + 1
@@ -359,7 +365,7 @@ def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool)
 
 @kernel
 def _skip_blank(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Return where the first line from `at` on that is not blank begins; end + 1 if there is none."""
+    """Return the start of the first line from `at` on that is not blank; end + 1 if there is none."""
     while at <= end:
         stop = _line_end(data, at, end)
         if skip_space(data, at, stop, flags) < stop:
@@ -392,7 +398,7 @@ def _copy(data: UInt8s, begin: int, end: int, out: UInt8s, size: int) -> int:
 
 @kernel
 def _copy_lines(data: UInt8s, begin: int, after: int, end: int, out: UInt8s, size: int) -> int:
-    """Copy data[begin:after] as `_copy` does, but write a line feed for the position `end`."""
+    """Copy data[begin:after] as `_copy` does; if `after` is end + 1, write a line feed as the last byte."""
     if after <= end or after == begin:
         return _copy(data, begin, after, out, size)
     size = _copy(data, begin, end, out, size)

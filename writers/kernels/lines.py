@@ -7,9 +7,9 @@ do not count. Memory: at most 16 bytes for each line of the longest document.
 
 `line_repetition` measures how much of a text is repeated, with two definitions of a line. As in datatrove,
 lines are separated by runs of LF, and a text that begins or ends with LF has an empty line there; paragraphs
-are separated by runs of two or more LF in the stripped text; copies after the first count. As in dolma, every
-LF ends a line, even an empty one, and all copies of a repeated line count. Memory: up to 56 bytes for each
-line of the longest document.
+are separated by runs of two or more LF in the stripped text; all copies but the first count as repeated. As
+in dolma, every LF ends a line, even an empty one, and all copies count, including the first. Memory: up to 56
+bytes for each line of the longest document.
 
 Equal lines are found exactly, by a hash table whose hits are compared byte by byte.
 """
@@ -44,7 +44,7 @@ class LineStatistics:
 
     lines: Int64s  # lines that are not blank
     terminal_lines: Int64s  # lines whose last character is terminal punctuation
-    short_lines: Int64s
+    short_lines: Int64s  # lines of at most `short_line_length` characters
     repeated_characters: Int64s  # characters in lines that occurred earlier in the document
 
 
@@ -96,13 +96,14 @@ def _count_one(
 
 @kernel(allocates=False)
 def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32s) -> bool:
-    """Return whether the line is in the table; if not, add it (as 1 + its start in the document)."""
+    """Return whether the table has an equal line; if not, add this line (1 + its offset in the document)."""
     mask = len(table) - 1
     slot = int64(hash_run(data, line_begin, line_end) >> np.uint64(20)) & mask
     length = line_end - line_begin
     while table[slot]:
         other = begin + table[slot] - 1
-        # A newline at this index means equal lengths; the index is valid, since this line begins later.
+        # A newline at this index means that both lines have the same length. The index is valid, because the
+        # other line begins before this one.
         if data[other + length] == 10 and same_runs(data, other, data, line_begin, length):
             return True
         slot = (slot + 1) & mask
@@ -111,7 +112,7 @@ def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32
 
 
 def count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int) -> Int64s:
-    """Return int64[n], lines, blank or not, of at least `least` characters; 0 where not `wanted`."""
+    """Return int64[n], the number of lines with `least` characters or more; 0 where not `wanted`."""
     counts = np.zeros(len(wanted), np.int64)
     _count_long_lines(data, offsets, wanted, least, counts)
     return counts
@@ -133,7 +134,7 @@ LINES, PARAGRAPHS, ALL_LINES = 0, 1, 2
 
 
 class Repetition(NamedTuple):
-    """Counts, int64[n] each: lines or paragraphs, repeated ones, and the characters in repeated ones."""
+    """Counts for n documents, int64[n]: lines or paragraphs, those that are repeated, characters in these."""
 
     elements: Int64s
     repeated: Int64s
@@ -143,8 +144,8 @@ class Repetition(NamedTuple):
 def line_repetition(data: UInt8s, offsets: Int64s, wanted: Bools, kind: int) -> Repetition:
     """Count repetition in the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; 0 where not `wanted`.
 
-    `kind` is LINES or PARAGRAPHS, as in datatrove, where a copy after the first is repeated, or ALL_LINES, as
-    in dolma, where every copy is repeated.
+    `kind` is LINES or PARAGRAPHS, as in datatrove, where all copies but the first count as repeated, or
+    ALL_LINES, as in dolma, where all copies count, including the first.
     """
     counts = Repetition(*np.zeros((3, len(wanted)), np.int64))
     _count_repeated(data, offsets, wanted, kind, character_flags(), tuple(counts))
@@ -183,7 +184,7 @@ def _count_repeated(
 
 @kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: Int64s) -> int:
-    """Split a text at newlines, or at runs of them, by `kind`; return the number of elements."""
+    """Write the bounds of the lines or paragraphs of a text to `begins` and `ends`; return their number."""
     least = 2 if kind == PARAGRAPHS else 1
     elements = 0
     start = at = begin
@@ -206,7 +207,7 @@ def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: In
 def _find_repeated(
     found: tuple[UInt8s, Int64s, Int64s], copies: Int32s, table: Int32s, every: bool
 ) -> tuple[int, int]:
-    """Return how many elements equal an earlier one (with `every`, or a later one), and their characters."""
+    """Return (number, characters) of elements that equal an earlier one or, with `every`, any other one."""
     data, begins, ends = found
     table[:] = 0
     mask = len(table) - 1

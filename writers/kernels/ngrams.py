@@ -11,7 +11,7 @@ Words are split as by `str.split()`. There are three ways to count, each named f
 A document's words are concatenated without the spaces; a polynomial hash of every prefix gives the hash of
 any n-gram. A table of two-bit counters, 16 per n-gram, selects the n-grams that may occur twice; only these
 go to a hash table, where every hit is compared byte by byte. Positions whose n-gram cannot occur twice are
-skipped for longer n-grams; for joined words, so are positions whose first 16 bytes occur only once.
+skipped for longer n-grams. EXCESS also skips positions whose next 16 bytes occur only once.
 
 Memory: 44 bytes for each word of the longest document, and up to 24 more if everything repeats.
 """
@@ -34,17 +34,18 @@ _BASE = np.uint64(0xD6E8FEB86659FD93)
 _SCATTER = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 _POWERS_OF_BASE = tuple(np.uint64(pow(int(_BASE), power, 1 << 64)) for power in range(1, 8))
-_POWERS = 256  # powers of the base are precomputed for n-grams of fewer bytes
-_PREFIX = 16  # size in bytes of the prefix that selects joined n-grams
+_POWERS = 256  # number of precomputed powers of the base, for n-grams of fewer bytes
+_PREFIX = 16  # bytes of joined words that are compared first: equal n-grams begin with the same bytes
 _TABLE_SHIFT = np.uint64(20)
 _MAX_BYTES = 1 << 31  # texts must be smaller, because positions in them are int32
 
 
 class NgramCounts(NamedTuple):
-    """Characters of n texts and of their words, int64[n]; two numbers for each of m jobs, int64[m, n].
+    """Characters of t texts and of their words, int64[t]; `first` and `second` of m jobs, int64[m, t].
 
-    TOP: `first` is the number of occurrences and `second` the characters of one. EXCESS: characters, and 0.
-    COPIES: characters of the repeated n-grams, and of all n-grams. Texts of fewer than n words have zeros.
+    TOP: `first` is the number of occurrences and `second` the characters of one. EXCESS: `first` is the
+    characters of n-grams that occurred before. COPIES: `first` is the characters of the repeated n-grams and
+    `second` those of all n-grams. Both are 0 for texts of fewer than n words.
     """
 
     characters: Int64s
@@ -177,7 +178,7 @@ def _split(data: UInt8s, begin: int, end: int, flags: UInt8s, words: _Words, tai
             starts[found], edges[found], prefixes[found] = filled, characters, hashed
         while rest:
             first = trailing_zeros(rest)
-            after = rest + (_ONE << np.uint64(first))  # the carry passes the run of ones
+            after = rest + (_ONE << np.uint64(first))  # the carry clears the lowest run of ones
             stop = trailing_zeros(after) if after else BLOCK_BYTES
             rest &= after
             hashed = _append(block, place + first, stop - first, hashed, words, filled)
@@ -192,8 +193,8 @@ def _split(data: UInt8s, begin: int, end: int, flags: UInt8s, words: _Words, tai
 
 @kernel(inline=True)
 def _append(block: UInt8s, at: int, size: int, hashed: np.uint64, words: _Words, filled: int) -> np.uint64:
-    """Append block[at:at + size] to the joined words, eight bytes at a time; return the new hash."""
-    part = (size - 1 & 7) + 1  # the first 1 to 8 bytes; groups of eight follow, which few words have
+    """Append block[at:at + size] to the joined words, eight bytes at a time; return the hash of all words."""
+    part = (size - 1 & 7) + 1  # size of the first group, 1 to 8 bytes; few words have a second group
     eight = load_8_bytes(block, at)
     store_8_bytes(words.joined, filled, eight)
     value: np.uint64 = hashed * words.powers[part] + _hash_eight(eight << np.uint64(64 - 8 * part))
@@ -206,7 +207,7 @@ def _append(block: UInt8s, at: int, size: int, hashed: np.uint64, words: _Words,
 
 @kernel(inline=True)
 def _hash_eight(eight: np.uint64) -> np.uint64:
-    """Return the polynomial hash of eight bytes, the first one lowest; leading zeros change nothing."""
+    """Return the polynomial hash of eight bytes, lowest first; zero bytes at the beginning do not count."""
     low = np.uint64(0xFF)
     value: np.uint64 = eight >> np.uint64(56)
     for number in range(7):
@@ -218,8 +219,8 @@ def _hash_eight(eight: np.uint64) -> np.uint64:
 def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: Int32s) -> int:
     """Write positions of n-grams whose joined words may occur twice to `chosen`; return how many.
 
-    This holds for longer n-grams too. N-grams shorter than the prefix are all chosen; equal ones are as
-    short. Of the others, equal ones have equal prefixes.
+    The positions are also valid for larger n. All n-grams of fewer than 16 bytes are chosen. A longer n-gram
+    is chosen if its first 16 bytes may occur twice, because equal n-grams begin with the same bytes.
     """
     for at in range(found):
         start = words.starts[at]
@@ -237,7 +238,7 @@ def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: 
 
 @kernel(allocates=False)
 def _choose(words: _Words, found: int, n: int, positions: Int32s, scratch: _Scratch) -> int:
-    """Write positions whose n-grams may occur twice to `chosen`, with their `hashes`; return how many."""
+    """Write positions whose n-grams may occur twice to scratch.chosen, and their hashes; return how many."""
     hashes, chosen = scratch.hashes, scratch.chosen
     total = len(positions)
     while total and positions[total - 1] > found - n:
@@ -269,7 +270,7 @@ def _power(exponent: int) -> np.uint64:
 
 @kernel(allocates=False)
 def _mark(hashes: UInt64s, marks: UInt8s) -> np.uint64:
-    """Set the two bits of a slot to 1 for one hash in it, or 3 for more; return the shift to slots."""
+    """Set the two bits of each slot: 1 if it has one hash, 3 if more; return the shift from hash to slot."""
     slots = table_slots(16 * len(hashes))
     marks[: slots >> 2] = 0
     shift = np.uint64(64)
@@ -291,7 +292,7 @@ def _met_again(hashed: np.uint64, shift: np.uint64, marks: UInt8s) -> int:
 
 @kernel(allocates=False)
 def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
-    """Return the characters of n-grams that occurred before; the words of each are skipped."""
+    """Return the number of characters in n-grams that occurred before; skip the words of each one found."""
     joined, starts, edges = words.joined, words.starts, words.edges
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     slots = table_slots(2 * count)
@@ -322,7 +323,7 @@ def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
 
 @kernel(allocates=False)
 def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
-    """Return the number of distinct n-grams; write the first index in `chosen`, and the count, of each."""
+    """Return the number of distinct n-grams; write first index in `chosen`, and count, of each to scratch."""
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     firsts, numbers = scratch.firsts, scratch.numbers
     slots = table_slots(2 * count)
@@ -358,7 +359,7 @@ def _same_words(words: _Words, one: int, other: int, n: int) -> bool:
 
 @kernel(allocates=False)
 def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int]:
-    """Return (occurrences, characters) of the first of the most frequent n-grams."""
+    """Return (occurrences, characters) of the most frequent n-gram, the first one if several are."""
     at, most = 0, 1
     for kind in range(kinds):
         if scratch.numbers[kind] > most:
@@ -368,7 +369,7 @@ def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int
 
 @kernel(allocates=False)
 def _copies(words: _Words, n: int, kinds: int, scratch: _Scratch) -> int:
-    """Return the characters of all n-grams that occur twice or more."""
+    """Return the number of characters in all occurrences of n-grams that occur twice or more."""
     copied = 0
     for kind in range(kinds):
         if scratch.numbers[kind] > 1:

@@ -48,7 +48,7 @@ Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
-# Numba sees NumPy's types, and mypy sees Python's; in a kernel, values of both are machine numbers.
+# Numba sees NumPy's types here, and mypy functions that return int and bool. In kernels, they are the same.
 int64 = cast(Callable[[Any], int], np.int64)
 boolean = cast(Callable[[Any], bool], np.bool_)
 
@@ -56,7 +56,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _VARIABLE = "NUMBA_CACHE_DIR"
-_LOADED = "_already_initialized"  # flag in numba.core.entrypoints: extensions have been loaded
+_LOADED = "_already_initialized"  # name of the flag in numba.core.entrypoints that extensions were loaded
 _UNUSED_SECONDS = 30 * 24 * 3600
 
 
@@ -96,11 +96,11 @@ def kernel(
 
 
 def start_numba() -> None:
-    """Make Numba load what every kernel needs, without extensions, in a quarter of a second.
+    """Make Numba load the modules that every kernel needs, without extensions, in a quarter of a second.
 
     By default, Numba also imports packages that extend it, which no kernel needs: awkward, a dependency of
-    gigatoken, takes as long again. This replaces a setting that Numba does not have, so it is only for
-    processes that this package starts itself.
+    gigatoken, takes another quarter of a second. Numba has no setting for this, so this function sets a
+    private flag; call it only in processes that this package starts itself.
     """
     from numba.core import entrypoints
 
@@ -119,9 +119,9 @@ def _nothing() -> None:
 
 
 def kernel_cache() -> dict[str, str]:
-    """Return the environment variable NUMBA_CACHE_DIR for workers; {} if the user's own value can be used.
+    """Return {"NUMBA_CACHE_DIR": folder} for the environment of workers; {} if the user's value can be used.
 
-    Its value is empty if no folder can be written: workers then cache nothing, and do not warn again.
+    The folder is "" if no folder can be written: workers then cache nothing, and do not warn again.
     """
     given = os.environ.get(_VARIABLE)
     if given == "" or (given is not None and can_write_in(Path(given))):
@@ -152,7 +152,7 @@ def _cache_folder() -> str:
 
 
 def _numba_cache(function: Callable[..., Any], folder: str) -> Any:
-    """Return Numba's cache of a function in `folder`; errors of its files are ignored."""
+    """Return Numba's cache of a function in `folder`; it ignores errors when it reads or writes files."""
     from numba.core import caching
 
     config: Any = import_module("numba.core.config")  # Any, because the type stubs do not have its settings
@@ -174,7 +174,7 @@ def _numba_cache(function: Callable[..., Any], folder: str) -> Any:
     before, config.CACHE_DIR = config.CACHE_DIR, folder
     try:
         return KernelCache(function)
-    except RuntimeError:  # "no locator available": the folder is read-only now, or sources are in an archive
+    except RuntimeError:  # "no locator available": the folder became read-only, or sources are in a zip
         return caching.NullCache()
     finally:
         config.CACHE_DIR = before
@@ -191,7 +191,7 @@ def _kernel_version() -> str:
 
 
 class CompilationWatch:
-    """Calls `report(None)` when a compilation starts and `report(seconds)` when it ends, in that thread."""
+    """Calls `report(None)` when a compilation starts and `report(seconds)` when it ends, in its thread."""
 
     def __init__(self, report: Callable[[float | None], None]) -> None:
         self._report = report

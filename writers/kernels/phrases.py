@@ -28,7 +28,7 @@ class Phrases:
         lowered = {
             phrase for phrase in lower(pa.array(list(phrases), pa.large_string())).to_pylist() if phrase
         }
-        # A phrase of one byte is in the bucket of this byte and 0.
+        # Buckets are numbered by the first two bytes of a phrase; a phrase of one byte gets a zero byte.
         encoded = sorted((phrase.encode() for phrase in lowered), key=lambda phrase: (phrase + b"\0")[:2])
         first = [(phrase + b"\0")[0] << 8 | (phrase + b"\0")[1] for phrase in encoded]
         self._buckets = np.searchsorted(np.array(first, np.int64), np.arange((1 << 16) + 1))
@@ -36,7 +36,7 @@ class Phrases:
         self._separated = separated
 
     def count(self, lowered: pa.LargeStringArray, wanted: Bools) -> Int64s:
-        """Return int64[n], occurrences in each wanted text, which must be in lower case; 0 for others."""
+        """Return int64[n], how often phrases occur in each text (in lower case); 0 if it is not `wanted`."""
         counts = np.zeros(len(lowered), np.int64)
         if len(self._offsets) > 1:
             tables = (character_tables().flags, self._buckets, self._data, self._offsets)
@@ -49,7 +49,7 @@ def lower(texts: pa.LargeStringArray) -> pa.LargeStringArray:
     return pc.utf8_lower(texts)
 
 
-# Character flags, buckets of phrases by their first two bytes, phrases, offsets of phrases.
+# (flags of characters, number of the first phrase of each bucket, bytes of all phrases, their offsets)
 _Tables = tuple[UInt8s, Int64s, UInt8s, Int64s]
 
 
@@ -78,7 +78,7 @@ def _count(
 
 @kernel
 def _any(data: UInt8s, at: int, end: int, key: int, tables: _Tables, separated: bool) -> bool:
-    """Return whether a phrase of the bucket `key` is at `at`."""
+    """Return whether a phrase of the bucket `key` begins at data[at]."""
     flags, buckets, phrases, offsets = tables
     for phrase in range(buckets[key], buckets[key + 1]):
         begin, size = offsets[phrase], offsets[phrase + 1] - offsets[phrase]

@@ -49,7 +49,7 @@ def find_clusters(
     """
     found = np.empty((_FIRST_ROOM, 5), np.int64)
     ends = np.zeros(len(grams.needs), np.int64)  # end of the last cluster of each question
-    seen = np.zeros(np.max(np.diff(grams.offsets)), np.int64)  # last call of _expand that found each n-gram
+    seen = np.zeros(np.max(np.diff(grams.offsets)), np.int64)  # number of the last expansion with each n-gram
     count, text, expansion = 0, 0, 0
     for row in range(len(matches)):
         at, seed = matches[row, 0], matches[row, 1]
@@ -104,7 +104,7 @@ def _expand(
 
 @kernel
 def _find(value: np.uint64, hashes: UInt64s, first: int, last: int) -> int:
-    """Return the index of a value in the ascending hashes[first:last], or -1."""
+    """Return the index of `value` among the sorted hashes[first:last], or -1 if it is absent."""
     stop = last
     while first < last:
         middle = (first + last) >> 1

@@ -22,7 +22,7 @@ _Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 def mask_repetitions(
     tokens: _Tokens, starts: Int64s, lengths: Int64s, masks: UInt8s, mask_starts: Int64s, most: int
 ) -> Int64s:
-    """Set `masks` to 0 in the spans of documents; return int64[documents], how many of these were 1 before.
+    """Set `masks` to 0 in the repeated spans of documents; return int64[documents], how many masks changed.
 
     Document i has `lengths[i]` tokens from `starts[i]` on, and their masks from `mask_starts[i]` on. Raises
     IndexError if a document is outside of `tokens` or `masks`.
@@ -51,7 +51,7 @@ def _mask(
         to_mask = mask_starts[number] - first
         for period in range(1, longest + 1):
             least = period * most
-            begin = first + period  # where a run may begin; the token before it does not belong to it
+            begin = first + period  # the run cannot begin before this index
             while begin + least <= stop:
                 at = begin + least - 1
                 while at >= begin and tokens[at] == tokens[at - period]:

@@ -60,7 +60,7 @@ def _abbreviations() -> frozenset[str]:
 
 @cache
 def _flags() -> UInt16s:
-    """Return uint16[1,114,112]: the flags above of every code point."""
+    """Return uint16[1,114,112]: the flags of every code point, such as _SPACE or _END."""
     flags, every = np.zeros(CODE_POINTS, np.uint16), every_character()
     letters, space, upper, lower = (
         test(every) for test in (np.char.isalpha, np.char.isspace, np.char.isupper, np.char.islower)
@@ -85,7 +85,7 @@ def _flags() -> UInt16s:
     return flags
 
 
-# Flags, bytes that may begin a mark that ends a sentence, and packed abbreviations, sorted.
+# (flags of characters, first bytes of the marks that end sentences, abbreviations as sorted uint64)
 SentenceTables = tuple[UInt16s, Bools, UInt64s]
 
 
@@ -98,20 +98,20 @@ def sentence_tables() -> SentenceTables:
 
 @kernel(allocates=False)
 def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) -> int:
-    """Count sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables`: sentence_tables()."""
+    """Count the sentences of data[begin:end], valid UTF-8; 0 if it is blank. Pass sentence_tables()."""
     flags, marks, abbreviations = tables
     while end > begin and flags[_last(data, end)[0]] & _SPACE:
         end = _last(data, end)[1]
     if begin == end:
         return 0
     count, at, done = 1, begin, begin
-    pending = boolean(False)  # typed, like 0 below: for a literal, Numba would compile callees again
+    pending = boolean(False)  # typed: for a literal, Numba would compile the called functions again
     while at < end:
         if pending:  # a sentence has ended, and the next word decides whether another one begins
             gap = at
             while flags[character_at(data, at)[0]] & _SPACE:
                 at = character_at(data, at)[1]
-            if at - gap > 1 or (at > gap and data[gap] != 32):  # spaCy makes such a gap a token
+            if at - gap > 1 or (at > gap and data[gap] != 32):  # for spaCy, such white space is a token
                 count, pending = count + 1, boolean(False)
                 continue
             first = at
@@ -156,7 +156,7 @@ def _find_mark(data: UInt8s, at: int, end: int, marks: Bools) -> int:
 
 @kernel(allocates=False)
 def _last(data: UInt8s, end: int) -> tuple[int, int]:
-    """Call character_before without inlining it, which saves compile time as for character_at."""
+    """Call character_before without inlining it, which saves compile time (see `character_at`)."""
     return character_before(data, end)
 
 
@@ -164,7 +164,7 @@ def _last(data: UInt8s, end: int) -> tuple[int, int]:
 def _word(
     data: UInt8s, begin: int, end: int, flags: UInt16s, abbreviations: UInt64s, pending: bool
 ) -> tuple[int, bool]:
-    """Return (number of sentences that begin in a word, whether a sentence has ended after it)."""
+    """Return (number of sentences that begin in a word, whether a sentence has ended and none begun)."""
     first, last = _core(data, begin, end, flags, abbreviations)
     breaks, pending = _affixes(data, begin, first, flags, int64(0), pending)
     piece = first
@@ -182,7 +182,7 @@ def _word(
 
 @kernel(allocates=False)
 def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UInt64s) -> tuple[int, int]:
-    """Return where a word begins and ends without the marks at its ends."""
+    """Return (begin, end) of a word without the marks at both ends, such as quotes and full stops."""
     while first < last and not _abbreviated(data, first, last, abbreviations):
         before = (first, last)
         code, after = character_at(data, first)
@@ -223,7 +223,7 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
 def _affixes(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
-    """Return (breaks, pending) after marks: each mark is a token, but several dots in a row are one token."""
+    """Call `_token` for each mark in data[begin:end], return its last result; dots in a row are one token."""
     at = begin
     while at < end:
         here = at
@@ -238,7 +238,10 @@ def _affixes(
 def _token(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
-    """Return (breaks, pending) after a token: it ends a sentence, begins one, or is only punctuation."""
+    """Return the new (number of sentence beginnings, whether a sentence has ended) after a token.
+
+    A token ends a sentence, begins one if another has ended, or is only punctuation.
+    """
     if begin == end:
         return breaks, pending
     code, at = character_at(data, begin)
@@ -281,6 +284,6 @@ def _address(data: UInt8s, begin: int, end: int, flags: UInt16s) -> bool:
         elif flags[code] & _LOWER:
             letters += 1
         else:
-            letters = -(1 << 40)  # no domain before the next dot
+            letters = -(1 << 40)  # not a domain, unless another dot follows
         at = after
     return dot > begin and letters >= 2

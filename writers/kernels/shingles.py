@@ -74,12 +74,12 @@ class Shingles(NamedTuple):
 
 
 def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
-    """Return all n-grams of each text (large_string without nulls)."""
+    """Return the hashes of all n-grams of each text (large_string without nulls)."""
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
     arguments = (data, edges, config.ngram, UNITS.index(config.unit), character_tables())
     size = int(edges[-1] - edges[0])
-    # Words have a byte between them. Pages to which no n-gram is written take no memory.
+    # A word takes at least two bytes with its separator. Pages that are never written take no memory.
     room = (size // 2 if config.unit == "words" else size) + len(texts)
     if room > _OPEN_NGRAMS:
         room = int(_count_shingles(*arguments))
@@ -89,13 +89,13 @@ def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
     return Shingles(hashes, offsets)
 
 
-# Scratch of `next_words`, units, hashes.
+# (scratch arrays of `next_words`, hashes of units, hashes of n-grams)
 _Scratch = tuple[tuple[UInt8s, UInt8s, Int32s, Int32s], UInt64s, UInt64s]
 
 
 @kernel
 def make_shingle_scratch(ngram: int) -> _Scratch:
-    """Make the scratch arrays of `next_shingles`: (scratch for words, units, hashes)."""
+    """Make the scratch arrays of `next_shingles`: (scratch for words, hashes of units, hashes of n-grams)."""
     room = SCRATCH_WORDS + ngram
     return make_scratch(), np.zeros(room, np.uint64), np.zeros(room, np.uint64)
 
@@ -112,10 +112,11 @@ def next_shingles(
     scratch: _Scratch,
     key: UInt64s,
 ) -> tuple[int, int, tuple[int, int]]:
-    """Write the next n-grams of data[at:stop] to scratch's hashes; return (how many, where to go on, state).
+    """Write hashes of the next n-grams of data[at:stop] to scratch[2]; return (number, next index, state).
 
-    `unit` is an index into UNITS; `stop` is the text's end. `state` is (units kept in scratch from the last
-    call, n-grams so far), at first (0, 0). `add_to_key` adds the n-grams to `key`, uint64[2], zeros at first.
+    `unit` is an index into UNITS; `stop` is the text's end. `state` is (number of units kept in scratch from
+    the last call, number of n-grams so far): pass (0, 0) in the first call. `key`, uint64[2], is zeros in the
+    first call; `add_to_key` adds the n-grams to it.
     """
     word_scratch, units, hashes = scratch
     kept, total = state
@@ -174,7 +175,7 @@ def add_to_key(key: UInt64s, hashes: UInt64s, count: int, position: int) -> None
 def _next_characters(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int, begun: bool
 ) -> tuple[int, int]:
-    """Append hashes of characters as `next_words` does for words, with one space between two words."""
+    """Append hashes of the characters of words, with one space between words, as `next_words` does."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     between = begun and not (flags[character_before(data, at)[0]] & WORD)
@@ -198,7 +199,7 @@ def _next_characters(
 def _next_mixed(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int
 ) -> tuple[int, int]:
-    """Append hashes as `next_words` does, but each character of a script without spaces is a word."""
+    """Append hashes of words as `next_words` does, but make a word of each character of unspaced scripts."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     value, inside = _U32, False

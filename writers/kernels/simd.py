@@ -190,7 +190,7 @@ def _prefetch(_typing: Any, array: Any, index: Any) -> Any:
 
 
 def _word_mask(_typing: Any, source: Any, index: Any, lower: Any) -> Any:
-    """Return a uint64 with a bit for each of source[index:index + 64] that may be of a word.
+    """Return a uint64 with a bit for each of source[index:index + 64] that may be part of a word.
 
     These are ASCII letters and digits, _ and bytes >= 0x80. The 64 bytes are also written to lower[index:],
     with ASCII letters in lower case. Bounds are not checked.

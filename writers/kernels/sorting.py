@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt64s, int64, kernel
 
-_MOST_BUCKET_BITS = 16  # maximum number of bits, so that counts of buckets fit in a near cache
-_MOST_IN_BUCKET = 32  # maximum number of hashes in a bucket that are sorted by insertion
+_MOST_BUCKET_BITS = 16  # at most 2**16 buckets, so that the bucket counts (256 KiB) fit in the L2 cache
+_MOST_IN_BUCKET = 32  # maximum number of hashes in a bucket for an insertion sort
 _LOW8, _ONE = np.uint64(255), np.uint64(1)
 
 
 def argsort_keys(keys: UInt64s) -> tuple[UInt64s, npt.NDArray[np.unsignedinteger[Any]]]:
-    """Return the sorted keys, and the stable order that sorts them; `keys` is overwritten."""
+    """Return (sorted keys, index that each key had in `keys`); the sort is stable and overwrites `keys`."""
     kind = np.uint32 if len(keys) < 1 << 32 else np.uint64
     order: npt.NDArray[np.unsignedinteger[Any]] = np.arange(len(keys), dtype=kind)
     spare_keys, spare_order = np.empty_like(keys), np.empty_like(order)
@@ -40,10 +40,10 @@ def sort_keys(keys: UInt64s) -> None:
 
 
 def sort_pairs(first: UInt64s, second: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """Return the pairs of numbers, sorted by the first and then by the second number."""
+    """Return the pairs (first[i], second[i]) as two arrays, sorted by the first, then the second number."""
     if not len(first):
         return first, second
-    # If neither column spans 2**32 or more, a pair is sorted as one uint64.
+    # If the numbers of each column differ by less than 2**32, a pair is sorted as one uint64.
     lows, half = (first.min(), second.min()), np.uint64(32)
     if max(first.max() - lows[0], second.max() - lows[1]) >> half:
         order = np.lexsort((second, first))
@@ -55,7 +55,7 @@ def sort_pairs(first: UInt64s, second: UInt64s) -> tuple[UInt64s, UInt64s]:
 
 @kernel
 def _count_bytes(keys: UInt64s, length: int) -> Int64s:
-    """Return int64[8, 256]: how many keys have each value of each byte, lowest byte first."""
+    """Return int64[8, 256]: for each byte of a key, lowest first, the number of keys with each value."""
     counts = np.zeros((8, 256), np.int64)
     for i in range(length):
         key = keys[i]
@@ -108,7 +108,7 @@ def _radix_sort(keys: UInt64s, spare: UInt64s, length: int) -> bool:
 
 @kernel
 def distinct_hashes(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int64s, distinct: Int64s) -> int:
-    """Replace hashes[offsets[i]:offsets[i + 1]] by its first `smallest` distinct ones, ascending, for all i.
+    """Keep the `smallest` lowest distinct hashes of each set hashes[offsets[i]:offsets[i + 1]], ascending.
 
     They are moved to the front of `hashes`, one set after the other; return their total number. stored[i]
     receives the number of hashes kept of set i, and distinct[i] the number of its distinct hashes.

@@ -36,12 +36,12 @@ def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
 
 
 def text_pieces(texts: pa.LargeStringArray, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of consecutive texts of at most `most_bytes` in total, or of one longer text."""
+    """Yield (first, stop) of runs of texts that have at most `most_bytes` in total, or of one longer text."""
     yield from offset_pieces(text_offsets(texts), most_bytes)
 
 
 def offset_pieces(offsets: npt.NDArray[np.int64], most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the same pieces as `text_pieces`, for the texts between `offsets`."""
+    """Yield pieces as `text_pieces` does; text i is from byte offsets[i] to offsets[i + 1]."""
     first = 0
     while first < len(offsets) - 1:
         stop = int(np.searchsorted(offsets, offsets[first] + most_bytes, "right")) - 1

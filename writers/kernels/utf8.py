@@ -7,7 +7,7 @@ Python.
 
 Runs of bytes can be hashed, compared, looked up, stripped and counted in characters. Kernels do not check
 bounds: the caller passes valid UTF-8, and nothing outside a run is read. Small helpers are inlined: as calls,
-they made loops over lines and words 10 to 30 % slower. So did a `strip_space` made of such helpers.
+they made loops over lines and words 10 to 30 % slower. For the same reason, `strip_space` calls no helpers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = tuple(1 << bit for bit in range(5))
 _SYMBOL, _DIGIT, _UPPER, _SPACE, _ALPHA = _KINDS
 
 CODE_POINTS = 0x110000
-ASSIGNED = 0x40000  # all letters are below; higher planes have only tags and private use
+ASSIGNED = 0x40000  # all letters are below this code point; from it on, there are only tags and private use
 IDEOGRAPHS = 0x20000  # from here to ASSIGNED, every assigned code point is a letter
 
 # datatrove.utils.text.TERMINAL_PUNCTUATION: Unicode's sentence terminals with a few more full stops.
@@ -86,7 +86,7 @@ def character_flags() -> UInt8s:
 
 @cache
 def characters_with(flag: int) -> frozenset[str]:
-    """Return the characters that have a flag."""
+    """Return the characters that have a flag of `character_flags`."""
     return frozenset(map(chr, np.flatnonzero(character_flags() & flag).tolist()))
 
 
@@ -197,7 +197,7 @@ def utf8_bytes(code: int) -> tuple[np.uint64, int]:
 
 @kernel(inline=True)
 def skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Return where the white space that begins at `at` ends; `flags` are character_flags()."""
+    """Return the end of the white space at `at`, or `at` if there is none; pass character_flags()."""
     while at < end:
         code, after = next_character(data, at)
         if not flags[code] & SPACE:
@@ -208,7 +208,7 @@ def skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
 
 @kernel(allocates=False)
 def strip_space(data: UInt8s, begin: int, end: int, flags: UInt8s) -> tuple[int, int]:
-    """Return (begin, end) of data[begin:end] without white space at both ends; as for `skip_space`."""
+    """Return (begin, end) of data[begin:end] without white space at both ends; pass character_flags()."""
     while begin < end:
         code, after = next_character(data, begin)
         if not flags[code] & SPACE:
@@ -237,7 +237,7 @@ def mix(hashed: np.uint64, eight: np.uint64) -> np.uint64:
 
 @kernel(inline=True)
 def pack_bytes(data: UInt8s, begin: int, end: int) -> np.uint64:
-    """Return up to eight bytes as a number, the first one lowest; 0 if there are none."""
+    """Return data[begin:end], at most eight bytes, as a number, the first byte lowest; 0 if it is empty."""
     value = np.uint64(0)
     for at in range(end - 1, begin - 1, -1):
         value = value << np.uint64(8) | np.uint64(data[at])
@@ -252,7 +252,7 @@ def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
     while at + 8 <= end:
         hashed = mix(hashed, load_8_bytes(data, at))
         at += 8
-    if at < end:  # the last eight bytes, which may overlap the bytes before; fewer in a short run
+    if at < end:  # hash the last eight bytes, some of them again; a shorter run has fewer
         last = load_8_bytes(data, end - 8) if end - begin >= 8 else pack_bytes(data, begin, end)
         hashed = mix(hashed, last)
     return hashed

@@ -2,7 +2,7 @@
 
 Words are split as by `str.split()`, lines as by `str.splitlines()`. A text is read in blocks of 64 bytes as
 bit masks (blocks.py), in which words are runs of ones. Words with a letter are found by adding the masks of
-words and letters: the sum carries out of each run that has a letter. Memory is needed for the counts only.
+words and letters: the sum has a carry out of each run that has a letter. The only memory used is the counts.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class WordStatistics:
     characters: Int64s
     words: Int64s
     plain_words: Int64s  # words with a character that is not punctuation
-    plain_word_characters: Int64s
+    plain_word_characters: Int64s  # characters in plain words
     letter_words: Int64s  # words with a letter
-    hashes: Int64s
+    hashes: Int64s  # characters #
     ellipses: Int64s  # "..." without overlaps, and the ellipsis U+2026
     newlines: Int64s
     lines: Int64s
-    bullet_lines: Int64s  # lines whose first character, after white space, is the bullet U+2022 or -
-    ellipsis_lines: Int64s  # lines that end, before white space, in ... or the ellipsis U+2026
-    stop_words: Int64s  # distinct stop words
+    bullet_lines: Int64s  # lines whose first character other than white space is the bullet U+2022 or -
+    ellipsis_lines: Int64s  # lines that end in ... or the ellipsis U+2026, apart from white space
+    stop_words: Int64s  # how many different stop words occur
 
 
 def word_statistics(
     data: UInt8s, offsets: Int64s, wanted: Bools, stop_words: Sequence[str] = ()
 ) -> WordStatistics:
-    """Count the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    """Return counts for the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; 0 where not `wanted`."""
     counts = np.zeros((len(fields(WordStatistics)), len(wanted)), np.int64)
     stops = [word.encode() for word in dict.fromkeys(stop_words) if word]
     if len(stops) > 64:
@@ -66,10 +66,10 @@ def word_statistics(
 
 
 class _StopWords(NamedTuple):
-    """The stop words: all as returned by join_runs, and words of up to eight bytes in a hash table."""
+    """All stop words as `join_runs` returns them; those of up to eight bytes also in a hash table."""
 
     keys: UInt64s
-    bits: UInt64s  # 0 where a slot is empty
+    bits: UInt64s  # the bit of each stop word in `keys`; 0 where a slot is empty
     data: UInt8s
     offsets: Int64s
     longest: int
@@ -113,8 +113,8 @@ def _count_words(
 ) -> None:
     zero = np.uint64(0)
     stops = spilled = zero
-    # For a word that continues in the next block: 1, where it began, its number of characters, and whether it
-    # has had a letter, and a character other than punctuation, so far.
+    # State of a word that continues in the next block: `inside` is 1, `start` is where it began, and `length`
+    # its characters so far; the flags tell whether it has a letter, and a character other than punctuation.
     inside, start, length, has_letter, has_plain = zero, begin, 0, zero, zero
     for at in range(begin, end + 1, BLOCK_BYTES):  # up to `end`, where the last word ends
         spaces, letters, plain, heads, spilled = word_masks(data, at, end, flags, spilled, tail)
@@ -147,7 +147,7 @@ def _count_words(
 
 @kernel(inline=True)
 def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """Return the sum, which has a bit after each run of `words` with a bit of `some`, and its carry."""
+    """Return (sum, its carry); the sum has a bit after each run of `words` that contains a bit of `some`."""
     part = words + some
     total = part + carry
     return total, np.uint64(part < words) | np.uint64(total < part)
@@ -157,7 +157,7 @@ def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64
 def _find_stops(
     data: UInt8s, at: int, words: np.uint64, before: np.uint64, start: int, stop_words: _StopWords
 ) -> np.uint64:
-    """Return the bits of the stop words that end in a block; `before` is `words` shifted by one byte."""
+    """Return the bits of the stop words that end in the block at `at`; `before` is `words` shifted by 1."""
     found = np.uint64(0)
     if before & _ONE:  # a word that began at `start`, in an earlier block
         stop = at + (trailing_zeros(~words) if ~words else BLOCK_BYTES)

@@ -94,7 +94,7 @@ def normalization_version() -> str:
 
 @cache
 def character_tables() -> CharacterTables:
-    """Return the tables, which are made once per process."""
+    """Return the tables of flags and lower case, which are made once per process."""
     flags, lower = np.zeros(CODE_POINTS, np.uint8), np.arange(CODE_POINTS, dtype=np.uint32)
     every = every_character()
     flags[:ASSIGNED] |= np.char.isalnum(every) * np.uint8(WORD)
@@ -138,7 +138,7 @@ def _mark_composing(flags: UInt8s, text: str) -> None:
 
 
 def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
-    """Return the texts in normalization form C; if all are, the same array, checked at memory speed."""
+    """Return the texts in normalization form C; the same array, at memory speed, if all are in it already."""
     offsets = text_offsets(texts)
     suspect = np.zeros(len(texts), np.bool_)
     _find_composing(text_bytes(texts), offsets, character_tables().flags, combining_classes(), suspect)
@@ -150,7 +150,7 @@ def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
     return replace_texts(texts, changed)
 
 
-# A segment, its lower case, where its runs begin, and where they end.
+# (the bytes of a segment, these in lower case, starts of its runs of word bytes, ends of the runs)
 _Scratch = tuple[UInt8s, UInt8s, Int32s, Int32s]
 
 
@@ -219,10 +219,10 @@ def make_scratch() -> _Scratch:
 def next_words(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, scratch: _Scratch, out: UInt64s, count: int
 ) -> tuple[int, int]:
-    """Append hashes of words of data[at:stop] to out[count:]; return (new count, where to go on).
+    """Append hashes of words of data[at:stop] to out[count:]; return (new count, `at` for the next call).
 
     `at` and the returned index are never inside a word; `stop` is the end of the text. `scratch` is made by
-    `make_scratch`; `out` needs room for SCRATCH_WORDS more.
+    `make_scratch`; `out` needs room for SCRATCH_WORDS more hashes.
     """
     segment, lower, begins, ends = scratch
     flags, lower_table = tables
@@ -234,7 +234,7 @@ def next_words(
         segment[i] = 0
     found = _find_runs(segment, size, lower, begins, ends)
     after = size
-    if at + size < stop and found and ends[found - 1] == size:  # the last run may not end here
+    if at + size < stop and found and ends[found - 1] == size:  # the last run may continue
         found -= 1
         after = begins[found]
         if after == 0:  # the run is longer than a segment
@@ -289,7 +289,7 @@ def _split_run(
 
 @kernel(allocates=False)
 def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: Int32s) -> int:
-    """Find where runs of word bytes begin and end; return how many there are."""
+    """Write the bounds of the runs of word bytes in `segment` to `begins` and `ends`; return their number."""
     begun = ended = 0
     before = np.uint64(0)
     for block in range(0, size + 1, 64):  # zeros follow the text, so the last run ends
@@ -299,7 +299,7 @@ def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: 
         starts, stops = mask & ~shifted, shifted & ~mask
         begun_after, ended_after = begun + count_ones(starts), ended + count_ones(stops)
         while begun < begun_after or ended < ended_after:
-            for i in range(8):  # eight at once: a constant count is easier to predict than the real one
+            for i in range(8):  # always eight: branch prediction would fail for the exact number
                 begins[begun + i] = block + trailing_zeros(starts)
                 ends[ended + i] = block + trailing_zeros(stops)
                 starts &= starts - _ONE
@@ -312,7 +312,7 @@ def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: 
 
 @kernel(allocates=False)
 def _hash_lower(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
-    """Return the hash of a run of bytes, and bits that are set where a byte is not ASCII."""
+    """Return (hash of a run of bytes, a number that is not 0 if any byte is not ASCII)."""
     if length > 15:
         return _hash_long(lower, begin, length)
     # There is no branch here, because it is hard to predict which words have more than eight bytes.
@@ -325,7 +325,7 @@ def _hash_lower(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.u
 
 @kernel
 def _hash_long(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
-    """Return the hash of a longer run, and bits that are set where a byte is not ASCII."""
+    """Return the same as `_hash_lower`, for runs of any length."""
     value, other = _SEED, np.uint64(0)
     while length > 0:
         eight = load_8_bytes(lower, begin)
@@ -351,7 +351,8 @@ def _hash_run(
 ) -> tuple[int, int]:
     """Append hashes of words as `next_words` does, but character by character up to `stop`.
 
-    With `open_end`, stop earlier: at an ASCII character that is not of a word, or after SEGMENT_BYTES words.
+    With `open_end`, stop earlier: at an ASCII character that is not part of a word, or after SEGMENT_BYTES
+    words.
     """
     limit = count + SEGMENT_BYTES
     value, eight, filled = _SEED, np.uint64(0), 0
