@@ -39,7 +39,7 @@ KEYS = Table(
     origin="split",
 )
 
-_PEAK_BYTES_PER_ROW_RANKED = 250  # measured peak memory of ranking, where all rows are copies
+_PEAK_BYTES_PER_ROW_RANKED = 250  # measured peak memory per row while ranking rows that are all copies
 
 WEIGHTED_KEYS = Table(
     "weighted_keys.run",

@@ -450,7 +450,7 @@ class _Hub:
         """Yield pairs of members (ascending ranks) that agree in all `rows` values of a sub-band."""
         bands = list(range(self._permutations // rows))
         if again and len(shared := self._shared_by_all(members, rows)) == 1 < len(bands):
-            bands.remove(shared[0])  # it is inside the band that made the hub
+            bands.remove(shared[0])  # inside the band that made the hub, so it divides nothing
         for band in bands:
             keys, order = argsort_keys(self._keys(members, band * rows, rows))
             edges = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]]))

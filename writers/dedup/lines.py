@@ -91,7 +91,8 @@ LINE_KEYS = Table(
     origin="split",
 )
 
-LINE_LOSERS = Table("line_losers.run", np.dtype([("key", "<u8"), ("unit", "<u4")]))  # key: document_keys
+# A line that a document loses: `document_keys` of the document, and the index of the line in it.
+LINE_LOSERS = Table("line_losers.run", np.dtype([("key", "<u8"), ("unit", "<u4")]))
 
 CUT_LINE = np.dtype([("row", "<u4"), ("unit", "<u4")])  # a lost line: row of its document, index of the line
 

@@ -164,7 +164,7 @@ def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
-    """Decide all remaining documents and write their BEATEN rows."""
+    """Decide all remaining documents in memory; write a BEATEN row for each edge from a kept document."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
     winners, losers = (np.searchsorted(numbers, rows[side]) for side in ("key", "lo"))

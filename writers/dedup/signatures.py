@@ -221,7 +221,7 @@ def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
 
 
 def _has_groups(scope: Scope) -> bool:
-    """Return whether documents are compared within groups that must be stored (all scopes but source)."""
+    """Return whether the scope is language or a field, so that each document's group must be stored."""
     return scope not in ("global", "source")
 
 

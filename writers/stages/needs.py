@@ -199,7 +199,7 @@ class Needs:
         footers = met * (1 + (runs.segments - 1) / readers)
         file_bytes = runs.bytes / runs.count / runs.segments
         if file_bytes <= limits.block_bytes + _GUESSED_FOOTER_BYTES:
-            return footers, footers * file_bytes  # the footer's request has all of it
+            return footers, footers * file_bytes  # the request for the footer reads the whole file
         piece = runs.bytes / met
         block = limits.block_bytes + runs.row_bytes  # a block ends after the row that exceeds its size
         chunk = max(limits.chunk_bytes(memory, runs.count) - block / 2, block)
