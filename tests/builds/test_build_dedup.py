@@ -374,7 +374,7 @@ def test_a_build_that_compares_urls_and_has_none_says_so(tmp_path: Path) -> None
     recipe = make_corpus(tmp_path, documents=4, recipe=RECIPE)
     (tmp_path / "first-0.jsonl").write_text('{"text": "some words", "url": "N/A"}\n')
     (tmp_path / "second-0.jsonl").write_text('{"text": "some more words"}\n')
-    with pytest.raises(RecipeError, match=r"^dedup\.url: no document has a URL; name the field"):
+    with pytest.raises(RecipeError, match=r"^dedup\.url: no document has a URL; set inputs"):
         build(recipe, overrides=["dedup.url=true"], progress=False)
 
 

@@ -231,7 +231,7 @@ def test_a_changed_filter_behind_duplicates_redoes_only_its_pass(folder: Path) -
 
 
 def test_a_pass_that_leaves_nothing_names_its_filters(folder: Path) -> None:
-    with pytest.raises(BuildError, match=r"no document is left of \d+ behind length \(dropped: .* length/"):
+    with pytest.raises(BuildError, match=r"no document is left of \d+ after length \(dropped: .* length/"):
         run(folder, "out", steps=["exact", {"length": {"min_words": 5000}}])
 
 

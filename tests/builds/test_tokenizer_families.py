@@ -298,5 +298,5 @@ def test_prompts_need_a_tokenizer_whose_specials_text_can_mark(tmp_path: Path, i
         "tokenizer": {"path": str(path), "eos": "</s>"},
         "output": str(tmp_path / "o"),
     }
-    with pytest.raises(RecipeError, match=r"need a tokenizer\.json; .*tokenizer\.model is none"):
+    with pytest.raises(RecipeError, match=r"need a tokenizer\.json; .*tokenizer\.model is of another kind"):
         build(recipe, workers=1, progress=False)

@@ -30,9 +30,10 @@ PEAK_BYTES_PER_ENTRY = 48  # measured peak memory of stage `candidates`, per ent
 
 
 def partitions_for(entries: int, memory_bytes: int) -> int:
-    """Return the least number of partitions of the entries that each need up to half of `memory_bytes`.
+    """Return the least number of partitions such that a task with one of them needs half of `memory_bytes`.
 
-    Raises RecipeError if that is too many. `memory_bytes` is a fifth of the recipe's `memory`.
+    `entries` is the total number of rows of BANDS. `memory_bytes` is a task's budget, a fifth of the recipe's
+    `memory`. Raises RecipeError if more than MAX_PARTITIONS are needed.
     """
     needed = entries * PEAK_BYTES_PER_ENTRY * 2
     partitions = max(1, -(-needed // memory_bytes))
@@ -51,11 +52,11 @@ Floats = npt.NDArray[np.float64]
 
 CURVE_START = 0.5
 
-CURVE_STEP = 0.025  # 21 lines: with the heading, one screen of 24
+CURVE_STEP = 0.025  # gives 21 points, so that the table with its heading fits 24 terminal lines
 
 BAR_WIDTH = 40
 
-SAME = 1 + 1e-12  # areas with a smaller ratio are equal but for rounding, as of 1 x 1 and 1 x 2 at 0.5
+SAME = 1 + 1e-12  # errors with a smaller ratio differ only by rounding, such as for 1 x 1 and 1 x 2 at 0.5
 
 
 def probability(similarity: float, bands: int, rows: int) -> float:
@@ -114,7 +115,7 @@ def optimal_parameters(
 
 
 def _areas(threshold: float, bands: int, permutations: int) -> tuple[Floats, Floats]:
-    """Return the areas of false positives and of false negatives for 1, 2, … rows."""
+    """Return two arrays, the areas of false positives and of false negatives, for bands of 1, 2, … rows."""
     nodes, weights = _quadrature(permutations)
     rows = np.arange(1, permutations // bands + 1)[:, None]
 

@@ -40,7 +40,7 @@ PAIRS_BY_SECOND = Table("pairs_second.run", _SIDE)  # key b, other a
 
 RUN_PAIRS = 1 << 22
 WORD_DOCUMENTS = 1 << 32
-_PEAK_BYTES_PER_PAIR = 64  # measured peak while a run is sorted and written, for numbers over 32 bits
+_PEAK_BYTES_PER_PAIR = 64  # measured peak per pair while a run is sorted, with numbers over 32 bits
 _CHUNK = 1 << 14  # pairs made or written at a time
 
 Numbers = npt.NDArray[np.uint64]
@@ -49,7 +49,7 @@ Numbers = npt.NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
     """Counts of one partition: band `entries`, `buckets` that made pairs, `hubs` among these buckets,
-    documents of the `largest_bucket`, `pairs` without repetitions within a run, and documents that met
+    documents in the `largest_bucket`, `pairs` without repetitions within a run, and documents that met
     a limit in hubs (`bounded`, see `HubSearch`)."""
 
     entries: int
@@ -67,7 +67,7 @@ def find_candidates_of(
     similarity: Annotated[float, RecipeKey("dedup.near.similarity")],
     memory_bytes: MemoryBytes,
 ) -> CandidateCounts:
-    """Write the pairs of a range of band keys of a stored population."""
+    """Write the candidate pairs among documents that share a band key, for one range of keys."""
     loaded = population.load()
     return find_candidates(entries, loaded, folder, similarity=similarity, memory_bytes=memory_bytes)
 
@@ -84,7 +84,7 @@ def find_candidates(
     limits: HubLimits | None = None,
     memory_bytes: int = 256 << 20,
 ) -> CandidateCounts:
-    """Write the pairs of a range of band keys into `folder`; `entries` are rows of BANDS."""
+    """Write the candidate pairs of one range of band keys into `folder`; `entries` are its rows of BANDS."""
     limits = limits or HubLimits()
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
     hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
@@ -119,7 +119,7 @@ def _buckets(rows: npt.NDArray[np.void]) -> tuple[Numbers, npt.NDArray[np.int64]
     first = np.ones(len(keys), np.bool_)
     first[1:] = keys[1:] != keys[:-1]
     new = first.copy()
-    new[1:] |= numbers[1:] != numbers[:-1]  # a document may have one key in two bands
+    new[1:] |= numbers[1:] != numbers[:-1]  # two bands of a document may have the same key
     numbers, first = numbers[new], first[new]
     edges = np.append(np.flatnonzero(first), len(numbers))
     return numbers, edges
@@ -155,7 +155,7 @@ def _all_pairs(
     wanted: npt.NDArray[np.bool_],
     add: Callable[[Numbers, Numbers], None],
 ) -> None:
-    """Add the pairs of each input of a wanted bucket with all documents that follow it there."""
+    """Add the pairs of each input document of the `wanted` buckets with all later documents of its bucket."""
     state = np.zeros(3, np.int64)
     a, b = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.uint64)
     while state[0] < len(inputs):
@@ -167,9 +167,10 @@ def _all_pairs(
 def _next_pairs(
     numbers: UInt64s, edges: Int64s, inputs: Int64s, wanted: Bools, state: Int64s, a: UInt64s, b: UInt64s
 ) -> int:
-    """Fill `a` and `b` with pairs and return their number.
+    """Fill `a` and `b` with the next pairs (a[i], b[i]) and return their number.
 
-    `state`, which is updated, is (bucket, index of the input in it, number of its pairs already made).
+    `state`, where to continue, is (bucket, index of the input document in the bucket, number of pairs already
+    made for this document). It is updated.
     """
     count: int = 0
     bucket, one, done = state
@@ -238,7 +239,7 @@ class PairWriter:
             at += taken
             if self._count == self._pending.shape[1]:
                 self._sort()
-                if self._count > self._pending.shape[1] // 2:  # fewer: repetitions left room for more pairs
+                if self._count > self._pending.shape[1] // 2:  # else there is room for more pairs
                     self._write_run()
 
     def _sort(self) -> None:

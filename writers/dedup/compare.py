@@ -32,13 +32,13 @@ from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
 _NEVER = 2.0  # a containment threshold that no pair reaches
-_SEARCH_RATIO = 16  # a set that is more than this many times larger is searched, not merged
+_SEARCH_RATIO = 16  # a set more than this many times larger than the other is searched, not merged
 _STEPS = 64  # merge steps between two checks whether enough n-grams are left
 
 
 @dataclass(frozen=True, slots=True)
 class PairRule:
-    """When a pair of documents verifies: the n-gram and similarity settings of `dedup.near`."""
+    """The settings of `dedup.near` that decide whether a pair of documents verifies."""
 
     unit: Annotated[str, RecipeKey("minhash.unit")]
     ngram: Annotated[int, RecipeKey("minhash.ngram")]
@@ -74,7 +74,7 @@ class Compared:
 def compare_pairs(
     a: Sets, b: Sets, a_rows: npt.NDArray[np.int64], b_rows: npt.NDArray[np.int64], rule: PairRule
 ) -> Compared:
-    """Compare row a_rows[i] of `a` with row b_rows[i] of `b`, for every i; at most one is a sketch."""
+    """Compare row a_rows[i] of `a` with row b_rows[i] of `b`, for all i; at most one of them is a sketch."""
     count = len(a_rows)
     result = Compared(np.zeros(count, np.bool_), np.zeros(count, np.float32), np.zeros(count, np.float32))
     numbers = (
@@ -156,7 +156,7 @@ def _common_sample(
     j_end: int,
     b_distinct: int,
 ) -> tuple[int, int]:
-    """Return the end in each set of the hashes that are below the largest hash of the sketch."""
+    """Return, for each set, the index after its last hash below the largest hash of the sketch."""
     limit = np.uint64(0xFFFFFFFFFFFFFFFF)
     if i_end - i < a_distinct:
         limit = a_hashes[i_end - 1]
@@ -169,7 +169,7 @@ def _common_sample(
 
 @kernel
 def _least_shared(m: int, n: int, share: float) -> int:
-    """Return the fewest common elements, at least 1, that give sets of m and n the similarity `share`."""
+    """Return how many elements sets of sizes m and n must share for a similarity of `share`; at least 1."""
     shared = max(int(share / (1.0 + share) * (m + n)) - 1, 1)
     while shared <= min(m, n) and shared / (m + n - shared) < share:
         shared += 1
@@ -186,7 +186,10 @@ def _least_contained(size: int, share: float) -> int:
 
 @kernel
 def _shared(a: UInt64s, i: int, i_end: int, b: UInt64s, j: int, j_end: int, needed: int) -> int:
-    """Count the common elements of a[i:i_end] and the longer b[j:j_end]; stop if `needed` is impossible."""
+    """Count the common elements of a[i:i_end] and b[j:j_end], which is not shorter.
+
+    Stops with a lower count as soon as `needed` common elements cannot be reached.
+    """
     shared = 0
     if j_end - j > _SEARCH_RATIO * (i_end - i):
         while i < i_end and shared + (i_end - i) >= needed:

@@ -16,8 +16,8 @@ class UrlDedupConfig(StrictModel):
 
     keep: Literal["first", "longest"] = Field(
         default="first",
-        description="Which document is kept. first: that of the first input, then of the lowest hash; "
-        "longest: that with the longest text in all inputs, then as first.",
+        description="Which document is kept. first: the one from the earliest input, and within one input "
+        "the lowest hash; longest: the longest text of all inputs, and of equally long ones as first.",
     )
     drop_parameters: Listed[Annotated[str, Field(min_length=1, pattern=r"^[^*]+\*?$")]] = Field(
         default=(),
@@ -29,7 +29,7 @@ class UrlDedupConfig(StrictModel):
 
 
 class ExactDedupConfig(StrictModel):
-    """Keeps one of the documents with the same text: that of the first input, then of the lowest hash."""
+    """Keeps one document per text: the one from the earliest input, and within one input the lowest hash."""
 
     text: Literal["raw", "normalized"] = Field(
         default="raw",
@@ -60,13 +60,13 @@ class LinesDedupConfig(StrictModel):
     keep: int = Field(default=1, ge=1, description="Number of documents that keep a repeated line.")
 
     def content(self) -> dict[str, Any]:
-        """Return the settings that affect the output; `words`, newer than version 1, only for spans."""
+        """Return the settings that affect the output; `words`, unknown to version 1, only if unit is span."""
         found = super().content()
         return found if self.unit == "span" else {key: found[key] for key in found if key != "words"}
 
     @model_validator(mode="after")
     def _of_the_unit(self) -> Self:
-        """Raise ValueError if the minimum length of another unit is set."""
+        """Raise ValueError if `words` or `min_characters` is set, but does not apply to this unit."""
         other = "min_characters" if self.unit == "span" else "words"
         if getattr(self, other) != type(self).model_fields[other].default:
             own = "words" if self.unit == "span" else "min_characters"
@@ -106,14 +106,14 @@ class NearDedupConfig(StrictModel):
     )
     containment: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Minimum share of the smaller set that is in the other one; such pairs are also "
-        "near-duplicates. null: containment is ignored.",
+        description="Two documents are also near-duplicates if at least this share of the smaller set of "
+        "n-grams is in the other one. null: containment is ignored.",
     )
     minhash: MinHashConfig = Field(default=MinHashConfig(), description="Settings of the signatures.")
     bands: int | None = Field(
         default=14,
         ge=1,
-        description="Number of bands of a signature; null (with rows: null): the best for the similarity.",
+        description="Number of bands of a signature; null, with rows: null, is the best for `similarity`.",
     )
     rows: int | None = Field(
         default=8, ge=1, description="Number of values in a band; bands x rows <= permutations."
@@ -165,7 +165,7 @@ class NearDedupConfig(StrictModel):
         return self
 
     def content(self) -> dict[str, Any]:
-        """Return the settings that affect the output, with `measure`, an unused key of version 1."""
+        """Return the settings that affect the output, and the key `measure` of version 1, now unused."""
         return {**super().content(), "measure": None}
 
     @property
@@ -195,7 +195,8 @@ class DedupConfig(StrictModel):
     )
     max_removed_fraction: Ratio = Field(
         default=0.9,
-        description="A build stops if an input of 1,000 documents or more loses a larger share of them.",
+        description="A build fails if duplicate removal takes a larger share of the documents of an input; "
+        "inputs of fewer than 1,000 documents are not checked.",
     )
 
     @classmethod

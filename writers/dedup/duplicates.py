@@ -43,7 +43,7 @@ _TEXTS_OF_SPLIT = 64  # maximum number of texts stored per split, for removed an
 
 _TEXTS_OF_GROUP = 4  # maximum number of texts stored per batch, for duplicates of one document
 
-_BATCHES = 8  # a batch is this part of the memory, since joining holds it six times
+_BATCHES = 8  # a batch takes an eighth of the memory, since joining holds it six times
 
 _LAST = np.iinfo(np.uint64).max
 
@@ -58,7 +58,7 @@ TWINS = Table(
     "duplicates.run",
     np.dtype(
         [
-            ("key", "<u8"),  # second half of the kept document's content rank; last bit 1: a removed one
+            ("key", "<u8"),  # second half of the kept document's content rank; last bit: 1 if removed
             ("size", "<i8"),
             ("rank", "<u8"),  # first half of the kept document's content rank
             ("document_id", "u1", (16,)),
@@ -224,9 +224,9 @@ def _unpacked(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> pa.
 
 
 def _beside(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Join removed documents with kept ones.
+    """Join each removed document with its kept one.
 
-    Returns rows of DUPLICATES_SCHEMA, and the kept documents of the last key, whose rows may continue.
+    Returns rows of DUPLICATES_SCHEMA, and the kept documents of the last key, which the next batch may need.
     """
     keys, ranks, reasons = (table.column(name).to_numpy() for name in ("key", "rank", "reason"))
     order = np.lexsort((reasons >= 0, ranks, keys >> np.uint64(1)))

@@ -39,7 +39,7 @@ KEYS = Table(
     origin="split",
 )
 
-_PEAK_BYTES_PER_ROW_RANKED = 250  # measured peak memory of ranking, where all rows are copies
+_PEAK_BYTES_PER_ROW_RANKED = 250  # measured peak memory per row while ranking rows that are all copies
 
 WEIGHTED_KEYS = Table(
     "weighted_keys.run",
@@ -88,7 +88,7 @@ def rank_copies(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Rank the rows of KEYS whose key occurs several times, each key's winner first.
 
-    Returns indices into `rows`, and for each of these the position, within them, of its key's winner.
+    Returns indices into `rows`, and for each of these indices the position of its key's winner among them.
     """
     chosen = repeated(rows["key"])
     ranked, is_copy = _ranked(rows[chosen], order)
@@ -96,7 +96,7 @@ def rank_copies(
 
 
 def _ranked(rows: _Rows, by: Order) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the order of rows by key, each key's winner first, and which rows in it are not winners."""
+    """Return the indices that sort rows by key, winners first, and which sorted rows are not winners."""
     priority = [rows["source"]]
     if by != "first":
         priority.insert(1 if by == "longest_of_source" else 0, -rows["bytes"])
@@ -118,7 +118,7 @@ def _weights(rows: _Rows) -> npt.NDArray[np.int64]:
 def row_batches(keys: Slice, memory_bytes: int) -> Iterator[_Rows]:
     """Yield the rows of a partition in order, in batches whose ranking takes an eighth of the memory.
 
-    A third of the memory is for reading ahead with large requests. A batch may end within a key.
+    A third of the memory is for reading ahead with large requests. A batch may end between rows of one key.
     """
     most = _most_rows(memory_bytes)
     for rows, _ in keys.stream(memory_bytes // 3):
@@ -135,8 +135,8 @@ def find_copies(
 ) -> Iterator[Copies]:
     """Yield the copies in a partition, some keys at a time; a key's losers are in the order (split, row).
 
-    Takes three quarters of the memory. Documents of splits >= `above` win over all others; of these, a lower
-    split wins over a higher one.
+    Takes three quarters of the memory. Documents with a split number of `above` or more (those of indexes)
+    win over all others; among them, the lowest split number wins.
     """
     carried, decided = np.empty(0, keys.table.dtype), None
     for batch in row_batches(keys, memory_bytes):
@@ -164,12 +164,12 @@ def _copies(rows: _Rows, order: Order, above: int) -> Copies:
 
 
 def _copies_of_one(keys: Slice, memory_bytes: int, order: Order, above: int) -> Iterator[Copies]:
-    """Yield the copies with one first half of the key, in limited memory, by reading its rows twice.
+    """Yield the copies among rows with the same first half of the key, in limited memory.
 
-    The partition is still being read ahead meanwhile, so this reads ahead half as much.
+    Reads the rows twice. Since the caller is still reading ahead, this reads ahead half as much.
     """
     winners, represented = np.empty(0, keys.table.dtype), np.empty(0, np.int64)
-    for batch in row_batches(keys, memory_bytes // 2):  # several winners if second halves differ
+    for batch in row_batches(keys, memory_bytes // 2):  # one winner per second half of the key
         rows = np.concatenate([winners, batch])
         counts = np.concatenate([represented, _weights(batch)])
         ranked, is_copy = _ranked(_with_sources(rows, above), order)

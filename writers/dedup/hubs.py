@@ -70,7 +70,7 @@ _ONES = np.uint64(0x0001000100010001)
 
 
 def make_prints(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """Return the prints, uint64[n, words], of signatures, uint32[n, permutations]."""
+    """Return the prints (one byte per value), uint64[n, words], of signatures, uint32[n, permutations]."""
     count, permutations = signatures.shape
     prints = np.zeros((count, -(-permutations // 8) * 8), np.uint8)
     # The product's upper byte depends on all bits of the value, also of small values (Fibonacci hashing).
@@ -79,7 +79,7 @@ def make_prints(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
 
 
 def matches_for(similarity: float, permutations: int) -> int:
-    """Return the least number of equal bytes, padding included, that gives an estimate of `similarity`."""
+    """Return how many bytes of two prints, padding included, must be equal to estimate this similarity."""
     equal = similarity + (1 - similarity) / 256
     filling = -permutations % 8
     return int(np.ceil(permutations * equal - 1e-9)) + filling
@@ -125,12 +125,13 @@ def scan(
 ) -> tuple[int, int, int]:
     """Pair documents with the leaders before them; documents that no leader covers become leaders.
 
-    Processes the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. `space` holds
-    `leaders` leaders: (prints by columns, ranks, firm or not, room for match counts). `settings` is (floor,
-    similar, cover, maximum of leaders, maximum of pairs per document, number of similar firm leaders that
-    cover a document); the first three count equal bytes, as `matches_for` does. Sets bounded[i] to 1 where
-    one more leader was needed than the limit, to 2 where pairs of a document that is not covered were left
-    out (3: both). Returns (next row, leaders, next index in `out`).
+    Processes rows of `prints` from `begin` on, and stops when the pairs of a row might not fit into `out`
+    from index `at` on. `space` holds `leaders` leaders: (prints by columns, ranks, firm or not, room for
+    match counts). `settings` is (floor, similar, cover, maximum of leaders, maximum of pairs per document,
+    number of similar firm leaders that cover a document); the first three count equal bytes, as `matches_for`
+    does. Sets bounded[i] to 1 if document i did not become a leader because of the limit, to 2 if some of its
+    pairs were left out although it is not covered, to 3 for both. Returns (next row, leaders, next index in
+    `out`).
     """
     floor, similar, cover, most_leaders, most_pairs, enough = settings
     columns, heads, firm, sums = space
@@ -175,7 +176,10 @@ def _pair(
     out: Int64s,
     at: int,
 ) -> int:
-    """Write the pairs of one document; of more than `most`, the first half and then the most similar."""
+    """Write the pairs of one document with its `hits` leaders, but at most `most`.
+
+    If there are more, half are with the first leaders and half with the most similar of the others.
+    """
     _, heads, _, sums = space
     first = hits if hits <= most else most // 2
     least, ties = floor, 0
@@ -200,7 +204,10 @@ def _pair(
 
 @kernel
 def _cut(leaders: int, floor: np.uint64, first: int, most: int, sums: UInt64s) -> tuple[np.uint64, int]:
-    """Return (least, ties): after `first` hits, the `most` best are those > least and `ties` equal to it."""
+    """Return (least, ties), which select the `most` best hits after the first `first` ones.
+
+    These are all hits with more than `least` matches, and `ties` hits with exactly `least`.
+    """
     histogram = np.zeros(int64(sums[:leaders].max()) + 1, np.int64)
     for j in range(leaders):
         if sums[j] >= floor:
@@ -227,11 +234,11 @@ def scan_groups(
     space: _Space,
     out: Int64s,
 ) -> int:
-    """Run `scan` on many small groups of rows whose documents all become leaders; return the pairs in `out`.
+    """Run `scan` on small groups of rows whose documents all become leaders; return the number of pairs.
 
     Group g is the rows edges[g] to edges[g + 1]. No group may have as many documents as the maximum of
-    leaders, and the settings must let no document be covered. `state` is (group, row, leaders), where to
-    continue; all is done when its group is len(edges) - 1.
+    leaders, and the settings must let no document be covered. `state`, where to continue, is (group, row,
+    leaders) and is updated; the work is complete when its group is len(edges) - 1.
     """
     at = 0
     bounded = np.zeros(0, np.uint8)
@@ -278,11 +285,11 @@ class HubLimits:
     sub_documents: int = 64  # a sub-bucket with more documents does not get all pairs
     leaders: int = 4096  # maximum per sub-bucket; comparing a document with all takes 12 microseconds
     pairs: int = 16  # maximum per document with the leaders of a sub-bucket
-    covering: int = 3  # number of firm leaders of estimate >= similarity that cover a document
+    covering: int = 3  # number of firm leaders, each with an estimate >= similarity, that cover it
 
 
 def sub_rows(similarity: float, permutations: int) -> int:
-    """Return the largest number of values per sub-band that keeps 0.995 of the pairs at the threshold."""
+    """Return the most values per sub-band for which 99.5 % of pairs of this similarity share a sub-band."""
     rows = 1
     while rows < permutations:
         bands = permutations // (rows + 1)
@@ -295,7 +302,8 @@ def sub_rows(similarity: float, permutations: int) -> int:
 def thresholds(similarity: float, permutations: int) -> tuple[int, int, int]:
     """Return (floor, similar, cover), each a number of equal bytes as in `matches_for`.
 
-    `floor` makes a pair, `similar` keeps a leader from being firm, and `cover` covers a document.
+    `floor` matches make a pair; `similar` matches with a firm leader keep a new leader from being firm;
+    `cover` matches with a firm leader cover a document.
     """
     sigma = sqrt(similarity * (1 - similarity) / permutations)
     estimates = max(similarity - 3 * sigma, 0.0), similarity, min(similarity + 2 * sigma, 1.0)
@@ -373,7 +381,7 @@ class HubSearch:
 
 
 class _Headers:
-    """Caches the headers of one table in all parts: one byte per part, as they differ only in rows."""
+    """Caches the .npy headers of one table in all parts; one byte per part, since only row counts differ."""
 
     def __init__(self, parts: int) -> None:
         self._kind_of = np.zeros(parts, np.uint8)  # index into `_kinds` plus 1; 0: header not read yet
@@ -442,7 +450,7 @@ class _Hub:
         """Yield pairs of members (ascending ranks) that agree in all `rows` values of a sub-band."""
         bands = list(range(self._permutations // rows))
         if again and len(shared := self._shared_by_all(members, rows)) == 1 < len(bands):
-            bands.remove(shared[0])  # it is inside the band that made the hub
+            bands.remove(shared[0])  # inside the band that made the hub, so it divides nothing
         for band in bands:
             keys, order = argsort_keys(self._keys(members, band * rows, rows))
             edges = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]]))
@@ -490,7 +498,7 @@ class _Hub:
         return keys
 
     def _groups(self, members: Ranks, sizes: Ranks) -> Iterator[Pairs]:
-        """Yield all pairs within groups of up to a chunk; `members` holds one group after the other."""
+        """Yield all pairs within each group; `members` has groups of these `sizes`, each at most a chunk."""
         edges = np.concatenate([[0], np.cumsum(sizes)])
         begin = 0
         while begin < len(sizes):
@@ -506,7 +514,10 @@ class _Hub:
             begin = end
 
     def _scan(self, members: Ranks, settings: Settings, left: list[Ranks]) -> Iterator[Pairs]:
-        """Yield the pairs that `scan` finds in a bucket; append members over the leader limit to `left`."""
+        """Yield the pairs that `scan` finds in a bucket.
+
+        Appends the members that did not become leaders because of the limit to `left`.
+        """
         leaders = 0
         for start in range(0, len(members), self._chunk_documents):
             ranks = members[start : start + self._chunk_documents]

@@ -101,7 +101,7 @@ _KEY_OF_FORMAT_1 = np.dtype(
 
 SKETCH = 1024  # default number of hashes stored per document
 
-MIN_SKETCH, MAX_SKETCH = 64, 1 << 20  # standard deviation up to 0.05; 8 MiB per document
+MIN_SKETCH, MAX_SKETCH = 64, 1 << 20  # 64: standard deviation of 0.05 at s = 0.8; 2^20: 8 MiB per document
 
 _THREADS = 8
 
@@ -187,13 +187,13 @@ class DedupIndex:
     def digest(self) -> str:
         """The digest of the settings and of every table, which identifies the index as an input of tasks."""
         record = self.record.model_dump(mode="json")
-        if record["format"] > 1:  # the folders' names do not change the contents
+        if record["format"] > 1:  # the names of the parts' folders are not content
             for part in record["parts"]:
                 del part["folder"]
         return digest_of([record["format"], record["settings"], record["sketch"], record["parts"]])
 
     def check(self, config: NearDedupConfig, key: str = "dedup.near.against") -> None:
-        """Raise RecipeError, with `key` and all differing settings, if a recipe does not match the index."""
+        """Raise RecipeError with all differences, after `key`, if a recipe's settings differ."""
         there, here = _flat(self.settings), _flat(index_settings(config))
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         if not names:
@@ -274,7 +274,10 @@ INDEX_KEYS = Stage("index_keys", "near-duplicates", _make_key_run)
 
 
 def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupConfig:
-    """Return the settings; RecipeError if no index can be made with them, ValueError for a wrong sketch."""
+    """Return `config` if an index can be made with it.
+
+    Raises RecipeError if not, and ValueError if `sketch` is out of range.
+    """
     if config is None:
         raise RecipeError(
             "dedup.near: is not set, but an index stores its signatures; set it ({} sets the defaults)"
@@ -325,7 +328,7 @@ def open_index(location: Path | str, storage: StorageOptions | None = None) -> D
     record = _parse(str(file), data)
     for part in record.parts:
         _check_sizes(path, part)
-    with ThreadPoolExecutor(_THREADS) as pool:  # reading headers from a network disk is slow
+    with ThreadPoolExecutor(_THREADS) as pool:  # one by one takes long on a network disk
         list(pool.map(lambda part: _check_rows(path, part, record.settings), record.parts))
     return DedupIndex(path, record)
 
@@ -397,7 +400,7 @@ def _check_sizes(path: Path, part: _Part) -> None:
 
 
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
-    """Check that every table has one row per document, since numbers are used as indexes of its rows."""
+    """Check that every table has one row per document, since document numbers are used as row indexes."""
     folder = Artifact(path / part.folder, remedy=_REMEDY)
     tables = {DOCUMENTS_FILE: DOCUMENT, SETS_FILE: SET}
     found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
@@ -422,7 +425,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None:
-    """Check that each table in a store has the size for one row per document; `Rows` checks the headers."""
+    """Check that each table in a store has the size of one row per document; `Rows` checks headers later."""
     width = settings.get("minhash", {}).get("permutations")
     sizes = {DOCUMENTS_FILE: DOCUMENT.itemsize, SETS_FILE: SET.itemsize}
     sizes[SIGNATURES_FILE] = 4 * (width if isinstance(width, int) else 0)

@@ -1,31 +1,30 @@
-"""Line dedup: removes lines that stand in many documents. Three steps, each a stage of a build.
+"""Line dedup: cuts lines that occur in several documents. Three steps, each a stage of a build.
 
-What is said of lines holds for paragraphs, and for the windows of words by which shared spans are found
+All rules for lines hold also for paragraphs, and for the windows of words that find shared spans
 (kernels/line_units.py). Of the documents that contain a line, the `keep` ones of highest priority (lowest
-source, then lowest content rank, rows/documents.py) keep it, at every place; all others lose it. So the
-result is a property of the texts, independent of their names and of how they are cut into files, splits and
-partitions. The probability
-that any two of n different lines share their 128-bit hash, so that one is cut in error, is n^2 / 2^129:
-10^-17 for 10^11 lines.
+source, then lowest content rank, rows/documents.py) keep all its occurrences; all others lose it. So the
+result depends on the texts alone, not on their names or on how they are divided into files, splits and
+partitions. The probability that any two of n different lines have the same 128-bit hash, so that one is cut
+in error, is n^2 / 2^129: 10^-17 for 10^11 lines.
 
-1. `write_line_keys`, a task a split, hashes all lines:
+1. `write_line_keys`, one task per split, hashes all lines:
        line_keys.run    LINE_KEYS, which the exchange sorts by the first half of the hash
-       line_losers.bin  CUT_LINE, sorted: lines that already `keep` other documents of the same chunk have.
-                        These have no keys, so a line of every document costs `keep` keys a chunk.
-2. `find_line_losers`, a task a partition of keys, decides which documents lose which lines:
-       line_losers.run  LINE_LOSERS, which go back to their splits (dedup/removals.py)
-3. `cut_lines`, a task a split, writes the documents again:
-       documents.arrow  DOCUMENT_SCHEMA, in the same order, without duplicates by URL or text (later stages
-                        have none to skip) and without documents that have only white space left
-       rows.npy         int64[n]: the row that each document had before
-       outcomes.bin     removals.OUTCOME: documents that these duplicates lost to, with new rows
-       duplicates.run   what is gone, and what stays for it (duplicates.py)
-   Its ledger: read = kept + dropped, by the reasons of earlier removals and "duplicate_lines", which counts
-   all bytes that were cut, and the documents of which nothing is left.
+       line_losers.bin  CUT_LINE, sorted: lines that `keep` other documents of the same chunk already keep.
+                        They get no keys, so a line of every document makes only `keep` keys per chunk.
+2. `find_line_losers`, one task per partition of keys, decides which documents lose which lines:
+       line_losers.run  LINE_LOSERS, which go back to their splits (dedup/outcomes.py)
+3. `cut_lines`, one task per split, writes the documents again:
+       documents.arrow  DOCUMENT_SCHEMA, in the same order, without the documents that earlier steps removed
+                        and without documents that have only white space left
+       rows.npy         int64[n]: the former row of each document
+       outcomes.bin     outcomes.OUTCOME: documents that represent removed duplicates, with their new rows
+       duplicates.run   removed documents, and the documents that were kept for them (duplicates.py)
+   Its ledger: read = kept + dropped. Reasons for dropping are those of earlier removals, and
+   "duplicate_lines", which counts all bytes that were cut, and the documents that have nothing left.
 
 Memory: a batch of documents and a share of the budget. Step 1 holds a chunk of lines (with less memory there
-are more chunks, so more keys, and the same lines are cut), step 2 a part of a partition: of the line that it
-ends with, the documents that keep it so far are carried on. Keys take 48 bytes a line on disk.
+are more chunks, so more keys, and the same lines are cut). Step 2 holds a batch of a partition; the documents
+that so far keep the last line of a batch are carried over to the next. Keys take 48 bytes per line on disk.
 """
 
 from __future__ import annotations
@@ -70,21 +69,21 @@ from shardkit.writers.rows.documents import (
 )
 from shardkit.writers.rows.ledger import Count, Ledger
 
-CHUNK_ROWS = 1 << 19  # at most, in which a split's own lines are compared
+CHUNK_ROWS = 1 << 19  # maximum number of lines of a split that are compared with each other in memory
 
-_PEAK_BYTES_PER_ROW = 160  # of a chunk where all lines are repeated, measured
+_PEAK_BYTES_PER_ROW = 160  # measured peak memory per row of a chunk where all lines are repeated
 
-_PEAK_BYTES_PER_UNIT = 100  # while units are found and become rows
+_PEAK_BYTES_PER_UNIT = 100  # peak memory per line or window while rows of LINE_KEYS are made
 
 LINE_KEYS = Table(
     "line_keys.run",
     np.dtype(
         [
-            ("key", "<u8"),  # the first half of the hash; `low` is the second
+            ("key", "<u8"),  # the first half of the line's hash; `low` is the second half
             ("low", "<u8"),
-            ("id", "<u8", (2,)),  # the halves of the content rank, as numbers that sort as it does
-            ("row", "<u4"),  # in documents.arrow
-            ("unit", "<u4"),  # the line's number in the document
+            ("id", "<u8", (2,)),  # the halves of the content rank, as numbers in the same order
+            ("row", "<u4"),  # row of the document in documents.arrow
+            ("unit", "<u4"),  # index of the line in the document
             ("source", "<i4"),
             ("split", "<i4"),
         ]
@@ -92,18 +91,19 @@ LINE_KEYS = Table(
     origin="split",
 )
 
-LINE_LOSERS = Table("line_losers.run", np.dtype([("key", "<u8"), ("unit", "<u4")]))  # key: document_keys
+# A line that a document loses: `document_keys` of the document, and the index of the line in it.
+LINE_LOSERS = Table("line_losers.run", np.dtype([("key", "<u8"), ("unit", "<u4")]))
 
-CUT_LINE = np.dtype([("row", "<u4"), ("unit", "<u4")])  # what a split's tasks read of it
+CUT_LINE = np.dtype([("row", "<u4"), ("unit", "<u4")])  # a lost line: row of its document, index of the line
 
 _OWN_LOSERS_FILE = "line_losers.bin"
 
-_KEYS_MEMORY_BYTES = 64 << 20  # at most, to sort keys in; a third is a run
+_KEYS_MEMORY_BYTES = 64 << 20  # maximum memory for sorting keys; a sorted run takes a third of it
 
 
 @dataclass(frozen=True, slots=True)
 class LineKeys:
-    """Lines of a split: `compared` ones are long enough, and have the `keys` that were written."""
+    """Counts of one split: all `lines`, those long enough to be `compared`, and the written `keys`."""
 
     lines: int
     compared: int
@@ -117,10 +117,10 @@ def write_line_keys(
     removals: SplitRemovals,
     memory_bytes: MemoryBytes,
 ) -> LineKeys:
-    """Step 1, a task a split: the keys of all lines of the documents that earlier `removals` left."""
+    """Step 1, one task per split: write the keys of all lines of documents that are not in `removals`."""
     decided = removals.stream()
     lines = compared = start = 0
-    least = 2 if config.unit == "span" else config.min_characters + 1  # bytes of a unit
+    least = 2 if config.unit == "span" else config.min_characters + 1  # minimum bytes of text per unit
     piece_bytes = memory_bytes // 8 // _PEAK_BYTES_PER_UNIT * least
     with _KeyWriter(folder, config.keep, memory_bytes) as writer, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file)
@@ -139,7 +139,7 @@ def write_line_keys(
                 rows["row"] = units.document + start
                 rows["id"] = ranks[units.document]
                 rows["source"] = batch.column("source").to_numpy()[units.document]
-                rows["split"] = -1  # its number, once the exchange reads it
+                rows["split"] = -1  # set by the exchange when it reads the run
                 writer.write(rows)
                 lines += units.found
                 compared += len(rows)
@@ -157,7 +157,7 @@ def _units(texts: pa.LargeStringArray, wanted: npt.NDArray[np.bool_], config: Li
 
 
 def _lost_rows(outcomes: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """The rows of removed documents among rows of OUTCOME."""
+    """Return the row numbers of the removed documents in a table of OUTCOME."""
     lost: npt.NDArray[np.int64] = outcomes["row"][outcomes["copies"] == 0].astype(np.int64)
     return lost
 
@@ -168,7 +168,7 @@ def find_line_losers(
     keep: Annotated[int, RecipeKey("dedup.lines.keep")],
     memory_bytes: MemoryBytes,
 ) -> None:
-    """Step 2, a task a partition: which documents lose which lines."""
+    """Step 2, one task per partition of keys: write which documents lose which lines."""
     carried = np.empty(0, LINE_KEYS.dtype)
     file, limits = folder / LINE_LOSERS.file, keys.limits
     with RunWriter(file, LINE_LOSERS, memory_bytes=memory_bytes // 4, limits=limits) as writer:
@@ -180,7 +180,7 @@ def find_line_losers(
             found = np.empty(len(lost), LINE_LOSERS.dtype)
             found["key"], found["unit"] = document_keys(lost["split"], lost["row"]), lost["unit"]
             writer.write(found)
-            carried = rows[~is_lost & (rows["key"] == rows["key"][-1])]  # the next batch may have more of it
+            carried = rows[~is_lost & (rows["key"] == rows["key"][-1])]  # may continue in the next batch
 
 
 FIND_LINE_LOSERS = Stage("line_losers", "repeated lines", find_line_losers, cost=4)
@@ -188,7 +188,7 @@ LINES_REMOVED = Stage("lines_removed", "repeated lines", write_tables)
 
 
 class _KeyWriter:
-    """Writes the two files of step 1; `keys` is the number of keys."""
+    """Writes line_keys.run and line_losers.bin of a split; `keys` is the number of keys written."""
 
     def __init__(self, folder: Path, keep: int, memory_bytes: int) -> None:
         self.keys = 0
@@ -228,7 +228,7 @@ class _KeyWriter:
 
 
 def _lost(rows: npt.NDArray[np.void], keep: int) -> npt.NDArray[np.int64]:
-    """Which rows of LINE_KEYS are of a document that is not among the first `keep` of its line."""
+    """Return the indices of rows of LINE_KEYS whose document is not among the first `keep` of its line."""
     chosen = repeated(rows["key"])
     by = ("source", "low", "key")
     halves = [rows["id"][chosen, half] for half in (1, 0)]
@@ -255,7 +255,7 @@ _DOCUMENTS_FILE = "documents.arrow"
 
 @dataclass(frozen=True, slots=True)
 class CutLines:
-    """What became of the documents of a split."""
+    """The result of cutting lines in a split: how many documents and bytes were kept and dropped."""
 
     ledger: Ledger
 
@@ -271,9 +271,9 @@ def cut_lines(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> CutLines:
-    """Step 3, a task a split: write the four files.
+    """Step 3, one task per split: write the remaining documents without their lost lines into `folder`.
 
-    `own_losers` and `line_losers` are the split's rows (CUT_LINE) of steps 1 and 2.
+    `own_losers` and `line_losers` are the split's lost lines (CUT_LINE) from steps 1 and 2.
     """
     own = Rows(own_losers, CUT_LINE, header=False)
     cuts = SplitRows(CUT_LINE, [(own, 0, len(own)), *line_losers.pieces(CUT_LINE)], then=["unit"])
@@ -313,7 +313,10 @@ def _without_lost(
     twins: TwinsFile,
     ledger: Ledger,
 ) -> npt.NDArray[np.bool_]:
-    """Book what earlier stages removed from a batch, whose first row is `start`; which documents are left."""
+    """Count and record the documents of a batch that earlier stages removed; return bool[n], which are left.
+
+    `start` is the row of the batch's first document; `found` has the batch's OUTCOME rows by reason.
+    """
     sizes = np.diff(text_offsets(batch.column("text")))
     kept = np.ones(batch.num_rows, np.bool_)
     for reason, outcomes in found.items():
@@ -335,7 +338,10 @@ def _cut_batch(
     words: int,
     ledger: Ledger,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_]]:
-    """(What is left of a batch, which documents those are) without units[i] of document rows[i]; booked."""
+    """Cut line units[i] out of document rows[i], for all i, and count in the ledger what is kept and cut.
+
+    Returns the remaining documents of the batch, and bool[n], which documents of the batch they are.
+    """
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     if len(rows):
@@ -358,7 +364,7 @@ def _cut_batch(
 
 
 class _Writer:
-    """The three files."""
+    """Writes documents.arrow, rows.npy and outcomes.bin of a split."""
 
     def __init__(self, folder: Path) -> None:
         self._documents = pa.ipc.new_file(folder / _DOCUMENTS_FILE, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS)
@@ -374,7 +380,7 @@ class _Writer:
     def write(
         self, batch: pa.RecordBatch, rows: npt.NDArray[np.int64], winners: npt.NDArray[np.void]
     ) -> None:
-        """Append documents with the rows that they had; `winners` (OUTCOME) have rows as before."""
+        """Append documents and their former `rows`; `winners` (OUTCOME) are also numbered by former rows."""
         winners = winners[np.isin(winners["row"], rows)]
         copies = np.ones(len(rows), np.int32)
         copies[np.searchsorted(rows, winners["row"])] = winners["copies"]
@@ -392,7 +398,10 @@ def remove_lines(
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
-    """Run all steps: a commit for each split. `removals` are what each split lost before."""
+    """Run all three steps and return one commit of step 3 per split.
+
+    `removals` are the documents of each split that earlier stages removed.
+    """
     tasks = []
     for split, removed in zip(splits, removals, strict=True):
         tasks.append(

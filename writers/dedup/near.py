@@ -100,7 +100,7 @@ def remove_near(
     """Run all stages of near-duplicate removal.
 
     `removals` are the earlier removals of each split. Documents of `indexes` have priority over all inputs.
-    `memory_bytes` limits the memory of one task, `limits` are those of exchanges.
+    `memory_bytes` limits the memory of one task; `limits` apply to exchanges.
     """
     minhash, scope, tasks = config.minhash, config.scope, []
     for split, gone in zip(splits, removals, strict=True):
@@ -146,7 +146,7 @@ def remove_near(
 
 
 def _store(run: RunTasks, population: Population) -> PopulationFile:
-    """Store the locations of all parts in a file, which a task writes, so that tasks need no long lists."""
+    """Run a task that stores the locations of all parts in files, so that task arguments stay short."""
     inputs, others = population.parts[: population.inputs], population.parts[population.inputs :]
     named = [(part.folder.path.name, part.documents) for part in inputs]
     [[written]] = run([PARTS.task("parts", 0, named, [part.documents for part in others])])
@@ -166,7 +166,10 @@ def _pair(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Find candidate pairs of documents not removed for equal words; `names` are the parts' task names."""
+    """Find candidate pairs among documents that were not removed for equal words.
+
+    `names` are the names of the tasks of each part.
+    """
     (bands, rows), parts = bands_and_rows(config), population.parts
     lost = exchange(run, MAKE_BANDS, LOST, equal, readers=len(parts), end=len(parts) << 32, limits=limits)
     tasks = []
@@ -196,7 +199,7 @@ def _verify(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Send pairs to the parts of both documents, their sets to the blocks of pairs, and verify the blocks."""
+    """Send pairs to the parts of both documents, send their sets to the pairs' blocks, and verify blocks."""
     parts, starts, inputs = population.parts, population.starts.tolist(), population.count("input")
     bits = block_bits(inputs, sum(split.bytes for split in splits), memory_bytes)
     blocks = -(-inputs // (1 << bits))
@@ -213,7 +216,7 @@ def _verify(
 
     own, guests = (move(VERIFY, table, shingles, readers=blocks) for table in (OWN, GUESTS))
     rule, tasks = PairRule.of(config), []
-    for start in range(0, inputs, 1 << bits):  # the first document of a pair is always an input's
+    for start in range(0, inputs, 1 << bits):  # the first document of a pair is never of an index
         pairs, ours, theirs = (rows.slice(start, start + (1 << bits)) for rows in (firsts, own, guests))
         if not pairs.runs:
             continue
@@ -248,7 +251,7 @@ def _counts(
 
 
 def _warn_of_unspaced(signed: Sequence[SignedPart]) -> None:
-    """Warn if 1 % of the documents are in scripts without spaces, where a "word" is a whole sentence."""
+    """Warn if at least 1 % of the documents are in scripts without spaces, where a "word" is a sentence."""
     documents, unspaced = sum(part.documents for part in signed), sum(part.unspaced for part in signed)
     if unspaced and unspaced * 100 >= documents:
         warn_user(
@@ -261,9 +264,10 @@ def _warn_of_unspaced(signed: Sequence[SignedPart]) -> None:
 def find_equal(
     folder: Path, keys: Slice, starts: Artifact, first_index: int, memory_bytes: MemoryBytes
 ) -> int:
-    """Write the documents in a range of word keys that lose to one with equal words; return their number.
+    """Write the documents that are removed because another has equal words; return their number.
 
-    `starts` has the number of each part's first document. Parts from `first_index` on belong to indexes.
+    `keys` is one range of word keys. `starts` is the file with the number of each part's first document.
+    Parts from `first_index` on belong to indexes.
     """
     first = np.load(starts.local(), mmap_mode="r")
     losers, share = 0, memory_bytes // 8
@@ -271,7 +275,7 @@ def find_equal(
         RunWriter(folder / LOST.file, LOST, memory_bytes=share) as lost,
         RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=share) as equals,
     ):
-        # Several indexes may hold the same document; that of the first index wins.
+        # If several indexes contain the same document, the first index wins.
         for found in find_copies(keys, memory_bytes, order="longest_of_source", above=first_index):
             rows = np.empty(len(found.lost), EQUALS.dtype)
             rows["key"] = _numbers(found.kept, first, first_index)
@@ -289,7 +293,7 @@ EQUAL_WORDS = Stage("equal", "near-duplicates", find_equal, cost=0.4)
 def _numbers(
     keys: npt.NDArray[np.void], starts: npt.NDArray[np.int64], first_index: int
 ) -> npt.NDArray[np.int64]:
-    """Return the documents' numbers. Raises BuildError for a row that is not in its part (a bad index)."""
+    """Return the document numbers of KEYS. Raises BuildError for a row outside its part (damaged index)."""
     numbers: npt.NDArray[np.int64] = starts[keys["split"]] + keys["row"]
     wrong = numbers >= starts[keys["split"] + 1]
     if wrong.any():

@@ -53,13 +53,13 @@ OUTCOMES = Table(
     ),
 )
 
-# The fields that a split's tasks read. None depends on split numbers, so that the digest does not either.
+# The fields of OUTCOME. None depends on split numbers, so the digest of a split's rows does not either.
 _SHARED = ("copies", "kept_text", "kept_id", "similarity")
 OUTCOME = np.dtype([("row", "<u4"), *((name, OUTCOMES.dtype[name]) for name in _SHARED)])
 
 SPLITS_PER_GROUP = 64
 
-GROUP_SIZES = (1, 2, 10, 100, 1000)  # inclusive upper limits of the classes of group sizes; one more is open
+GROUP_SIZES = (1, 2, 10, 100, 1000)  # inclusive upper limits of the classes; the last class is over 1000
 
 _ROWS_FILE = "rows.bin"
 
@@ -71,7 +71,7 @@ _CHUNK_ROWS = 1 << 17  # rows of one table that SplitRows reads at a time
 
 
 def document_keys(split: npt.ArrayLike, row: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Return split << 32 | row, the keys for `by_split`; rows count over all batches of a split's file."""
+    """Return split << 32 | row, the keys for `by_split`; rows are numbered over all batches of a file."""
     splits, rows = np.asarray(split).astype(np.uint64), np.asarray(row).astype(np.uint64)
     return splits << np.uint64(32) | rows
 
@@ -84,9 +84,10 @@ def outcomes(
     kept: npt.ArrayLike = 0,
     similarity: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.void]:
-    """Return rows of OUTCOMES for removed documents with their `bytes`, or others with their `copies`.
+    """Return rows of OUTCOMES, either for removed documents or for documents that represent others.
 
-    `kept`, uint64[n, 2], are the content ranks of the documents that the removed ones duplicate.
+    For removed ones, pass `bytes` (text sizes), `kept` (content ranks of the kept documents, uint64[n, 2])
+    and `similarity`; for the others, pass `copies` (how many documents each represents).
     """
     rows = np.empty(len(keys), OUTCOMES.dtype)
     rows["key"], rows["bytes"], rows["copies"] = keys, bytes, np.minimum(copies, _MOST_COPIES)
@@ -138,7 +139,7 @@ NOTHING = SplitTable(Artifact(Path()), 0, 0, xxhash.xxh3_128_hexdigest(b""))
 
 @dataclass(frozen=True, slots=True)
 class SplitTables:
-    """By split number, for splits of a group with rows: (rows, digest, lost documents, lost bytes)."""
+    """The splits of a group that have rows, by number: (rows, digest, removed documents, removed bytes)."""
 
     splits: Mapping[str, tuple[int, str, int, int]]
 
@@ -154,8 +155,8 @@ def by_split(
 ) -> list[SplitTable]:
     """Bring the rows of `table` in the commits `decided` to their splits; return one handle per split.
 
-    The table's `key` is `document_keys`. The rows of a split have the field `row` instead, and no `bytes`;
-    they are sorted by all of their fields.
+    The table's `key` must be `document_keys`. The rows of a split have the field `row` instead of `key`, and
+    no `bytes`; they are sorted by all of their fields.
     """
     shift = (SPLITS_PER_GROUP - 1).bit_length() + 32
     groups = -(-splits // SPLITS_PER_GROUP)
@@ -294,7 +295,7 @@ class SplitRemovals:
         return replace(self, tables={**self.tables, reason: table})
 
     def stream(self) -> dict[str, SplitRows]:
-        """Return, by reason, readers of rows of OUTCOME in step with a pass over the documents."""
+        """Return one reader of OUTCOME rows per reason, for a caller that reads the documents in order."""
         return {reason: SplitRows(OUTCOME, table.pieces(OUTCOME)) for reason, table in self.tables.items()}
 
     def of_part(self, part: Part) -> SplitRemovals:
@@ -322,7 +323,7 @@ class SplitRemovals:
 
 
 def latest_outcomes(tables: Iterable[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Merge rows of OUTCOME in ascending order; for a document in several tables the last table wins."""
+    """Merge tables of OUTCOME, ordered by row; if several tables have a document, the last table wins."""
     rows = np.concatenate([np.empty(0, OUTCOME), *tables])
     rows = rows[np.argsort(rows["row"], kind="stable")]
     latest: npt.NDArray[np.void] = rows[np.append(rows["row"][1:] != rows["row"][:-1], True)[: len(rows)]]

@@ -1,14 +1,15 @@
-"""The documents that near-duplicate removal compares, numbered through: what the stages agree on.
+"""The population: all documents that near-duplicate removal compares, with numbers that all stages use.
 
-A *part* is a folder of files with one row a document, in the same order: a split of the inputs, or an index
-of another corpus. Documents are numbered through all parts (`number`); a number is a
-handle and never decides who wins. Priority does: documents of an index come before all others, then the
-lowest source, the longest text, the lowest content rank (rows/documents.py).
+A *part* is a folder of files with one row per document, in the same order. It has the documents of a split of
+the inputs, or of a part of another corpus's index. Documents are numbered consecutively over all parts
+(`number`). A number identifies a document; it never decides which of two documents is kept. Priority decides:
+documents of an index come before all others, then the lowest source, the longest text, the lowest content
+rank (rows/documents.py).
 
-    documents.npy    DOCUMENT, as many rows as the part has documents
+    documents.npy    DOCUMENT, one row per document of the part
     signatures.npy   uint32[n, permutations]
     keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
-    groups.npy       uint64[n], with a scope of language or field: documents are compared where it is the same
+    groups.npy       uint64[n], if the scope is a language or field: only documents of one group are compared
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ GROUPS_FILE = "groups.npy"
 DOCUMENT = np.dtype(
     [
         ("id", "u1", (16,)),  # the content rank; the document id in indexes that older versions made
-        ("row", "<i8"),  # in the split's documents.arrow
-        ("bytes", "<i8"),  # of UTF-8 text
-        ("copies", "<i4"),  # documents with the very same text, this one included
+        ("row", "<i8"),  # row in the split's documents.arrow
+        ("bytes", "<i8"),  # size of the UTF-8 text
+        ("copies", "<i4"),  # number of documents with exactly this text, this one included
         ("source", "<i4"),
     ]
 )
-PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
+PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two document numbers, a < b
 
 
 _Value = TypeVar("_Value", bound=np.generic)
-LANGUAGE_CODE = np.uint16  # models have up to some thousands of labels
+LANGUAGE_CODE = np.uint16  # wide enough for models with several thousand language labels
 
 
 RowFiles = tuple[Artifact, ...]
-"""Files of steps that wrote documents anew, in their order: int64[n], the former row of each document."""
+"""The rows.npy of each step that rewrote the documents, in order: int64[n], each document's former row."""
 
 
 def in_rows(values: npt.NDArray[_Value], rows: RowFiles) -> npt.NDArray[_Value]:
-    """Return the values of the documents that are left; `values` are those of the documents before `rows`."""
+    """Return the values of the remaining documents; `values` has those before the steps that wrote `rows`."""
     for file in rows:
         values = values[Rows(file, np.int64).read()]
     return values
@@ -58,9 +59,9 @@ def in_rows(values: npt.NDArray[_Value], rows: RowFiles) -> npt.NDArray[_Value]:
 
 @dataclass(frozen=True, slots=True)
 class LanguageLabels:
-    """Where the languages of a split's documents lie (writers/stages/languages.py).
+    """The languages of a split's documents, stored as a file of codes (writers/stages/languages.py).
 
-    `labels` are what `codes` stand for; `rows` lead from the documents that are left to their codes.
+    `labels[code]` is the language label of a code; `rows` map the remaining documents to rows of `codes`.
     """
 
     codes: Artifact
@@ -68,7 +69,7 @@ class LanguageLabels:
     rows: RowFiles = ()
 
     def read(self) -> npt.NDArray[np.uint16]:
-        """The codes, two bytes a document."""
+        """Return the language code of each remaining document, uint16[n]."""
         codes: npt.NDArray[np.uint16] = Rows(self.codes, LANGUAGE_CODE).read()
         return in_rows(codes, self.rows)
 
@@ -80,7 +81,7 @@ class SplitDocuments:
     name: str
     documents: Artifact
     bytes: int
-    languages: LanguageLabels | None = None  # where documents are compared by language
+    languages: LanguageLabels | None = None  # None unless documents are compared within their language
 
 
 Kind = Literal["input", "index"]
@@ -88,7 +89,7 @@ Kind = Literal["input", "index"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One folder of documents."""
+    """One part of the population: a folder with the tables of `documents` documents."""
 
     folder: Artifact
     documents: int
@@ -97,10 +98,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Population:
-    """All parts in order: first `inputs`, one a split, in the order of splits; then those of indexes.
+    """All parts in order: first the parts of the splits, `inputs` in number, then the parts of indexes.
 
-    `starts`, int64[parts + 1], are the number of each part's first document; the last is the number of
-    documents.
+    `starts`, int64[parts + 1], has the number of each part's first document; its last element is the total
+    number of documents.
     """
 
     parts: Sequence[Part]
@@ -109,7 +110,7 @@ class Population:
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Self:
-        """Number the documents of these parts."""
+        """Make the population of these parts, with their documents numbered consecutively."""
         kinds: list[Kind] = [part.kind for part in parts]
         assert kinds == sorted(kinds, key=("input", "index").index), kinds
         documents = [0, *(part.documents for part in parts)]
@@ -117,15 +118,15 @@ class Population:
 
     @property
     def indexed(self) -> range:
-        """The numbers of the documents of indexes."""
+        """The range of document numbers that belong to indexes."""
         return range(int(self.starts[self.inputs]), int(self.starts[-1]))
 
     def count(self, kind: Kind) -> int:
-        """Count the documents of a kind."""
+        """Return the number of documents of this kind (input or index)."""
         return self.indexed.start if kind == "input" else len(self.indexed)
 
     def locate(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return (part, row in the part) of each number."""
+        """Return (part, row in that part) of each document number."""
         numbers = numbers.astype(np.int64)
         parts = np.searchsorted(self.starts, numbers, side="right") - 1
         return parts, numbers - self.starts[parts]
@@ -136,9 +137,9 @@ STARTS_FILE = "starts.npy"
 
 
 def write_parts(folder: Path, parts: Sequence[tuple[str, int]], indexed: Sequence[int]) -> None:
-    """Write the names of the folders of the splits' parts, and where the numbers of all parts start.
+    """Write the folder names of the splits' parts, and the number of the first document of every part.
 
-    `parts` has (name, documents) of each, `indexed` the documents of each part of an index.
+    `parts` has (folder name, number of documents) per split, `indexed` the documents in each index part.
     """
     names = [name.encode() for name, _ in parts]
     np.save(folder / PARTS_FILE, np.array(names, f"S{max([1, *map(len, names)])}"))
@@ -150,7 +151,7 @@ PARTS = Stage("parts", "near-duplicates", write_parts, cost=0.1)
 
 
 class _StoredParts(Sequence[Part]):
-    """Parts of splits in mapped tables, of which the processes of a machine hold one copy, and others."""
+    """The parts of the splits, read from memory-mapped tables that processes share, and then `others`."""
 
     def __init__(
         self,
@@ -179,10 +180,10 @@ class _StoredParts(Sequence[Part]):
 
 @dataclass(frozen=True, slots=True)
 class PopulationFile:
-    """A population as an argument of tasks, of a size that does not grow with the number of splits.
+    """A population as a task argument whose size does not grow with the number of splits.
 
-    `names` and `starts` are what `write_parts` wrote; `folder` is the folder of the splits' parts, `others`
-    are the parts that follow these. `content` names all of their files.
+    `names` and `starts` are the files from `write_parts`; `folder` contains the folders of the splits' parts,
+    and `others` are the parts of indexes. `content` is a digest of the contents of all parts.
     """
 
     names: Artifact
@@ -192,7 +193,7 @@ class PopulationFile:
     content: str
 
     def load(self) -> Population:
-        """Map the population; a process keeps the one that it read last."""
+        """Return the population, with memory-mapped tables; a process caches the one that it loaded last."""
         global _loaded
         key = str(self.names), self.others
         if _loaded is None or _loaded[0] != key:
@@ -206,14 +207,14 @@ _loaded: tuple[tuple[str, tuple[Part, ...]], Population] | None = None
 
 
 def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint64]:
-    """uint64[n, 3]: rows of DOCUMENT as keys that sort the highest priority first.
+    """Return the priorities of rows of DOCUMENT as sort keys, uint64[n, 3]; the lowest key wins.
 
-    (source and inverse length, first half of the content rank, second half). No two of the documents that are
-    compared have equal ones: their words differ, so their texts do.
+    The columns are: the source (0 for an index) with the inverted text length, and the two halves of the
+    content rank. Documents that are compared differ in their words, so their texts and keys differ, too.
     """
     keys = np.empty((len(documents), 3), np.uint64)
     sources = documents["source"].astype(np.int64) + 1 if kind == "input" else np.zeros(len(documents), "<i8")
-    lengths = (1 << 40) - 1 - np.clip(documents["bytes"], 0, (1 << 40) - 1)  # never into the source's bits
+    lengths = (1 << 40) - 1 - np.clip(documents["bytes"], 0, (1 << 40) - 1)  # never 2^40: bits of `source`
     keys[:, 0] = sources.astype(np.uint64) << np.uint64(40) | lengths.astype(np.uint64)
     keys[:, 1:] = np.ascontiguousarray(documents["id"]).view(">u8").reshape(-1, 2)
     return keys

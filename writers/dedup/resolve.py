@@ -124,7 +124,8 @@ def _bytes(commits: Sequence[Commit], table: Table) -> int:
 
 
 def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[int, int]]:
-    """Divide the numbers into ranges; each has rows, and a byte per number, in a quarter of the memory."""
+    """Divide the document numbers into ranges, such that the rows of a range, and one byte per number in it,
+    fit a quarter of the memory."""
     count = max(1, -(-max(rows_bytes, documents) // (memory_bytes // 4)))
     edges = [documents * at // count for at in range(count + 1)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -133,7 +134,7 @@ def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[in
 def decide_round(
     folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: MemoryBytes
 ) -> None:
-    """Decide documents of one range; write the edges of undecided ones, and BEATEN rows of kept ones."""
+    """Decide documents of one range; write the edges from undecided ones, and BEATEN rows for kept ones."""
     some = memory_bytes // 8
     states = np.zeros(edges.stop - edges.start, np.uint8)
     for told, mark in ((waiting, _WAITS), (beaten, _BEATEN)):
@@ -163,7 +164,7 @@ def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
-    """Decide all remaining documents and write their BEATEN rows."""
+    """Decide all remaining documents in memory; write a BEATEN row for each edge from a kept document."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
     winners, losers = (np.searchsorted(numbers, rows[side]) for side in ("key", "lo"))
@@ -186,7 +187,8 @@ NEAR = Stage("near", "near-duplicates", decide_all, cost=1)
 def _decide(starts: Int64s, losers: Int64s, waits_for: Int64s, removed: Bools) -> int:
     """Mark removed documents; edges starts[i]:starts[i + 1] lead from document i.
 
-    A document is decided once all documents with an edge to it are. Returns the number of decided ones.
+    A document is decided when all documents with an edge to it are decided. Returns the number of decided
+    documents.
     """
     ready = np.empty(len(removed), np.int64)
     count = 0
@@ -227,9 +229,9 @@ def _first(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
-    """Write a BEATEN row for each document that has the same words as another.
+    """Write a BEATEN row for each document that was removed because another one has the same words.
 
-    It is a duplicate of that document if that one is kept, else of the document that one is a duplicate of.
+    Its kept document is this other one or, if that was removed as well, the document kept for that.
     """
     booked = np.append(_booked(beaten, memory_bytes // 8), np.zeros(1, BEATEN.dtype))
     booked["key"][-1] = 0xFFFFFFFFFFFFFFFF
@@ -252,7 +254,7 @@ NEAR_EQUAL = Stage("near_equal", "near-duplicates", follow_equal, cost=0.2)
 class Lost:
     """Removed documents of a part: their number, bytes and exact copies, and (documents, bytes) by source.
 
-    `kept_by_index` counts those that duplicate a document of an index. Sources are strings, as in JSON.
+    `kept_by_index` counts those that duplicate a document of an index. Keys of `sources` are numbers as text.
     """
 
     losers: int
@@ -265,7 +267,7 @@ class Lost:
 def write_lost(
     folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: MemoryBytes
 ) -> Lost:
-    """Write the removed documents of a part; `indexed` is the number of the first document of an index."""
+    """Write the removed documents of a part; documents numbered `indexed` or higher belong to indexes."""
     booked = _booked(beaten, memory_bytes // 8)
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read() if len(booked) else np.empty(0, DOCUMENT)
     documents = documents[(booked["key"] - np.uint64(beaten.start)).astype(np.int64)]
@@ -281,8 +283,8 @@ def write_lost(
         if part.kind == "input":
             keys = document_keys(rows["split"], rows["row"])
             ranks = booked["priority"][:, 1:].copy()
-            # An index may hold documents of these inputs, from an earlier build: the inverted rank keeps a
-            # document of an index from being taken for one of the inputs.
+            # An index may contain the documents of these inputs, from an earlier build. The rank of a kept
+            # document of an index is inverted, so that it is not mistaken for the input with the same rank.
             is_indexed = rows["kept"] >= indexed
             ranks[is_indexed, 0] = ~ranks[is_indexed, 0]
             decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))

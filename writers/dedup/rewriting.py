@@ -1,4 +1,4 @@
-"""The rows of documents that a step writes anew: where they were, and how many documents they represent."""
+"""For documents that a step rewrites: the former row of each, and how many documents it represents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OUTCOMES_FILE = "outcomes.bin"
 
 
 class RewrittenRows:
-    """Writes ROWS_FILE and the outcomes of documents that stand for several, with their new rows."""
+    """Writes rows.npy, and outcomes.bin: new rows and copy counts of documents that represent several."""
 
     def __init__(self, folder: Path) -> None:
         self._rows = RowsWriter(folder / ROWS_FILE, np.int64)
         self._outcomes = (folder / _OUTCOMES_FILE).open("wb")
 
     def write(self, rows: npt.NDArray[np.int64], copies: npt.NDArray[np.integer]) -> None:
-        """Append documents: the row that each had, and how many it stands for, itself included."""
+        """Append documents: the former row of each, and how many documents it represents, itself included."""
         several = np.flatnonzero(copies > 1)
         outcomes = np.zeros(len(several), OUTCOME)
         outcomes["row"], outcomes["copies"] = self._rows.rows + several, copies[several]
@@ -43,6 +43,6 @@ class RewrittenRows:
 
 
 def left_of(commit: Commit) -> SplitTable:
-    """Return the outcomes that a step which wrote documents anew left."""
+    """Return a handle to the outcomes.bin that a task of a rewriting step wrote for its split."""
     output = commit.outputs[_OUTCOMES_FILE]
     return SplitTable(commit.file(_OUTCOMES_FILE), 0, output.bytes // OUTCOME.itemsize, output.xxh3_128)

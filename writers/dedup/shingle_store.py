@@ -208,7 +208,7 @@ class ShingleReader:
                 at = stop
 
     def tables(self, rows: int = 1 << 16) -> Iterator[npt.NDArray[np.void]]:
-        """Yield all SET rows by ascending number, up to `rows` at a time; `start` counts in their folder."""
+        """Yield all SET rows by ascending number, up to `rows` at a time; `start` restarts in each folder."""
         for folder in self._folders:
             for start in range(0, len(folder.rows), rows):
                 yield folder.rows.read(start, min(start + rows, len(folder.rows)))
@@ -241,7 +241,7 @@ class _Folder:
         return numbers
 
     def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
-        """Return the rows of ascending numbers. Raises BuildError if one is missing or has a wrong range."""
+        """Return the SET rows of ascending document numbers. Raises BuildError for missing or wrong rows."""
         found = np.empty(len(numbers), SET)
         fences = np.maximum(np.searchsorted(self._fences, numbers, "right") - 1, 0)
         for fence in np.unique(fences).tolist():
@@ -286,7 +286,10 @@ class _Folder:
 
 @kernel
 def _reads(starts: Int64s, stops: Int64s, gap: int, longest: int) -> Int64s:
-    """Return edges, int64[reads + 1], of documents read together: `longest` hashes, gaps up to `gap`."""
+    """Group documents into reads of up to `longest` hashes, with gaps of up to `gap` hashes.
+
+    Returns int64[reads + 1], the first document of each read.
+    """
     edges = np.empty(len(starts) + 1, np.int64)
     edges[0] = 0
     count = 1
@@ -312,7 +315,7 @@ def _gather(hashes: UInt64s, starts: Int64s, stops: Int64s, first: int, out: UIn
 class SetRuns:
     """Writes the OWN and GUESTS runs of a part.
 
-    `firsts` are the pairs whose first document is in the part, `seconds` those whose second one is.
+    `firsts` are the pairs whose first document is in the part, `seconds` those whose second document is.
     """
 
     def __init__(
@@ -378,7 +381,7 @@ def _firsts(pairs: Slice, memory_bytes: int) -> UInt64s:
 
 
 def _guests(pairs: Slice, block_bits: int, memory_bytes: int) -> npt.NDArray[np.void]:
-    """Return rows of _WANTED: per second document and block, the lowest first document of their pairs."""
+    """Return one row of _WANTED per second document and block; its key is the lowest first document there."""
     found = [np.empty(0, _WANTED)]
     for rows, _ in pairs.stream(memory_bytes):
         found.append(_lowest(rows["key"], rows["other"], block_bits))
@@ -405,7 +408,7 @@ def write_sets(
     block_bits: int,
     memory_bytes: MemoryBytes,
 ) -> None:
-    """Write the OWN and GUESTS runs of one part, whose document numbers are the range of both slices.
+    """Write the OWN and GUESTS runs of one part; both slices cover exactly the part's document numbers.
 
     `documents` is the file with the texts of a split; None for a part of an index.
     """
@@ -433,7 +436,7 @@ SHINGLES = Stage("shingles", "near-duplicates", write_sets, cost=9)
 
 
 def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
-    """Yield the texts in the rows `in_file` of the file of documents."""
+    """Yield rows of OWN with the texts in rows `in_file` of `documents`, in batches."""
     start = 0
     with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
@@ -482,7 +485,7 @@ def read_sets(source: Slice, ngrams: NgramUnits, memory_bytes: int) -> Iterator[
 
     Within a batch, sets of an index's documents may come after those of later documents.
     """
-    text_bytes = memory_bytes // 32  # each byte of text may start an n-gram: 8 bytes, held twice
+    text_bytes = memory_bytes // 32  # each byte may start an n-gram, whose 8-byte hash is held twice
     for rows, payload in source.stream(memory_bytes // 2):
         ends, texts = payload_ends(rows, source.table), np.cumsum(np.maximum(rows["text"], 0))
         begin = 0

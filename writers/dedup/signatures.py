@@ -124,7 +124,7 @@ def band_keys(
 ) -> npt.NDArray[np.uint64]:
     """Return the band keys, uint64[n, bands], of signatures, uint32[n, permutations].
 
-    `groups`, int[n], go into the keys, so that documents of different groups share none.
+    `groups`, int[n], are hashed into the keys, so that documents of different groups share no key.
     """
     assert bands * rows <= signatures.shape[1]
     keys = np.empty((len(signatures), bands), np.uint64)
@@ -150,7 +150,7 @@ def _sign(
     some = len(factors) > 0
     for text in range(len(edges) - 1):
         at, stop, state = edges[text], edges[text + 1], (int64(0), int64(0))
-        key, lowest = keys[text], values[text]  # outside of the loop: a view costs a reference count
+        key, lowest = keys[text], values[text]  # outside of the inner loop, since a view is reference-counted
         count = 0
         while at < stop:
             found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
@@ -210,7 +210,7 @@ def _hash_bands(signatures: UInt32s, groups: Int64s, rows: int, keys: UInt64s) -
             keys[text, band] = value ^ value >> _U29
 
 
-LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # `document_keys` (part, row) removed for equal words
+LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # key: document_keys(part, row), removed for equal words
 
 
 def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
@@ -221,12 +221,12 @@ def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
 
 
 def _has_groups(scope: Scope) -> bool:
-    """Return whether documents are compared within groups other than their sources."""
+    """Return whether the scope is language or a field, so that each document's group must be stored."""
     return scope not in ("global", "source")
 
 
 def value_groups(values: Sequence[object]) -> npt.NDArray[np.uint64]:
-    """Return uint64[n], the hashes of values in JSON; two values share one with probability 2^-64."""
+    """Return the hashes of values as JSON, uint64[n]; two values have the same with probability 2^-64."""
     texts = [orjson.dumps(value, option=orjson.OPT_SORT_KEYS) for value in values]
     return np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)
 
@@ -238,7 +238,10 @@ def _batch_groups(
     scope: Scope,
     known: npt.NDArray[np.uint64] | None,
 ) -> npt.NDArray[np.uint64] | None:
-    """Return the groups of `rows` of a batch that begins at row `start`, from `known` if that is given."""
+    """Return the groups within which `rows` of a batch are compared; None with scope global.
+
+    `start` is the row of the batch's first document. `known` has the groups of all rows, if not None.
+    """
     if known is not None:
         own: npt.NDArray[np.uint64] = known[start + rows]
         return own
@@ -258,8 +261,8 @@ def _batch_groups(
 class SignedPart:
     """Counts of one part: `documents` with a signature, and `wordless` ones, which have no signature.
 
-    In `unspaced` documents most of the beginning is in a script without spaces while the unit is words, so
-    that their words are whole sentences.
+    `unspaced` counts documents that begin mostly in a script without spaces while the unit is words, so that
+    their "words" are whole sentences.
     """
 
     documents: int
@@ -276,7 +279,7 @@ def sign_split(
     languages: LanguageLabels | None,
     memory_bytes: MemoryBytes,
 ) -> SignedPart:
-    """Write the part of a split's documents into `folder`; `languages` are set if the scope is language."""
+    """Write the tables of a split's part into `folder`; `languages` are needed if the scope is language."""
     gone = removed.load()
     groups = None if languages is None else value_groups(languages.labels)[languages.read()]
     return sign_documents(documents, gone, minhash, scope, folder, memory_bytes=memory_bytes, groups=groups)
@@ -295,10 +298,10 @@ def sign_documents(
     memory_bytes: int = 64 << 20,
     groups: npt.NDArray[np.uint64] | None = None,
 ) -> SignedPart:
-    """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
+    """Write the tables of the part with these documents (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
-    Documents in `removed` are left out; only the copy counts of those that represent them remain. `groups`
-    are the groups of all rows if they cannot be read from the documents.
+    Documents in `removed` are left out; documents that represent them keep their copy counts. `groups` are
+    the groups of all rows if they cannot be read from the documents.
     """
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     start = wordless = unspaced = 0
@@ -412,7 +415,7 @@ def _key_rows(
 ) -> npt.NDArray[np.void]:
     rows = np.empty(len(described), KEYS.dtype)
     rows["key"], rows["low"] = signed.keys.view(">u8").T
-    if groups is not None:  # equal words of different groups must not meet
+    if groups is not None:  # the same words must get different keys in different groups
         rows["key"] ^= (groups + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     rows["id"] = np.ascontiguousarray(described["id"]).view(">u8")
     rows["split"] = -1  # set by the exchange when it reads the run

@@ -24,17 +24,17 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import Artifact, BinaryFile, read_into
 
-CHUNK_ROWS = 1 << 16  # rows per read when a whole table is read: some megabytes, and few calls
+CHUNK_ROWS = 1 << 16  # rows per read when a whole table is read: a few megabytes
 
 _READ_BYTES = 1 << 20
 
 _CLOSE_ROWS = 256
 
-HEADER_BYTES = 512  # room for all dtypes used here and any row count, so that it can be written last
+HEADER_BYTES = 512  # fits all dtypes used here and any row count, so that the header can be written last
 
 
 class RowsWriter:
-    """Writes a .npy file whose number of rows is known only at the end; `width` is the values per row."""
+    """Writes a .npy file whose number of rows is known only at the end, with `width` values per row."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, *, width: int | None = None) -> None:
         self.dtype = np.dtype(dtype)
@@ -135,7 +135,7 @@ class Rows:
 
 
 def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Return (offset of the rows, shape, dtype) of a .npy file in C order; BuildError for other files."""
+    """Return (offset of the rows, shape, dtype) of a .npy file in C order. Raises BuildError if not."""
     with table.open() as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -159,7 +159,7 @@ def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     return begin, shape, dtype
 
 
-_GAP_BYTES = 64 << 10  # rows with smaller gaps are read together: cheaper than another call
+_GAP_BYTES = 64 << 10  # rows with a smaller gap between them are read together: cheaper than two reads
 
 _PIECE_BYTES = 1 << 20
 

@@ -47,7 +47,7 @@ TRACKING = (
 
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
-# A fast path for most URLs; `_path` and `_query` still encode them and resolve segments.
+# Most URLs match this pattern: `canonical_url` then only has to normalize path and query.
 _SIMPLE = re.compile(
     r"https?://([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:@/%-]*)?(?:\?([A-Za-z0-9._~!$&'()*+,;=:@/?%-]*))?"

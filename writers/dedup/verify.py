@@ -98,7 +98,7 @@ VERIFY = Stage("verify", "near-duplicates", verify_block, cost=5.8)
 
 
 def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
-    """Yield the sets in order, in batches of up to `most_bytes`, or of one batch of `found`."""
+    """Yield the sets in order, in batches of up to `most_bytes`, or one batch of `found` if it is larger."""
     pieces, held = list[Sets](), 0
     for sets in found:
         size = sets.rows.nbytes + sets.hashes.nbytes
@@ -112,7 +112,7 @@ def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
 
 
 def _gathered(source: Slice, memory_bytes: int) -> Iterator[Batch]:
-    """Yield the rows in order, in batches of up to half of `memory_bytes`, or of one batch of the slice."""
+    """Yield the rows in order, in batches of up to half of `memory_bytes`, or one larger source batch."""
     pieces, held = list[Batch](), 0
     for batch in source.stream(memory_bytes // 2):
         size = batch[0].nbytes + batch[1].nbytes

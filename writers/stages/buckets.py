@@ -1,13 +1,13 @@
-"""Step: from the scores of a `buckets` filter to the edges of its labels.
+"""Step: computes the edges of the bins of a `buckets` filter from the documents' scores.
 
-Once duplicates are known, one task draws the `fit_documents` documents of lowest hash(seed, document id)
-among those that are left, and computes the edges of bins; it reads 8 bytes a document and score, and holds
-the sample. labels.py has what becomes of the edges.
+After duplicate removal, one task samples the `fit_documents` remaining documents with the lowest hash(seed,
+document id), and computes the edges of the bins. It reads 8 bytes per document and score, and holds the
+sample. labels.py turns scores and edges into labels.
 
-The edge of bin j of n is the value at place floor(j * count / n) of the sorted sample; a score is in bin j
-if it reaches j edges: without ties each bin has its share of the sample to within one document. Documents of
-equal scores are in one bin, the highest that one of them would be in; but those of the lowest score are all
-in bin 0, however many they are (of a score that is mostly 0, a zero says nothing good).
+Edge j of n bins is the value at index floor(j * count / n) of the sorted sample; a score is in bin j if it
+reaches j edges. So without ties each bin has its share of the sample to within one document. Documents with
+equal scores are in the same bin, the highest that one of them would be in. But all documents with the lowest
+score are in bin 0, however many they are: if most scores are 0, a 0 is no sign of quality.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardkit.writers.stages.needs import Needs
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Edges of the bins of each score, and how many of the documents they were computed from."""
+    """The edges of each score's bins, computed from `sampled` of the remaining `documents`."""
 
     edges: Sequence[Sequence[float]]
     sampled: int
@@ -41,7 +41,7 @@ class Edges:
 
 
 def fit_buckets(documents: Documents, build: Build) -> Documents:
-    """Compute the edges from a sample of the documents that are left."""
+    """Compute the edges of bins from a sample of the remaining documents."""
     config, parts = documents.recipe.buckets, []
     assert config is not None
     step = documents.step_with(BUCKETS_FILE)
@@ -56,7 +56,7 @@ def fit_buckets(documents: Documents, build: Build) -> Documents:
 
 @dataclass(frozen=True, slots=True)
 class SplitScores:
-    """The scores of a split's documents; `rows` lead from those that are left to them."""
+    """The scores of a split's documents; `rows` map the remaining documents to rows of `file`."""
 
     file: Artifact
     rows: RowFiles
@@ -64,14 +64,14 @@ class SplitScores:
 
     @property
     def content(self) -> str:
-        """Digest of what is read: a task reads that of all splits."""
+        """The digest of the split's inputs, by which the task over all splits depends on them."""
         return digest_of(plain([self.file, self.rows, self.removed]))
 
 
 def find_edges(
     folder: Path, splits: Sequence[SplitScores], scores: int, bins: int, fit_documents: int
 ) -> Edges:
-    """Compute the edges of bins from the documents of lowest hash."""
+    """Compute the edges of each score's bins from the `fit_documents` documents with the lowest hashes."""
     sample, documents = np.empty(0, score_rows(scores)), 0
     for split in splits:
         found = read_scores(split.file, split.rows, scores)
@@ -97,7 +97,7 @@ BUCKETS = Stage("buckets", "read and filter", find_edges)
 
 
 def needs(n: Needs) -> None:
-    """State what fitting the edges reads."""
+    """Add the requests and bytes of computing the edges of bins."""
     if n.corpus.shape.has_buckets:
         n.add(BUCKETS, 1, 3 * n.corpus.splits, 16 * n.corpus.documents)
 

@@ -1,17 +1,17 @@
-"""Stage `clean`: read and filter a split, and write what later stages need, with a ledger that adds up.
+"""Stage `clean`: reads and filters a split, and writes the files that later stages need, with a ledger.
 
-One task per split, named after its file and its start in the file, so that a new file costs only its own
-tasks; of a group of small files (`group_small_files`) after the first one. The folder of a task receives the
-files of a pass of filters (passes.py), and
+There is one task per split. It is named after its file and its start in the file, so that a new file adds
+only its own tasks; for a group of small files (`group_small_files`), after the first one. A task writes the
+files of a pass of filters (passes.py) into its folder, and
   quarantine.jsonl     unreadable records; often empty
   annotations.parquet  with `annotate`: the value of every filter for every document (rows/annotations.py)
-Memory is one batch, one record and a run of keys, for a split of any size.
+A task holds one batch, one record and a run of keys, for a split of any size.
 
-A split whose task fails in every attempt, by an error, by ending its process or by taking too long, ends the
-build unless `max_failed_splits` allows it. Then a task of stage FAILED_SPLITS stands in for it: it reads no
-record, and books the whole split as quarantined.
+If the task of a split fails in every attempt (by an error, by a crash of its process, or by a timeout), the
+build ends, unless `max_failed_splits` allows the failure. Then a task of stage FAILED_SPLITS replaces it: it
+reads no record, and counts the whole split as quarantined.
 
-What is published as one file, the quarantine above all, is joined by tasks of stage SIDE_FILES.
+Tasks of stage SIDE_FILES join the quarantines of all splits into one file, and also the files of filters.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ JOINED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class CleanSettings:
-    """What cleaning reads of a recipe for the splits of one input."""
+    """The settings of a recipe that affect how the splits of one input are read and filtered."""
 
     input: Annotated[InputConfig, RecipeKey("inputs")]
     first_pass: Annotated[PassSettings, RecipeKey()]
@@ -80,7 +80,7 @@ class CleanSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, source: int) -> CleanSettings:
-        """Return those of an input, without what says where its files are, which splits know."""
+        """Return the settings for input number `source`, without the keys that locate its files."""
         elsewhere = {"path": "", "exclude": (), "base": None, "source": None, "format": None}
         return cls(
             recipe.inputs[source].model_copy(update=elsewhere),
@@ -93,10 +93,10 @@ class CleanSettings:
 
 
 def read_and_filter(documents: Documents, build: Build) -> Documents:
-    """Read the records of all splits and judge them; other tasks of the build run beside.
+    """Read and filter the records of all splits; run the build's other tasks (`beside`) at the same time.
 
-    RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
-    unreadable, or if nothing is left.
+    Raises RecipeError if no record of a file has a field that the recipe names. Raises BuildError if too many
+    records are unreadable, or if no document is left.
     """
     recipe, inputs = documents.recipe, build.inputs
     splits = count_records(documents.splits, build.run)
@@ -127,7 +127,7 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
 
 
 def _given_labels(recipe: Recipe) -> Buckets | None:
-    """How scores become labels, where the recipe has the edges of a `buckets` filter."""
+    """Return the label rules if the recipe sets the thresholds of its `buckets` filter, else None."""
     config = recipe.buckets
     if config is None or config.is_fitted:
         return None
@@ -137,7 +137,7 @@ def _given_labels(recipe: Recipe) -> Buckets | None:
 def _check(
     recipe: Recipe, splits: Sequence[Split], cleaned: Sequence[Commit], counts: Sequence[Cleaned]
 ) -> None:
-    """Check the counts of all splits together."""
+    """Check limits and named fields on the totals of all splits; raise BuildError or RecipeError."""
     total = Ledger()
     for one in counts:
         total.merge(one.ledger)
@@ -146,7 +146,7 @@ def _check(
     warn_of_notes(parts_of(splits), facts)
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
     failed = total.quarantined.get(FAILED_SPLIT, Count()).documents
-    if failed > recipe.max_failed_splits:  # found finished, or made by several processes
+    if failed > recipe.max_failed_splits:  # `Fallback` only limits failures in this run
         pairs = zip(splits, counts, strict=True)
         names = sorted(split.file for split, one in pairs if FAILED_SPLIT in one.ledger.quarantined)
         raise BuildError(
@@ -172,9 +172,10 @@ def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
 
 
 def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
-    """The quarantine, if any, and what filters report in lines, each joined over all splits, in their order.
+    """Join the quarantines, and each kind of .jsonl file of filters, over all splits in their order.
 
-    A commit has one file, by its name in the dataset. Files are joined by 64, and these again, down to one.
+    Returns commits with one file each, under its name in the dataset; an empty quarantine is left out. Files
+    are joined in groups of 64, and the results again, until one file is left.
     """
     names = sorted({name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")})
     made = {
@@ -200,7 +201,7 @@ def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
 
 
 def join_files(folder: Path, name: str, files: Sequence[Artifact]) -> None:
-    """Write files one after the other as `name`."""
+    """Concatenate files in order into one file `name` in `folder`."""
     with (folder / name).open("wb") as joined:
         for file in files:
             with file.open() as part:
@@ -220,11 +221,11 @@ def clean_split(
     scores: Sequence[ScoreTable] = (),
     failure: str | None = None,
 ) -> Cleaned:
-    """Write the files of a split into `folder`, which exists and is empty.
+    """Read and filter a split; write its files into `folder`, which exists and is empty.
 
-    `filter_files` are what its function of that name returns; relative paths are in `filter_folder`.
-    With a `failure`, no record is read, and the split is booked as failed for that reason. BuildError when
-    more of the split is unreadable than `max_bad_fraction` allows.
+    `filter_files` has the digests of the filters' files by path (`inputs.filter_files`); relative paths start
+    at `filter_folder`. With `failure`, an error message, no record is read, and the whole split is counted as
+    failed. Raises BuildError if more records are unreadable than `max_bad_fraction` allows.
     """
     for name in filter_files:
         if not Path(name).is_absolute():
@@ -238,7 +239,7 @@ def clean_split(
     )
     try:
         return _clean(folder, split, settings, chain, masking, failure=failure)
-    except SuspectFilesError as found:  # at the end of the untrusted data, so start again without it
+    except SuspectFilesError as found:  # discard the split, read it without these
         return _clean(folder, split, settings, chain, masking, found.suspects)
 
 
@@ -248,10 +249,10 @@ CLEAN = Stage("clean", "read and filter", clean_split, cost=150)
 def clean_failed(
     folder: Path,
     failed: str,
-    args: Annotated[Mapping[str, Any], DecidesNoByte("`failed` is the digest of what they decide")],
+    args: Annotated[Mapping[str, Any], DecidesNoByte("`failed` is the digest of these arguments")],
     error: Annotated[str, DecidesNoByte("a later build finds the split without it")],
 ) -> Cleaned:
-    """Book a split whose task failed; see `Fallback`."""
+    """Write the files of a split whose task failed, without records; see `Fallback`."""
     return clean_split(folder, **{**args, "failure": error})
 
 
@@ -285,7 +286,8 @@ def _clean(
             PULSE.tell(ledger)
     ledger.check(f"{split.file} (split {split.index})")
     found, hashes = [one.to_dict() for one in fields], [hash_split(part) for part in split.parts]
-    # The hashes must be those of what was read just now. That this is what was found is checked at the end.
+    # The hashes must be of the bytes that were just read, so no file may have changed in the meantime. The
+    # end of the build checks that these hashes are those of the files found at its start.
     for part, before in zip(split.parts, versions, strict=True):
         if version_now(part.input) != before:
             raise BuildError(f"{part.path}: changed while it was read; run the build again")
@@ -303,7 +305,7 @@ def _read(
     masking: Masking | None,
     failure: str | None,
 ) -> Iterator[pa.RecordBatch]:
-    """The records of a split; of one that failed none, but one entry in the quarantine for all of it."""
+    """Yield the records of a split; with `failure`, only quarantine the whole split as one entry."""
     if failure is None:
         yield from read_parts(
             split,
@@ -328,7 +330,7 @@ def _read(
 
 
 def needs(n: Needs) -> None:
-    """State what cleaning writes; raw files are read from where they are."""
+    """Add the requests and bytes of cleaning; raw files are outside the work folder and not counted."""
     c = n.corpus
     keys_bytes = (1 + ("url" in c.dedup)) * c.documents * KEYS.dtype.itemsize
     files = 3 + ("url" in c.dedup) + c.shape.side_files

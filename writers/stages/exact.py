@@ -1,11 +1,12 @@
 """Stages `url` and `exact`: remove all but one of the documents with the same key.
 
-Cleaning wrote a key of each document (`dedup/exact.py`), with `dedup.url` one of its URL (`dedup/urls.py`).
-Each task takes a partition of the keys of all splits and decides; its outcomes go back to the splits
-(`dedup/outcomes.py`). The number of partitions follows from the number of documents.
+A pass of filters wrote a key of each document's text (`dedup/exact.py`) and, with `dedup.url`, of its URL
+(`dedup/urls.py`). Each task decides one partition of the keys of all splits; its outcomes go back to the
+splits (`dedup/outcomes.py`). The number of partitions depends on the number of documents.
 
-What lost to an equal URL must not win over an equal text: stage `url_left`, a task a split, writes the keys
-of the documents that are left, with the number of documents that each stands for.
+A document that was removed for an equal URL must not win over a document with the same text. So stage
+`url_left`, one task per split, writes the keys of the remaining documents again, each with the number of
+documents that it represents.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import Needs
 
-URL_DUPLICATE, EXACT_DUPLICATE = "url_duplicate", "exact_duplicate"  # as ledgers name them
+URL_DUPLICATE, EXACT_DUPLICATE = "url_duplicate", "exact_duplicate"  # reasons for dropping, in ledgers
 
 
 @dataclass(frozen=True, slots=True)
 class ExactDuplicates:
-    """What one partition removes. `groups` counts the documents that represent 2, 3, … documents, in the
-    classes of `count_groups`; less those that represented several in the stage before, and do so no longer.
+    """The removals of one partition: number of documents (`losers`), and `bytes` of their texts.
+
+    `groups` counts the documents that represent several, in the classes of `count_groups`. Documents that
+    already represented several after the stage before are subtracted from their former class.
     """
 
     losers: int
@@ -60,14 +63,14 @@ class ExactDuplicates:
 
 
 def drop_equal_urls(documents: Documents, build: Build) -> Documents:
-    """Remove all but one of the documents with the same URL; RecipeError if none has a URL."""
+    """Remove all but one of the documents with the same URL. Raises RecipeError if no document has a URL."""
     config = documents.recipe.dedup.url
     assert config is not None
     step = documents.step_with(URL_KEYS.file)
     urls = sum(one.urls for one in step.filtering)
     if not urls:
         raise RecipeError(
-            "dedup.url: no document has a URL; name the field that has it by inputs[].url, or leave out "
+            "dedup.url: no document has a URL; set inputs[].url to the field with the URL, or remove "
             "dedup.url"
         )
     order: Order = "longest" if config.keep == "longest" else "first"
@@ -80,7 +83,7 @@ def drop_equal_urls(documents: Documents, build: Build) -> Documents:
 def drop_equal_texts(documents: Documents, build: Build) -> Documents:
     """Remove all but one of the documents with the same text.
 
-    Of documents with equal URLs, the one that stayed is compared, and stands for those that lost to it.
+    Of documents with equal URLs, only the kept one is compared; it also represents those removed for it.
     """
     run, memory_bytes, limits = build.run, build.memory_bytes, build.limits
     step = documents.step_with(KEYS.file)
@@ -100,7 +103,7 @@ def keys_left(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Write WEIGHTED_KEYS of the documents of each split that are left."""
+    """Write the WEIGHTED_KEYS of the remaining documents, with one task per split; return the commits."""
     tasks = []
     for commit, removed in zip(written, removals, strict=True):
         piece = exchange(run, URL_LEFT, KEYS, [commit], readers=1, limits=limits).slice(0, 1 << 64)
@@ -119,9 +122,9 @@ def remove_equal(
     memory_bytes: int,
     limits: Limits,
 ) -> tuple[list[ExactDuplicates], list[SplitTable]]:
-    """Run two stages: what each partition of keys removed, and the outcomes of each split.
+    """Run the two stages; return the removals of each partition of keys, and the outcomes of each split.
 
-    `written` are the tasks, one a split, that wrote runs of `table` of so many `rows`.
+    `written` are the commits, one per split, with runs of `table`, which have `rows` rows in total.
     """
     partitions, tasks = limits.partitions(rows, table.dtype), []
     keys = exchange(run, stages.find, table, written, readers=partitions, limits=limits)
@@ -150,7 +153,7 @@ def _without(
 def find_exact(
     folder: Path, keys: Slice, memory_bytes: MemoryBytes, order: Order = "first"
 ) -> ExactDuplicates:
-    """Write the outcomes of one partition into `folder`. The similarity of equal URLs is unknown."""
+    """Write the outcomes of one partition of keys into `folder`, with similarity 1 (NaN for equal URLs)."""
     losers = size = 0
     largest, groups = 1, np.zeros(len(GROUP_SIZES) + 1, np.int64)
     file, limits = folder / OUTCOMES.file, keys.limits
@@ -173,13 +176,13 @@ def find_exact(
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Documents of a split that did not lose to an equal URL."""
+    """The number of documents of a split that were not removed for an equal URL."""
 
     documents: int
 
 
 def write_left(folder: Path, keys: Slice, removals: SplitRemovals, memory_bytes: MemoryBytes) -> Left:
-    """Write the WEIGHTED_KEYS of one split into `folder`: its KEYS without what was removed before."""
+    """Write the WEIGHTED_KEYS of one split into `folder`: its KEYS without documents in `removals`."""
     decided = latest_outcomes(table.read(OUTCOME) for table in removals.tables.values())
     documents = 0
     file, limits = folder / WEIGHTED_KEYS.file, keys.limits
@@ -188,7 +191,7 @@ def write_left(folder: Path, keys: Slice, removals: SplitRemovals, memory_bytes:
             weighted = np.empty(len(rows), WEIGHTED_KEYS.dtype)
             for name in KEYS.dtype.names or ():
                 weighted[name] = rows[name]
-            weighted["copies"], weighted["split"] = 1, -1  # its number, once the exchange reads it
+            weighted["copies"], weighted["split"] = 1, -1  # `split` is set by the exchange
             if len(decided):
                 places = np.minimum(np.searchsorted(decided["row"], rows["row"]), len(decided) - 1)
                 known = decided["row"][places] == rows["row"]
@@ -201,7 +204,7 @@ def write_left(folder: Path, keys: Slice, removals: SplitRemovals, memory_bytes:
 
 @dataclass(frozen=True)
 class EqualStages:
-    """Find documents of equal keys, and bring the outcomes to their splits."""
+    """Two stages: `find` finds documents with equal keys, and `sort` brings the outcomes to their splits."""
 
     find: Stage[[Slice, int, Order], ExactDuplicates]
     sort: Stage[[Slice], SplitTables]
@@ -218,13 +221,13 @@ EQUAL_TEXTS = EqualStages(
 
 
 def url_needs(n: Needs) -> None:
-    """State what comparing URLs takes."""
+    """Add the requests and bytes of comparing URLs."""
     if "url" in n.corpus.dedup:
         _add(n, EQUAL_URLS, URL_KEYS)
 
 
 def text_needs(n: Needs) -> None:
-    """State what comparing texts takes, and what is left of equal URLs."""
+    """Add the requests and bytes of comparing texts, and of stage `url_left` before it."""
     c = n.corpus
     if "exact" not in c.dedup:
         return

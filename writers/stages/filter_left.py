@@ -1,10 +1,10 @@
-"""Step: filters behind duplicate removal, which read only what is left.
+"""Step: filters that run after duplicate removal, on the remaining documents only.
 
-One task per split and pass. Its folder receives the files of a pass (passes.py), and
-  rows.npy         int64[n]: the row that each kept document had
-  outcomes.bin     OUTCOME: how many documents those that stay stand for, with new rows
-  duplicates.run   documents that duplicate removal took since the files were written, and what stays for them
-The ledger: read = kept + dropped, by the reasons of earlier steps and by those of the filters.
+There is one task per split and pass. It writes the files of a pass (passes.py) into its folder, and
+  rows.npy         int64[n]: the former row of each kept document
+  outcomes.bin     OUTCOME: how many documents each kept one represents, with new rows
+  duplicates.run   documents that duplicate removal took since the last rewrite, and those kept for them
+The ledger: read = kept + dropped, with the reasons of earlier steps and of the filters.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def filter_left(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> Filtering:
-    """Filter the documents of a split that `removals` leave, and write the files into `folder`.
+    """Filter the documents of a split that are not in `removals`, and write the files into `folder`.
 
-    `filter_files` and `filter_folder` are as in `clean_split`; `languages` are those of an earlier pass.
+    `filter_files` and `filter_folder` are as in `clean_split`; `languages` are from an earlier pass.
     """
     for name in filter_files:
         if not Path(name).is_absolute():
@@ -95,7 +95,7 @@ def _stage(nth: int) -> Stage[..., Filtering]:
 
 
 def step_of(number: int, nth: int) -> Step:
-    """Return the step of the pass that is `number` in `Recipe.moves`, the `nth` behind duplicate removal."""
+    """Return the step of the pass at index `number` of `Recipe.moves`, the `nth` after duplicate removal."""
     stage = _stage(nth)
     return Step(lambda recipe: (stage,), partial(_filter, stage, number), needs)
 
@@ -130,13 +130,13 @@ def _nothing_left(recipe: Recipe, number: int, found: Sequence[Filtering]) -> st
     reasons = ", ".join(f"{count.documents:,} by {reason}" for reason, count in lost)
     names = [name for name, _ in PassSettings.of(recipe, number).filters]
     return (
-        f"no document is left of {total.read.documents:,} behind {', '.join(names)} (dropped: {reasons}); "
+        f"no document is left of {total.read.documents:,} after {', '.join(names)} (dropped: {reasons}); "
         "loosen or remove a filter"
     )
 
 
 def needs(n: Needs) -> None:
-    """State what the passes behind duplicate removal read and write; nothing is known of what they drop."""
+    """Add the requests and bytes of passes after duplicate removal, as if they dropped no document."""
     c = n.corpus
     text = c.text_bytes * DOCUMENTS
     for nth in range(1, c.shape.passes + 1):

@@ -1,15 +1,15 @@
-"""What flows through a build: its inputs, the documents from step to step, and the datasets that come out.
+"""The data that steps of a build pass on: its inputs, the remaining documents, and the datasets.
 
-A step is what a recipe asks for, in stages/graph.py's order; a stage is a kind of task
-(execution/stage.py). A step takes the `Documents` that are left, runs its stages, and returns what is left
-of them, with what it found out:
+A step is one operation of a recipe, such as removing near-duplicates; stages/graph.py has the order of steps.
+A stage is a kind of task (execution/stage.py). A step takes the remaining `Documents`, runs its stages, and
+returns the documents that still remain, together with its results:
 
     documents = Documents(recipe, splits)
     for step in steps_of(recipe):
         documents = step.run(documents, build)
 
-A document that a step removes stays in its file, and `removals` says which rows are gone. Steps that edit
-texts, and filters behind duplicate removal, write what is left anew (`Written`).
+A document that a step removes stays in its file, and `removals` lists its row. Steps that edit texts, and
+filters after duplicate removal, write the remaining documents to new files (`Written`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from shardkit.writers.stages.score_tables import ScoreTable
 
 @dataclass(frozen=True)
 class Build:
-    """What all steps of a build share: its inputs, and how tasks get run.
+    """The context that all steps of a build share: its inputs, and the function that runs tasks.
 
-    `beside` are tasks that need no documents and run beside cleaning.
+    `beside` are tasks that need no documents; they run at the same time as cleaning.
     """
 
     inputs: BuildInputs
@@ -53,19 +53,21 @@ class Build:
 
     @property
     def limits(self) -> Limits:
-        """Sizes of all exchanges."""
+        """The limits of all exchanges."""
         return self.inputs.limits
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that a task over all documents may hold; libraries and page cache need the rest."""
+        """Memory budget of a task of duplicate removal, in bytes; libraries and page cache use the rest."""
         return task_memory(self.inputs.recipe.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Filtering:
-    """What a pass of filters did with a split: its checked ledger, counts of each filter, and the meaning of
-    language codes. `urls` are kept documents with a URL, if these are compared behind the pass.
+    """The result of a pass of filters over one split: its checked ledger, and the counts of each filter.
+
+    `languages[code]` is the label of a language code; None without a language filter. `urls` counts the kept
+    documents with a URL, if URLs are compared after the pass.
     """
 
     ledger: Ledger
@@ -76,10 +78,10 @@ class Filtering:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned(Filtering):
-    """The same of the pass over what is read.
+    """The result of the first pass of filters, which reads the records of the inputs.
 
-    `fields` are named fields that no record had (`NamedFields.to_dict`), and `inputs` are `hash_split`, both
-    of each part of the split.
+    Per part of the split, `fields` has the result of `NamedFields.to_dict` (fields that occur in no record),
+    and `inputs` has the hash of the input (`hash_split`).
     """
 
     fields: Sequence[Mapping[str, Any]] = ()
@@ -88,10 +90,10 @@ class Cleaned(Filtering):
 
 @dataclass(frozen=True)
 class Written:
-    """The files of documents that a step wrote, by split, and what became there of the documents before.
+    """The files of documents that a step wrote, one commit and one ledger per split.
 
-    `filtering` is of passes of filters. The folders of `commits` have documents.arrow, and, but for the first
-    step of a build, ROWS_FILE.
+    `filtering` has the results of a pass of filters; empty for other steps. The folders of `commits` contain
+    documents.arrow, and also ROWS_FILE, except for the first step of a build.
     """
 
     title: str
@@ -101,16 +103,17 @@ class Written:
 
     @property
     def kept(self) -> Count:
-        """The documents and bytes that are in the files."""
+        """The number and text bytes of the documents in the files."""
         return sum((one.kept for one in self.ledgers), Count())
 
 
 @dataclass(frozen=True, slots=True)
 class PartsFound:
-    """The parts of the documents: what each split file loses, by part, and what was drawn.
+    """The result of stage `split`. All mappings are by the name of a part, such as validation.
 
-    `documents` are those of each part; `proposed` were proposed for it; `alike` of these are like another
-    document, and so stay in train.
+    `removals` has, per split file, the documents that are not in the part. The others are numbers of
+    documents: in the part (`documents`), proposed for it, and proposed but similar to another document
+    (`alike`), so that they stay in train.
     """
 
     removals: Mapping[str, Sequence[SplitRemovals]]
@@ -121,11 +124,12 @@ class PartsFound:
 
 @dataclass(frozen=True)
 class Outputs:
-    """One dataset: the commits of its tasks, whose files are published or say what was done.
+    """One dataset: the commits of its tasks, with the files to publish and the results for the card.
 
-    `recipe` is that of the dataset alone. Of a dataset of text, `texts` have the files, and nothing is
-    tokenized or packed. `side_files` have one file each, which has its name in the dataset; `duplicates` have
-    DUPLICATES_FILE; only one part of a split has either. `tokenizer` is the card's entry.
+    `recipe` is the recipe of this dataset alone. For a dataset of text, `texts` have the files, and the
+    fields for tokens are empty. Each commit of `side_files` has one file, under its name in the dataset;
+    each commit of `duplicates` has DUPLICATES_FILE. Only one part of a split (train) has these two.
+    `tokenizer` is the tokenizer's entry in the card.
     """
 
     recipe: Recipe
@@ -139,24 +143,24 @@ class Outputs:
 
     @property
     def has_removed(self) -> bool:
-        """Whether the dataset tells what was removed: once a split, with the part that is the rest."""
+        """Whether the dataset has the files of removed documents; with `split`, only part train has them."""
         return self.recipe.part in (None, TRAIN)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a build between two steps; all sequences are by split.
+    """The documents of a build between two steps. Sequences have one entry per split unless noted otherwise.
 
-    `written` are the steps that wrote documents: cleaning, and those that edited texts or filtered what was
-    left. `removals` are the rows of the last one's files that steps removed since, and `pending` the counts
-    by reason that writing the rest will book. `lost` are documents and bytes of each split that duplicate
-    removal took away, by reason in the order of steps.
+    `written` lists the steps so far that wrote documents: cleaning, and steps that edited texts or filtered
+    again. `removals` lists the rows that later steps removed from the last of these steps' files; `pending`
+    counts them by reason, until a step that writes documents counts them in its ledgers. `lost` counts the
+    documents and bytes that duplicate removal took from each split, by reason in the order of steps.
     """
 
     recipe: Recipe
     splits: Sequence[Split]
     scores: Sequence[ScoreTable] = ()
-    """The tables of `scores` filters, in their order."""
+    """One table per `scores` filter, in their order."""
     counts: Sequence[Cleaned] = ()
     written: Sequence[Written] = ()
     removals: Sequence[SplitRemovals] = ()
@@ -164,54 +168,54 @@ class Documents:
     lost: Mapping[str, Sequence[Count]] = field(default_factory=dict)
     beside: Sequence[Commit] = ()
     single: int = 0
-    """Documents that the last step over equal URLs or texts compared, less those that it removed."""
+    """Number of documents left by the last step that compared URLs or texts for equality."""
     groups: Sequence[int] = ()
-    """Documents that represent 1, 2, … ones, in the classes of `count_groups`; without `near`, [0] is 0."""
+    """Documents by how many they represent, in the classes of `count_groups`; without `near`, [0] is 0."""
     largest_group: int = 1
     near: NearResult | None = None
     near_facts: NearFacts | None = None
     labels: Buckets | None = None
-    """How scores become labels."""
+    """The rules by which scores of a `buckets` filter become labels; None until they are known."""
     parts: PartsFound | None = None
     outputs: Sequence[Outputs] = ()
 
     @property
     def cleaned(self) -> Sequence[Commit]:
-        """The tasks that read and filtered the splits."""
+        """The commits of the tasks that read and filtered the splits."""
         return self.written[0].commits
 
     @property
     def files(self) -> Sequence[Commit]:
-        """The commits that have the documents."""
+        """The commits with the latest files of documents, one per split."""
         return self.written[-1].commits
 
     @property
     def left(self) -> Count:
-        """The documents and bytes of the files that no step has removed since."""
+        """The number and text bytes of the documents in `files` that no later step has removed."""
         removed = sum(self.pending.values(), Count())
         kept = self.written[-1].kept
         return Count(kept.documents - removed.documents, kept.bytes - removed.bytes)
 
     @property
     def input_hashes(self) -> list[str]:
-        """`hash_split` of all parts of the splits."""
+        """The hashes (`hash_split`) of all parts of all splits."""
         return [content for one in self.counts for content in one.inputs]
 
     def file(self, number: int) -> Artifact:
-        """Return the Arrow file of a split's documents."""
+        """Return the latest Arrow file with the documents of split `number`."""
         return self.files[number].file(DOCUMENTS_FILE)
 
     def step_with(self, name: str) -> Written:
-        """Return the last step whose commits have a file of this name."""
+        """Return the last step whose commits contain a file with this name."""
         return next(step for step in reversed(self.written) if name in step.commits[0].outputs)
 
     def rows_since(self, step: Written, number: int) -> RowFiles:
-        """Return what leads from a split's documents to those that `step` wrote."""
+        """Return the files that map rows of split `number` in `files` back to rows that `step` wrote."""
         first = self.written.index(step) + 1
         return tuple(later.commits[number].file(ROWS_FILE) for later in self.written[first:])
 
     def languages(self, number: int) -> LanguageLabels | None:
-        """Return the languages of a split's documents, if they are known."""
+        """Return the languages of the documents of split `number`; None without a language filter."""
         for step in reversed(self.written):
             if step.filtering and (labels := step.filtering[number].languages) is not None:
                 codes = step.commits[number].file(LANGUAGES_FILE)
@@ -219,7 +223,7 @@ class Documents:
         return None
 
     def bucket_labels(self, number: int) -> BucketLabels | None:
-        """Return what labels a split's documents get, if any."""
+        """Return the labels of split `number` from the `buckets` filter; None without such a filter."""
         if self.labels is None:
             return None
         step = self.step_with(BUCKETS_FILE)
@@ -228,7 +232,7 @@ class Documents:
         )
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:
-        """Return where each split's documents are, with their `languages` where these are compared."""
+        """Return the file of documents of each split, with their languages if `languages` is set."""
         return [
             SplitDocuments(
                 commit.name,
@@ -240,7 +244,7 @@ class Documents:
         ]
 
     def without(self, reason: str, tables: Sequence[SplitTable]) -> Documents:
-        """Return the documents without what a step removed for a reason."""
+        """Return the documents without those in `tables`, which a step removed for this reason."""
         lost = [table.lost for table in tables]
         removals = [own.also(reason, table) for own, table in zip(self.removals, tables, strict=True)]
         return replace(
@@ -251,9 +255,9 @@ class Documents:
         )
 
     def rewritten(self, step: Written, left: Sequence[SplitTable]) -> Documents:
-        """Return the documents as a step wrote them anew, without those that were removed before.
+        """Return the documents as `step` rewrote them; those that were removed before are not in its files.
 
-        `left` say by split how many documents those that stay stand for.
+        `left` has, per split, how many documents each of the remaining ones represents.
         """
         return replace(
             self,
@@ -263,18 +267,18 @@ class Documents:
         )
 
     def with_outputs(self, outputs: Sequence[Outputs]) -> Documents:
-        """Return the documents with what is made of them."""
+        """Return a copy with these datasets as outputs."""
         return replace(self, outputs=outputs)
 
     def by_source(self, amounts: Sequence[Count]) -> list[Count]:
-        """Return the sum of amounts of splits for each source."""
+        """Return the sums of `amounts`, which has one entry per split, for each source."""
         total = [Count() for _ in self.recipe.inputs]
         for split, amount in zip(self.splits, amounts, strict=True):
             total[split.source] += amount
         return total
 
     def of_part(self, part: str | None) -> Documents:
-        """Return the documents of a part that `split` drew; all of them if it is None."""
+        """Return the documents of one part of `split`; all if `part` is None or the recipe has no split."""
         if self.parts is None or part is None:
             return self
         return replace(self, removals=self.parts.removals[part])
@@ -282,10 +286,11 @@ class Documents:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a build: `run` takes what the steps before it left; `needs` states what it asks for.
+    """A step of a build: `run` takes the documents that earlier steps left and returns those that it leaves.
 
-    `stages` are those that it runs for a recipe, in order, without merges and rounds, of which data may need
-    any number; none: the recipe does not ask for the step.
+    `stages` returns the stages that the step runs for a recipe, in order; none if the recipe does not have
+    the step. Merges and rounds are not included, since their number depends on the data. `needs` adds the
+    requests and bytes of the step.
     """
 
     stages: Callable[[Recipe], Sequence[Stage[..., Any]]]

@@ -3,14 +3,14 @@
     read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> buckets -> split
                     -> rows of tokens, files of text -> what was removed
 
-with passes of filters between and behind the steps that remove duplicates, where the recipe has them.
+The recipe may have further passes of filters between and after the steps that remove duplicates.
 
-A recipe may ask for several datasets: several outputs, each for every part of a split. They share all steps,
-and datasets of tokens also what is tokenized; each has the bytes that it would have alone. `run` returns the
-commits of tasks: a runner skips finished tasks and has an engine run the others; to explain a build or to
-estimate its disk space, `run` only looks up finished tasks. The tasks of a stage follow from the recipe and
-from the commits of earlier stages, never from the number of workers or from time, so the same inputs and
-recipe give the same bytes, and a changed recipe redoes exactly what depends on the change.
+A recipe may define several datasets: several outputs, each for every part of a split. They share all steps,
+and datasets of tokens also share the tokenized documents; each has the bytes that it would have alone. The
+function `run` returns the commits of tasks. In a build, it skips finished tasks and an engine executes the
+others; to explain a build or to estimate its disk space, it only looks up finished tasks. The tasks of a
+stage depend on the recipe and on the commits of earlier stages, never on the number of workers or on time. So
+the same inputs and recipe give the same bytes, and a changed recipe repeats only the tasks that it affects.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardkit.writers.stages.publish import _TASK_BYTES, _TASK_FILES, UPLOAD
 from shardkit.writers.stages.tokenize import tokenizer_task
 
 FIRST: Sequence[Step] = (scores.STEP, clean.STEP)
-REMOVING: Mapping[str, Step] = {  # by the name of what `dedup` and `steps` of a recipe ask for
+REMOVING: Mapping[str, Step] = {  # keys are the names under `dedup` and in `steps` of a recipe
     "url": exact.URLS_STEP,
     "exact": exact.TEXTS_STEP,
     "lines": lines.STEP,
@@ -53,7 +53,7 @@ MAKING: Sequence[Step] = (buckets.STEP, split.STEP, rows.STEP, text.STEP, remove
 
 
 def steps_of(recipe: Recipe) -> list[Step]:
-    """Return the steps of a recipe's build that find what is left, in their order."""
+    """Return the steps of a recipe's build that filter documents and remove duplicates, in order."""
     found, passes = [*FIRST], 0
     for number, move in enumerate(recipe.moves[1:], 1):
         if isinstance(move, str):
@@ -65,15 +65,15 @@ def steps_of(recipe: Recipe) -> list[Step]:
 
 
 def stages_of(recipe: Recipe) -> list[Stage[..., Any]]:
-    """Return the stages of a recipe's build in order, without merges, of which data may need any number."""
+    """Return the stages of a recipe's build in order, without merges, whose number depends on the data."""
     return [stage for step in (*steps_of(recipe), *MAKING) for stage in step.stages(recipe)]
 
 
 def find_survivors(build: Build) -> Documents:
-    """Clean the documents and remove their duplicates.
+    """Read and filter the documents and remove duplicates.
 
-    RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
-    unreadable, if nothing is left, or if a source is mostly duplicates.
+    Raises RecipeError if no record of a file has a field that the recipe names. Raises BuildError if too many
+    records are unreadable, if no document is left, or if a source is mostly duplicates.
     """
     recipe = build.inputs.recipe
     documents = _run(steps_of(recipe), Documents(recipe, build.inputs.splits), build)
@@ -82,7 +82,7 @@ def find_survivors(build: Build) -> Documents:
 
 
 def run_build(inputs: BuildInputs, run: RunTasks) -> Documents:
-    """Run all steps: the documents, with what each dataset of the recipe is made of, in its order."""
+    """Run all steps; return the documents with one entry of `outputs` per dataset, in the recipe's order."""
     tokenizer = inputs.tokenizer
     build = Build(inputs, run, () if tokenizer is None else (tokenizer_task(inputs.recipe, tokenizer),))
     documents = find_survivors(build)
@@ -98,9 +98,9 @@ def _run(steps: Sequence[Step], documents: Documents, build: Build) -> Documents
 
 
 def stage_needs(corpus: Corpus) -> list[StageNeeds]:
-    """Return what all stages from cleaned documents to shards ask for, merges of exchanges among them.
+    """Return the requests and bytes of all stages, merges of exchanges included, for a build of `corpus`.
 
-    RecipeError if the build cannot be made with the memory that a task has.
+    Raises RecipeError if the memory of a task is too small for the build.
     """
     needs = Needs(corpus)
     for step in (*FIRST, *REMOVING.values()):
@@ -114,7 +114,7 @@ def stage_needs(corpus: Corpus) -> list[StageNeeds]:
 
 
 def _upload_needs(n: Needs) -> None:
-    """State what sending takes: tasks see whether a file is there, read it, and send it whole or in parts."""
+    """Add the requests and bytes of stage `upload`, which looks up each file in the output and sends it."""
     c = n.corpus
     files = n.shards + n.tables
     tasks = ceil(max(files / _TASK_FILES, n.output_bytes / (_TASK_BYTES / c.scale)))

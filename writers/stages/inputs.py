@@ -1,5 +1,5 @@
-"""What a build reads besides its documents' files, examined before the first task: indexes, filters' files,
-tokenizer, tables of scores.
+"""The inputs of a build, which are examined before the first task: splits, dedup indexes, the files of
+filters, the tokenizer, and tables of scores.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tok
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """What a build reads, examined before the first task.
+    """All inputs of a build, examined before the first task.
 
-    `filter_files` are the digests of the files of filters, by their paths in the recipe; `filter_folder` is
-    where tasks find these files, if not by these paths. Without `tokenizer` no dataset has tokens. `scores`
-    are the files of `scores` filters; `read_files` are the digests of all files that filters read. `limits`
-    are those of all exchanges: of small data that should behave as large data.
+    `filter_files` has the digests of the filters' files by their paths in the recipe; `filter_folder` is the
+    folder where tasks find them, if not the recipe's folder. `tokenizer` is None if no dataset has tokens.
+    `scores` are the files of `scores` filters; `read_files` has the digests of all files that filters read.
+    `limits` apply to all exchanges; tests set small ones, so that small data behaves like large data.
     """
 
     recipe: Recipe
@@ -54,12 +54,12 @@ class BuildInputs:
     def of(
         cls, recipe: Recipe, splits: Sequence[Split], storage: StorageOptions | None = None
     ) -> BuildInputs:
-        """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit."""
+        """Open dedup indexes and hash the files of filters. Raises RecipeError if one cannot be used."""
         editing = [name for name, config in recipe.filter_chain() if config.may_edit]
         if recipe.is_masked and editing:
             raise RecipeError(
-                f"filters: {editing[0]} edits texts, and would cut into conversations and prompts; give "
-                f"these a build of their own"
+                f"filters: {editing[0]} edits texts, which would damage conversations and prompts; build "
+                f"these inputs with a separate recipe"
             )
         files, scores = filter_files(recipe), find_score_files(recipe, storage)
         return cls(
@@ -75,12 +75,15 @@ class BuildInputs:
         )
 
     def files_of(self, filters: FilterPass) -> dict[str, str]:
-        """Return the digests of the files of some filters, by their paths in the recipe."""
+        """Return the digests of the files of these filters by their paths in the recipe."""
         return {path: self.filter_files[path] for _, config in filters for path in config.files()}
 
 
 def filter_files(recipe: Recipe) -> dict[str, str]:
-    """xxh3-128 of files that filters read, by path in the recipe; RecipeError if one cannot be read."""
+    """Return the xxh3-128 of each file that a filter reads, by its path in the recipe.
+
+    Raises RecipeError if a file cannot be read.
+    """
     digests = {}
     for name, config in recipe.filter_chain():
         for path in config.files():
@@ -107,15 +110,15 @@ def _open_indexes(recipe: Recipe, storage: StorageOptions | None) -> list[DedupI
 
 
 def splits_of_tasks(recipe: Recipe, splits: Sequence[Split]) -> Sequence[Split]:
-    """Group small files, except where splits may fail, so that a file that fails costs only itself."""
+    """Group small files into splits; not with `max_failed_splits`, so that a bad file fails only itself."""
     return splits if recipe.max_failed_splits else group_small_files(splits)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFile:
-    """The tokenizer of a build: its file, whose content is the digest of its bytes, and tokens around texts.
+    """The tokenizer of a build: its file, and the special tokens around each text.
 
-    `engine` encodes, once it is known, except for texts with characters of `unlike`.
+    `engine` is None until it is chosen; it encodes all texts except those with characters in `unlike`.
     """
 
     file: Annotated[Artifact, RecipeKey("tokenizer")]
@@ -131,19 +134,19 @@ class TokenizerFile:
         return self.file.content
 
     def encoder(self) -> Encoder:
-        """Load it; a process keeps it for its next task."""
+        """Return the loaded tokenizer, which the process caches for its next task."""
         assert self.engine is not None
         return load_encoder(self.file.local(), self.eos, self.engine, self.unlike, self.bos, self.encoding)
 
     @classmethod
     def of(cls, recipe: Recipe) -> TokenizerFile | None:
-        """The recipe's tokenizer, on this machine; None if no dataset of the recipe has tokens."""
+        """Return the recipe's tokenizer file on this machine; None if no dataset of the recipe has tokens."""
         if recipe.tokenizer is None or all(one.output.is_text for one in recipe.datasets()):
             return None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
         if recipe.is_masked and own_engine(path) != "tokenizers":
             raise RecipeError(
-                f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
+                f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is of another kind"
             )
         given = recipe.tokenizer
         stated = given.encoding
@@ -154,18 +157,18 @@ class TokenizerFile:
 
 @dataclass(frozen=True)
 class ScoreFiles:
-    """The files of one `scores` filter, cut into parts."""
+    """The files of one `scores` filter, divided into splits."""
 
     config: ScoresConfig
     splits: Sequence[Split]
 
     @cached_property
     def hashes(self) -> list[str]:
-        """`hash_split` of all parts, as they were when this was first asked for."""
+        """The hashes (`hash_split`) of all splits, computed when they are first needed."""
         return hash_splits(self.splits)
 
     def digests(self) -> dict[str, str]:
-        """xxh3-128 of each file by its path; of one in a store, of its size and version."""
+        """Return a digest of each file by its path: of its bytes, or in a store of its size and version."""
         found: dict[str, list[str]] = {}
         for split, digest in zip(self.splits, self.hashes, strict=True):
             found.setdefault(split.file, []).append(digest)
@@ -173,7 +176,7 @@ class ScoreFiles:
 
 
 def find_score_files(recipe: Recipe, storage: StorageOptions | None) -> list[ScoreFiles]:
-    """Find files of each `scores` filter, in the order of the recipe; RecipeError if one cannot be read."""
+    """Find the files of each `scores` filter, in recipe order. Raises RecipeError for unusable files."""
     found = []
     for _, config in recipe.filter_chain():
         if isinstance(config, ScoresConfig):
@@ -183,7 +186,7 @@ def find_score_files(recipe: Recipe, storage: StorageOptions | None) -> list[Sco
             for split in splits:
                 if split.format not in ("parquet", "jsonl"):
                     raise RecipeError(
-                        f"filters: scores.path: {split.path}: scores are read from Parquet and JSON lines"
+                        f"filters: scores.path: {split.path}: is neither Parquet nor JSON lines; convert it"
                     )
             found.append(ScoreFiles(config, splits))
     return found

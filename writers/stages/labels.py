@@ -1,7 +1,7 @@
-"""Scores of a `buckets` filter beside the documents of a split, and the labels that they become.
+"""The scores of a `buckets` filter, stored per split, and the labels computed from them.
 
-Cleaning keeps the scores of what stays as BUCKETS_FILE, in the order of documents.arrow. The tasks that
-tokenize a split, or write its text, put labels into the metadata of documents (`marked_batches`).
+A pass of filters writes the scores of the kept documents to BUCKETS_FILE, in the order of documents.arrow.
+The tasks that tokenize a split, or write its text, add labels to the documents' metadata (`marked_batches`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BUCKETS_FILE = "buckets.npy"
 
 
 def score_rows(scores: int) -> np.dtype[np.void]:
-    """Return the type of rows of a document's scores."""
+    """Return the dtype of a row with one document's hash and this number of scores."""
     return np.dtype([("hash", "<u8"), ("values", "<f8", (scores,))])
 
 
 class BucketFile:
-    """Writes the scores of a split's documents."""
+    """Writes a file with the scores of a split's documents, one row per document."""
 
     def __init__(self, path: Path, scores: int, seed: int) -> None:
         self._rows = RowsWriter(path, score_rows(scores))
@@ -48,7 +48,7 @@ class BucketFile:
         self._rows.__exit__(kind, error, trace)
 
     def write(self, documents: pa.RecordBatch, scores: npt.NDArray[np.float64]) -> None:
-        """Append those of a batch, float64[n, scores]."""
+        """Append the scores of a batch of documents, float64[n, scores]."""
         rows = np.empty(len(scores), self._rows.dtype)
         rows["hash"] = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "bucket sample")
         rows["values"] = scores
@@ -57,7 +57,10 @@ class BucketFile:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How scores become labels. `sampled` of `documents` gave the edges; both are 0 if they were given."""
+    """The rules from scores to labels: settings, and the edges of each score's bins.
+
+    The edges were computed from `sampled` of `documents` documents; both are 0 if the recipe sets the edges.
+    """
 
     config: BucketsConfig
     edges: Sequence[Sequence[float]]
@@ -66,20 +69,20 @@ class Buckets:
 
     @property
     def content(self) -> str:
-        """Digest of what decides labels."""
+        """The digest of all values that affect the labels."""
         how = self.config.model_dump(mode="json", include={"field", "combine", "labels"})
         return digest_of([how, [list(edges) for edges in self.edges]])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Plain data for the card."""
+        """The settings and edges as plain data for the dataset card."""
         names = [score.name for score in self.config.scores]
         settings = self.config.model_dump(mode="json", include={"field", "combine", "labels"})
         edges = dict(zip(names, [list(edges) for edges in self.edges], strict=True))
         return settings | {"edges": edges, "sampled": self.sampled, "documents": self.documents}
 
     def labels(self, scores: npt.NDArray[np.float64]) -> list[str]:
-        """The label of each of n documents by its scores, float64[n, scores]."""
+        """Return the label of each of n documents from their scores, float64[n, scores]."""
         bins = np.zeros(scores.shape, np.int64)
         for number, edges in enumerate(self.edges):
             values = scores[:, number]
@@ -93,20 +96,20 @@ class Buckets:
 
 
 def read_scores(file: Artifact, rows: RowFiles, scores: int) -> npt.NDArray[np.void]:
-    """Return the scores of documents; `rows` lead from those that are left to them."""
+    """Return the scores of the remaining documents, which `rows` map to rows of `file`."""
     return in_rows(Rows(file, score_rows(scores)).read(), rows)
 
 
 @dataclass(frozen=True)
 class BucketLabels:
-    """Where the scores of a split's documents lie: `rows` lead from those that are left to them."""
+    """The file of scores of a split; `rows` map the remaining documents to its rows."""
 
     buckets: Buckets
     scores: Artifact
     rows: RowFiles
 
     def open(self) -> list[bytes]:
-        """Return what each document's metadata gets: JSON of its label without the opening brace."""
+        """Return the text to append to each metadata object: the label as JSON, without the first brace."""
         found = read_scores(self.scores, self.rows, len(self.buckets.edges))
         labels, field = self.buckets.labels(found["values"]), self.buckets.config.field
         texts = {label: orjson.dumps({field: label})[1:] for label in set(labels)}
@@ -116,7 +119,7 @@ class BucketLabels:
 def marked_batches(
     reader: pa.ipc.RecordBatchFileReader, labels: BucketLabels | None
 ) -> Iterator[pa.RecordBatch]:
-    """The batches of a split's documents, with their labels if there are any."""
+    """Yield the batches of a split's documents, with labels in their metadata unless `labels` is None."""
     added, start = None if labels is None else labels.open(), 0
     for number in range(reader.num_record_batches):
         batch = reader.get_batch(number)
@@ -125,7 +128,7 @@ def marked_batches(
 
 
 def _mark(batch: pa.RecordBatch, added: Sequence[bytes]) -> pa.RecordBatch:
-    """The documents with one more field in their metadata, JSON objects, which keep their bytes otherwise."""
+    """Return the documents with a field appended to each metadata object; its other bytes stay the same."""
     texts = []
     for one, more in zip(batch.column("metadata").to_pylist(), added, strict=True):
         begin = "{" if one in (None, "{}") else one[:-1] + ","

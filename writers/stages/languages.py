@@ -64,11 +64,11 @@ class LanguageCounts:
         return batch.append_column(_COLUMN, pa.array(self._codes[start : start + batch.num_rows]))
 
     def labels_of(self, batch: pa.RecordBatch) -> list[str]:
-        """Return the language labels of a batch from `beside`."""
+        """Return the language label of each document in a batch that has the column from `beside`."""
         return [self._labels[code] for code in batch.column(_COLUMN).to_pylist()]
 
     def count(self, batch: pa.RecordBatch, lengths: npt.NDArray[np.int64]) -> None:
-        """Count documents with `lengths` tokens; the batch has remaining rows of one from `beside`."""
+        """Count a batch of remaining documents with `lengths` tokens; it has the column from `beside`."""
         codes = batch.column(_COLUMN).to_numpy()
         self._documents += np.bincount(codes, minlength=len(self._labels))
         self._tokens += np.bincount(codes, lengths, len(self._labels)).astype(np.int64)

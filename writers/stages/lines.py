@@ -1,4 +1,4 @@
-"""Step: cut lines, or spans of words, that other documents have (dedup/lines.py has the stages)."""
+"""Step: cuts lines, or spans of words, that other documents contain (dedup/lines.py has the stages)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages.flow import Build, Documents, Step, Written
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 
-DUPLICATE_LINES = "duplicate_lines"  # as ledgers name it
-_CUT = 0.25  # of lines that are compared: what other documents have
+DUPLICATE_LINES = "duplicate_lines"  # reason in ledgers
+_CUT = 0.25  # assumed share of the compared lines that are cut
 
 
 def cut_lines(documents: Documents, build: Build) -> Documents:
-    """Cut lines out, and write what is left of each split anew, without what earlier steps removed."""
+    """Cut repeated lines, and rewrite each split's documents without those that earlier steps removed."""
     config = documents.recipe.dedup.lines
     assert config is not None
     files = lines.remove_lines(
@@ -29,7 +29,7 @@ def cut_lines(documents: Documents, build: Build) -> Documents:
 
 
 def needs(n: Needs) -> None:
-    """State what comparing lines takes, and writing all documents anew."""
+    """Add the requests and bytes of comparing lines, and of rewriting all documents."""
     c = n.corpus
     if not c.lines:
         return

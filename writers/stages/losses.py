@@ -1,4 +1,4 @@
-"""What duplicate removal took from each source: the limit on it, and its entry in the dataset card."""
+"""Documents that duplicate removal took from each source: the limit on them, and the card's entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALARM_DOCUMENTS = 1000  # smaller inputs may lose any share of their documents
 
 
 def check_losses(documents: Documents) -> None:
-    """BuildError if duplicate removal took more of a source than dedup.max_removed_fraction."""
+    """Raise BuildError if a source lost a larger share of its documents than dedup.max_removed_fraction."""
     compared, removed = _by_source(documents)
     most = documents.recipe.dedup.max_removed_fraction
     for number, label in enumerate(documents.recipe.sources):
@@ -30,7 +30,7 @@ def check_losses(documents: Documents) -> None:
 
 
 def dedup_facts(documents: Documents) -> DedupFacts | None:
-    """Return the card's entry, which report/dedup.py shows; None without duplicate removal."""
+    """Return the card's entry on duplicate removal, shown by report/dedup.py; None without any."""
     if not documents.lost:
         return None
     compared, removed = _by_source(documents)
@@ -55,7 +55,7 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
 
 
 def _by_source(documents: Documents) -> tuple[list[Count], dict[str, list[Count]]]:
-    """Count what was compared of each source, and what it lost by reason."""
+    """Return the compared documents of each source, and by reason the documents that each source lost."""
     return (
         documents.by_source([one.ledger.kept for one in documents.counts]),
         {reason: documents.by_source(losses) for reason, losses in documents.lost.items()},

@@ -1,4 +1,4 @@
-"""Step: remove near-duplicates (dedup/near.py has the stages)."""
+"""Step: removes near-duplicates (dedup/near.py has the stages)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardkit.writers.dedup.verify import VERIFY, block_bits
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
 
-NEAR_DUPLICATE = "near_duplicate"  # as ledgers name it
+NEAR_DUPLICATE = "near_duplicate"  # reason in ledgers
 
 
 def drop_near_duplicates(documents: Documents, build: Build) -> Documents:
-    """Remove documents that verify against one that stays, or against one of an index."""
+    """Remove documents that are verified near-duplicates of a kept document, or of a document of an index."""
     config, indexes = documents.recipe.dedup.near, build.inputs.indexes
     assert config is not None
     found = remove_near(
@@ -65,15 +65,13 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
     )
 
 
-# Of a document: bytes of its signature and keys, and pairs that it is in. Of a byte of kept text: texts of
-# documents in pairs, once for each block.
-_SIGNATURE_BYTES = 520
-_PAIRS = 0.6
-_TEXTS = 0.26
+_SIGNATURE_BYTES = 520  # bytes per document for its signature and keys
+_PAIRS = 0.6  # candidate pairs per document
+_TEXTS = 0.26  # bytes sent to blocks of pairs per byte of kept text; a document is sent once per block
 
 
 def needs(n: Needs) -> None:
-    """State what signing, comparing, verifying and deciding take."""
+    """Add the requests and bytes of all stages, from signatures to decisions."""
     c = n.corpus
     if "near" not in c.dedup:
         return

@@ -1,13 +1,13 @@
-"""What a build asks of the store that its work folder is in: tasks, requests and bytes, stage by stage.
+"""Estimates of the tasks, requests and bytes per stage of a build whose work folder is in a store.
 
-Each step states this from sizes (`Step.needs`): how many tasks its stages have, what a task reads and how
-many files it writes. What an exchange merges, in how many tasks and by requests of which size, is asked of
-the `Limits` that the exchange itself uses. Shares of the text and of the documents were counted on web text
-(tests/benchmarks/bench_requests.py), and a test compares the sum with a build in a store that counts.
+Each step estimates its stages from sizes (`Step.needs`): the number of tasks, and what a task reads and
+writes. The estimate of an exchange's merges uses the same `Limits` as the exchange itself. Shares of the text
+and of the documents were measured on web text (tests/benchmarks/bench_requests.py), and a test compares the
+totals with a build in a store that counts requests.
 
-A stage reads objects from one end to the other (`scans`), or ranges of keys of exchanged runs (`slices`).
-A task writes its files and its commit, one object each. The shards of an output in a store are sent by tasks,
-in parts if they are large; what the driver sends (index, card, report) is not in it.
+A stage reads whole objects (`scans`), or ranges of keys of exchanged runs (`slices`). A task writes its files
+and its commit, one object each. Tasks send the shards of an output in a store, by multipart upload if they
+are large. Requests of the driver (for index, card and report) are not included.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.selection import Selection
 
-DOCUMENTS = 0.43  # bytes of documents as they are stored, of a byte of kept text
-LOSERS = 0.1  # removed duplicates, of the documents
-_GUESSED_FOOTER_BYTES = 700  # with which a small run is read whole
+DOCUMENTS = 0.43  # bytes of documents.arrow per byte of kept text
+LOSERS = 0.1  # assumed share of the documents that are removed as duplicates
+_GUESSED_FOOTER_BYTES = 700  # assumed footer size; runs of up to a block and a footer take one request
 
 
 def compared_lines(text_bytes: float, words: int | None) -> int:
-    """How many lines kept text has that are long enough to be compared, or sampled windows of shared `words`.
+    """Return the number of lines to compare in kept text, or with `words` the number of sampled windows.
 
-    These begin (words // 3 + 2) / 2 words of 6 bytes apart.
+    Assumes 120 bytes of text per line. Windows begin (words // 3 + 2) / 2 words of 6 bytes apart.
     """
     return ceil(text_bytes / (120 if words is None else words))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The datasets that a build makes, and its optional stages outside of duplicate removal."""
+    """The numbers of datasets that a build makes, and of its optional stages except duplicate removal."""
 
     tokenized: int = 1
-    """How often the documents are read to be tokenized: once for each part and each `where` of rows."""
+    """How many times the documents are tokenized: once for each part and each `output.where`."""
     packed: int = 1
-    """Datasets of tokens."""
+    """Number of datasets of tokens."""
     texts: int = 0
-    """Datasets of text."""
+    """Number of datasets of text."""
     parts: int = 0
-    """Parts that `split` draws."""
+    """Number of parts in `split`, without train."""
     scores: int = 0
-    """Filters that look up scores."""
+    """Number of `scores` filters."""
     stores: int = 0
-    """Datasets of tokens that hold whole documents."""
+    """Number of datasets of tokens that store whole documents (format tokens)."""
     passes: int = 0
-    """Passes of filters behind duplicate removal."""
+    """Number of passes of filters after duplicate removal."""
     has_buckets: bool = False
     side_files: int = 0
-    """Files of scores and annotations that cleaning writes beside documents and keys, for each split."""
+    """Number of files with scores and annotations that cleaning writes per split."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Shape:
@@ -80,13 +80,16 @@ class Shape:
 
 
 def task_memory(memory: int) -> int:
-    """Bytes that a task over all documents may hold; libraries and page cache need the rest of `memory`."""
+    """Return a task's memory budget in bytes: a fifth of `memory`; libraries and page cache use the rest."""
     return memory // 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What comes out of the filters, and how it is cut. `scale` divides all sizes, as of small data."""
+    """Sizes of the documents that pass the filters, and settings of the build.
+
+    `scale` divides all limits and block sizes, so that a test on small data behaves like large data.
+    """
 
     splits: int
     documents: int
@@ -96,11 +99,11 @@ class Corpus:
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
     dedup: Collection[str] = ("exact", "near")
-    """Keys of the recipe's `dedup` that ask for duplicate removal."""
+    """The schemes of duplicate removal that the recipe enables."""
     lines: int = 0
-    """Lines that are compared; 0: none are removed."""
+    """Number of lines to compare; 0 without line deduplication."""
     is_sent: bool = False
-    """Whether the output is in a store, too."""
+    """Whether the output is in a store, so that tasks send the shards."""
     bands: int = 14
     shape: Shape = field(default_factory=Shape)
     scale: int = 1
@@ -112,13 +115,13 @@ class Corpus:
 
     @property
     def task_memory(self) -> int:
-        """The bytes of memory that a task of duplicate removal may hold."""
+        """The memory budget of a task of duplicate removal, in bytes."""
         return task_memory(self.memory // self.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class StageNeeds:
-    """What the tasks of a stage ask for, all together."""
+    """Totals over all tasks of a stage: tasks, read and write requests, and bytes read and written."""
 
     stage: str
     tasks: int
@@ -130,7 +133,7 @@ class StageNeeds:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Runs of an exchange, in `segments` files each, together of `bytes` in rows of `row_bytes`."""
+    """The sizes of `count` runs of an exchange: `segments` files per run, `bytes` in all, bytes per row."""
 
     count: int
     bytes: float
@@ -140,10 +143,10 @@ class _Runs:
 
 @dataclass(slots=True)
 class Needs:
-    """Collects what the stages of a build of `corpus` ask for, step by step.
+    """Collects the requests and bytes of all stages of a build of `corpus`.
 
-    `looked_up` are requests of a split for scores; `shards` of `output_bytes` and `tables` beside them are
-    what the datasets have.
+    `looked_up` is the number of requests per split for scores. `shards`, `tables` (other files) and
+    `output_bytes` are totals over all datasets.
     """
 
     corpus: Corpus
@@ -154,7 +157,7 @@ class Needs:
     output_bytes: float = 0.0
 
     def by_split(self, stage: Stage[..., Any], table: Table, runs: int, rows: float) -> None:
-        """Add `outcomes.by_split`: one file for a group of splits."""
+        """Add stage `stage` of `outcomes.by_split`, which writes one file per group of splits."""
         groups = ceil(self.corpus.splits / SPLITS_PER_GROUP)
         found = self.exchange(stage, table, runs, rows, groups)
         self.add(stage, groups, *self.slices(found, groups), files=1)
@@ -168,7 +171,10 @@ class Needs:
         readers: int,
         payload_bytes: float = 0.0,
     ) -> _Runs:
-        """Add the merges that the limits ask for; what `readers` meet then. `payload_bytes` are of a row."""
+        """Add the merges of an exchange of `runs` with `rows` rows in all; return the merged runs.
+
+        `readers` is the number of tasks of stage `reader` that read them. `payload_bytes` is per row.
+        """
         limits = self.corpus.limits
         row_bytes = table.dtype.itemsize + payload_bytes
         found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
@@ -186,30 +192,30 @@ class Needs:
         return found
 
     def slices(self, runs: _Runs, readers: int, memory_bytes: int | None = None) -> tuple[float, float]:
-        """Requests and bytes of `readers` that each read a range of keys of all runs."""
+        """Return (requests, bytes) of `readers` tasks that each read a range of keys from all runs."""
         limits = self.corpus.limits
         memory = limits.read_memory_bytes if memory_bytes is None else memory_bytes
         met = runs.count * readers
         footers = met * (1 + (runs.segments - 1) / readers)
         file_bytes = runs.bytes / runs.count / runs.segments
         if file_bytes <= limits.block_bytes + _GUESSED_FOOTER_BYTES:
-            return footers, footers * file_bytes  # the footer's request has all of it
+            return footers, footers * file_bytes  # the request for the footer reads the whole file
         piece = runs.bytes / met
-        block = limits.block_bytes + runs.row_bytes  # is full with the row that exceeds it
+        block = limits.block_bytes + runs.row_bytes  # a block ends after the row that exceeds its size
         chunk = max(limits.chunk_bytes(memory, runs.count) - block / 2, block)
-        some = 1 - exp(-piece / max(1.0, runs.row_bytes))  # of the pieces have any row
+        some = 1 - exp(-piece / max(1.0, runs.row_bytes))  # share of the pieces that have any row
         chunks = some * met * max(1.0, piece / chunk + 0.5)
         footer_bytes = min(file_bytes, 65_536, 40 * (file_bytes / limits.block_bytes + 16))
         return footers + chunks, footers * footer_bytes + some * met * (piece + block)
 
     def scans(self, size: float, objects: int) -> tuple[float, float]:
-        """Requests and bytes that read `objects` of together `size` from one end to the other."""
+        """Return (requests, bytes) to read whole `objects` (a number) with a total of `size` bytes."""
         first, most = FIRST_RANGE_BYTES / self.corpus.scale, MOST_RANGE_BYTES / self.corpus.scale
         left, requests = size / objects, 0.0
         while first < most and left > 0:
             left, first, requests = left - first, 2 * first, requests + 1
         requests += max(0.0, left / most)
-        return (requests + 1) * objects, size  # and the end of the file, with its index
+        return (requests + 1) * objects, size  # plus one for the index at the file's end
 
     def add(
         self,
@@ -222,12 +228,15 @@ class Needs:
         written: float = 0,
         sent: int = 0,
     ) -> None:
-        """Add a stage. `files` is what a task writes on average; `sent` are requests that write elsewhere."""
+        """Add a stage with totals over its `tasks`, except `files`, the average number of files per task.
+
+        `sent` is the number of write requests outside of the work folder.
+        """
         puts = round(tasks * (files + 1)) + sent
         self.stages.append(StageNeeds(stage.name, tasks, ceil(gets), puts, ceil(read), ceil(written)))
 
 
 def together(stages: Sequence[StageNeeds]) -> StageNeeds:
-    """All of them as one."""
+    """Return the sums over all stages as one entry, named all."""
     names = ("tasks", "gets", "puts", "read_bytes", "written_bytes")
     return StageNeeds("all", *(sum(getattr(stage, name) for stage in stages) for name in names))

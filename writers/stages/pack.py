@@ -90,7 +90,7 @@ class Packed:
 
 
 def sums_of(parts: Sequence[Packed]) -> dict[str, int]:
-    """Return the sums over all partitions, at least one, for the dataset card."""
+    """Return the counts for the dataset card, summed over all partitions (at least one)."""
     names = (*_SUMS, *(name for name in _OF_POLICIES if getattr(parts[0], name) is not None))
     shards = sum(len(part.shards) for part in parts)
     return {"shards": shards} | {name: sum(getattr(part, name) for part in parts) for name in names}
@@ -228,7 +228,7 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
 
 
 def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
-    """Mask repetitions; return the partition with these loss masks, and the masked tokens per document."""
+    """Set the loss masks of repeated tokens to 0; return the partition and the masked tokens per document."""
     if part.masks is None:
         masks = np.ones(int(part.lengths.sum()), np.uint8)
         part = replace(part, masks=masks, mask_starts=np.cumsum(part.lengths) - part.lengths)
@@ -242,7 +242,7 @@ def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
 def _columns_of_rows(
     part: Partition, placement: Placement, rows: range, eos_id: int, bos_id: int | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of some rows, in the unsigned dtypes in which they are stored."""
+    """Return the columns (tokens, loss masks) of these rows, in the unsigned dtypes that shards store."""
     here = slice(*np.searchsorted(placement.row, (rows.start, rows.stop)).tolist())
     in_shard, column = placement.row[here] - rows.start, placement.column[here]
     length, start, document = placement.length[here], placement.start[here], placement.document[here]

@@ -1,13 +1,13 @@
-"""A pass of filters over the documents of a split: the files that it writes, and what it counts.
+"""A pass of filters over the documents of a split: the files that it writes, and its counts.
 
-The folder of a task receives
+A task writes these files into its folder:
   documents.arrow   kept documents in their order (Arrow IPC file, DOCUMENT_SCHEMA, zstd)
-  keys.run          KEYS, one row for each kept document: what exact dedup needs, if it comes next
-  url_keys.run      the same of each kept document with a URL, by its URL, if these are compared next
+  keys.run          KEYS of the texts, one row per kept document, if exact dedup follows before another pass
+  url_keys.run      KEYS of the URLs, one row per kept document with a URL, if URL dedup follows
   languages.npy     with a language filter: the language of each kept document (languages.py)
   buckets.npy       with a buckets filter: the scores of each kept document (labels.py)
-  dropped.parquet   with filters: the documents that they drop, and why (rows/dropped_file.py)
-and what filters report in lines. Memory is a batch and a run of keys.
+  dropped.parquet   with filters: the documents that they drop, with the reason (rows/dropped_file.py)
+and the .jsonl files that filters report. A task holds one batch and one run of keys in memory.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile
 from shardkit.writers.stages.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.stages.score_tables import ScoreTable
 
-_KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
+_KEYS_MEMORY_BYTES = 48 << 20  # memory for sorting keys; a sorted run takes a third of it
 
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """What a pass reads of a recipe.
+    """The settings of one pass of filters.
 
-    `exact_text` is "raw", or the version of the normalization that keys are made with; None: equal texts are
-    not compared next. `url_parameters` is None where URLs are not. `seed` selects the documents that filters
-    count and show, None without filters.
+    `exact_text` is "raw", or the version of the normalization for keys of texts; None: the pass writes no
+    keys of texts. `url_parameters` is None if it writes no keys of URLs. `seed` selects the documents that
+    filters sample for counts and excerpts; None without filters.
     """
 
     filters: FilterPass
@@ -65,14 +65,14 @@ class PassSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, number: int = 0) -> PassSettings:
-        """Return the settings of a pass, the first of `recipe.moves` or the one that is `number` there."""
+        """Return the settings of the pass at index `number` of `recipe.moves`; by default the first pass."""
         moves = recipe.moves
         filters = moves[number]
         assert not isinstance(filters, str)
         later = moves[number + 1 :]
         until = next((n for n, move in enumerate(later) if not isinstance(move, str)), len(later))
         exact, url = recipe.dedup.exact, recipe.dedup.url
-        # The first pass writes keys of texts in any case: what is compared later may change without it.
+        # The first pass always writes keys of texts, so that adding dedup.exact later does not repeat it.
         text = "raw" if number == 0 else None
         if exact is not None and "exact" in later[:until]:
             text = normalization_version() if exact.text == "normalized" else "raw"
@@ -84,14 +84,14 @@ class PassSettings:
         )
 
     def scores_of(self, recipe: Recipe, tables: Sequence[ScoreTable]) -> list[ScoreTable]:
-        """Return the tables of this pass's `scores` filters; `tables` are those of all."""
+        """Return the tables of this pass's `scores` filters; `tables` has those of all passes in order."""
         configs = [config for _, config in recipe.filter_chain() if isinstance(config, ScoresConfig)]
         own = {id(config) for _, config in self.filters}
         return [table for config, table in zip(configs, tables, strict=True) if id(config) in own]
 
 
 class PassFiles:
-    """Writes the files of a pass into `folder`, and counts. `schema` is that of the documents."""
+    """Writes the files of a pass into `folder` and counts documents; `schema` is the documents' schema."""
 
     def __init__(self, folder: Path, settings: PassSettings, chain: FilterChain, schema: pa.Schema) -> None:
         self._counts = FilterCounts.of_rules(chain.reasons, chain.edits)
@@ -110,7 +110,7 @@ class PassFiles:
         self._documents = enter(pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS))
 
     def write(self, filtered: Filtered, ledger: Ledger) -> None:
-        """Write what was kept and dropped of a batch, and book it."""
+        """Write the kept and dropped documents of a batch, and count them in the ledger."""
         _book(filtered, ledger)
         self._counts.add(filtered)
         for name, rows in filtered.side_rows.items():
@@ -131,7 +131,7 @@ class PassFiles:
             self._buckets.write(kept, filtered.scores)
 
     def result(self, ledger: Ledger) -> Filtering:
-        """Return what became of all documents."""
+        """Return the counts of all documents written so far."""
         labels = None if self._languages is None else self._languages.labels
         return Filtering(ledger, self._counts, labels, self._keys.urls)
 
@@ -145,7 +145,7 @@ class PassFiles:
 
 
 class _KeyFiles:
-    """Writes the keys of documents, and those of their URLs if these are compared; `urls` have one."""
+    """Writes keys of documents' texts and URLs, if they are needed; `urls` counts documents with a URL."""
 
     def __init__(self, folder: Path, settings: PassSettings) -> None:
         self.urls = self._rows = 0
@@ -184,7 +184,7 @@ class _KeyFiles:
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:
-    """Book what was kept, dropped, and cut out of documents."""
+    """Count kept documents, dropped documents and cut text of a batch in the ledger."""
     for reason, count in filtered.dropped.items():
         ledger.drop(reason, count.documents, count.bytes)
     for reason, size in filtered.cut.items():
@@ -197,10 +197,10 @@ def _book(filtered: Filtered, ledger: Ledger) -> None:
 def exact_keys(
     batch: pa.RecordBatch, normalized: bool = False, *, first_row: int = 0
 ) -> npt.NDArray[np.void]:
-    """Rows of KEYS: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
+    """Return rows of KEYS, keyed by xxh3-128 of each document's UTF-8 text, or of its words if `normalized`.
 
     Each row also has the source, the size, the row in the split and, as `id`, the content rank. A text
-    without words equals only the same text.
+    without words is keyed by its text even if `normalized`, so it equals only the same text.
     """
     texts = batch.column("text")
     keys = np.empty(len(texts), KEYS.dtype)
@@ -211,7 +211,7 @@ def exact_keys(
     keys["key"], keys["low"] = hashes.view(">u8").T
     keys["id"] = content_ranks(digests, batch.column("document_id")).view(">u8")
     keys["row"] = np.arange(first_row, first_row + len(texts))
-    keys["split"] = -1  # its number, once the exchange reads it
+    keys["split"] = -1  # set by the exchange when it reads the run
     keys["source"] = batch.column("source").to_numpy()
     keys["bytes"] = np.diff(text_offsets(texts))
     return keys

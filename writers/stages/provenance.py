@@ -63,7 +63,7 @@ def write_provenance(
 
 
 def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
-    """Return one task per partition; `shards` are the numbers of shards per partition."""
+    """Return one task per partition, in order; `shards` has the number of shards of each."""
     made = []
     first_shard = 0
     for commit, count in zip(packed, shards, strict=True):
@@ -74,7 +74,7 @@ def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
 
 
 def renumber(folder: Path, table: Artifact, first_shard: int) -> None:
-    """Copy a table into `folder`, row group by row group, with `first_shard` added to shard numbers."""
+    """Copy a provenance table into `folder`, with `first_shard` added to all shard numbers."""
     with table.open_arrow() as source, pq.ParquetFile(source) as file:
         schema = file.schema_arrow
         with _writer(folder / PROVENANCE_NAME, schema) as writer:

@@ -93,7 +93,7 @@ class RemoteOutput:
 
 @dataclass(frozen=True, slots=True)
 class PublishedDataset:
-    """A dataset found at an output: its contents if its index is readable, and its problem, if any."""
+    """A dataset found at an output: its contents if the index is readable, and what is wrong with it."""
 
     contents: Contents | None
     problem: str | None
@@ -177,7 +177,7 @@ class Uploaded:
 
 
 class TaskSender(Sender):
-    """Sends the files of the work folder with tasks of the build, and texts and tables from this process."""
+    """Sends files of the work folder by tasks of the build, and index, card and report from this process."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class TaskSender(Sender):
         self._output, self._links, self._run = output, links, run
 
     def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
-        """Send files with new tasks, since objects that an earlier run sent may have been deleted."""
+        """Send files by new tasks; earlier tasks are not reused, as their objects may have been deleted."""
         this_time = os.urandom(8).hex()
         tasks = []
         for number, group in enumerate(_groups([file for file in files if file.basename in self._links])):
@@ -204,7 +204,7 @@ class TaskSender(Sender):
 
 
 def _groups(files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
-    """Yield the files in order, in groups for one task each."""
+    """Yield the files in order, in groups of up to 64 files or about 1 GiB; one task sends one group."""
     group: list[FileInfo] = []
     for file in files:
         group.append(file)
@@ -283,7 +283,7 @@ def publish(
     except (RefusedError, TransferError) as error:
         raise BuildError(f"output {error}") from error
     except (ShardkitError, OSError) as error:
-        raise BuildError(f"output {error}; the same command continues") from error
+        raise BuildError(f"output {error}; try again: the same command continues the build") from error
 
 
 def _heard_by(listener: Listener[StageProgress] | None) -> TransferListener:

@@ -1,7 +1,7 @@
-"""Stage `record_counts`: numbers the records of large plain files in a store, which are cut without reading.
+"""Stage `record_counts`: numbers the records of large plain files in a store, which are split unread.
 
 A document's id contains its file and the number of its record, so a split must know how many records precede
-it. For a local file they are counted while it is cut. A file in a store may be too large for one machine to
+it. In a local file they are counted while it is split. A file in a store may be too large for one machine to
 read in reasonable time, so each task counts the lines of one split, and a split's first record number is the
 sum over the splits before it. Such files are read twice; a compressed file is one split and is read once.
 """

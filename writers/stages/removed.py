@@ -1,6 +1,6 @@
-"""Step: what was removed, joined over all splits: `duplicates/`, the quarantine, what filters report.
+"""Step: joins the files of removed documents over all splits: `duplicates/`, quarantine, files of filters.
 
-A split tells it once, with the part that is the rest.
+If the recipe has `split`, only the dataset of part train gets these files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardkit.writers.stages.text import TEXT
 
 
 def join_removed(documents: Documents, build: Build) -> Documents:
-    """Join the files of removed documents, which tasks of all splits wrote."""
+    """Join the files of removed documents that the tasks of all splits wrote, and add them to the outputs."""
     first = documents.outputs[0]
     filtered = (ledger for step in documents.written[1:] if step.filtering for ledger in step.ledgers)
     judged = sum(_filtered(ledger) for ledger in filtered)
@@ -44,12 +44,12 @@ def join_removed(documents: Documents, build: Build) -> Documents:
 
 
 def _filtered(ledger: Ledger) -> int:
-    """Return how many documents filters dropped. Their reasons have a slash, those of duplicates do not."""
+    """Return how many documents filters dropped: reasons of filters have a slash, others do not."""
     return sum(count.documents for reason, count in ledger.dropped.items() if "/" in reason)
 
 
 def _written(made: Outputs) -> int:
-    """Return the number of documents that are in any part of the split, or any output."""
+    """Return the number of documents in all parts of the split, also those that `output.where` left out."""
     ledgers = [commit.ledger() for commit in made.tokenized]
     ledgers += [ledger for commit in made.texts for ledger in TEXT.result(commit).ledgers]
     lost = (item for ledger in ledgers for item in ledger.dropped.items())
@@ -58,11 +58,11 @@ def _written(made: Outputs) -> int:
     return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
 
 
-_TWIN_BYTES = 250  # a removed document, or one that stays for it, on their way to each other
+_TWIN_BYTES = 250  # assumed size of a row of TWINS with its strings, in bytes
 
 
 def needs(n: Needs) -> None:
-    """State what joining what was removed takes."""
+    """Add the requests and bytes of joining the files of removed documents."""
     c = n.corpus
     removed = c.documents * LOSERS * bool({*c.dedup} - {"lines", "spans"})
     files = max(1, ceil(removed / DUPLICATES_OF_FILE))

@@ -34,9 +34,9 @@ PARTITION_TEXT_BYTES = 256_000_000  # maximum text per task of `pack`, so that s
 
 
 def count_partitions(recipe: Recipe, kept: Count) -> int:
-    """Return a number of partitions that fit the memory and keep several workers busy.
+    """Return the number of partitions: each fits the memory of a task, and several workers have tasks.
 
-    It depends on documents and recipe only.
+    It depends on documents and recipe only, so that the shards do, too.
     """
     shard = recipe.output.shard_bytes
     token_bytes = 4 if recipe.pack.max_repetitions is None else 5  # 1 byte per token for the loss mask

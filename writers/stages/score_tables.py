@@ -1,4 +1,4 @@
-"""Tables on disk of the scores of documents by id; stage `scores` makes them and filters look scores up.
+"""Tables on disk with the scores of documents by id. Stage `scores` writes them; `scores` filters read them.
 
 A table is cut into parts by ranges of its keys; each part is a folder with
 
@@ -30,7 +30,7 @@ BLOCK_ROWS = 128
 
 
 def score_dtype(columns: int) -> np.dtype[np.void]:
-    """Return the dtype of rows with this number of scores."""
+    """Return the dtype of table rows with this number of scores per document."""
     return np.dtype([("key", "<u8"), ("low", "<u8"), ("values", "<f8", (columns,))])
 
 
@@ -72,7 +72,7 @@ class OpenScores:
         return found
 
     def find(self, keys: npt.NDArray[np.uint64], lows: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-        """Return the scores, as `__call__` does, for the two arrays of `id_keys`."""
+        """Return the scores of ids by the halves `keys` and `lows` of their hashes; NaN for unknown ids."""
         found = np.full((len(keys), self._columns), np.nan)
         owners = np.searchsorted(self._starts, keys, side="right") - 1
         for number in np.unique(owners).tolist():
@@ -99,7 +99,7 @@ class OpenScores:
 def _places(
     rows: npt.NDArray[np.void], keys: npt.NDArray[np.uint64], lows: npt.NDArray[np.uint64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the row of each (key, low), and whether it exists."""
+    """Return the index in `rows` of each (key, low), int64[n], and whether such a row exists, bool[n]."""
     stored = np.append(rows["key"], np.uint64(0))  # a sentinel, so that the index after the last is valid
     others = np.append(rows["low"], np.uint64(0))
     at = np.searchsorted(stored[:-1], keys)

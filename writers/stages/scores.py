@@ -85,7 +85,7 @@ def write_run(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> int:
-    """Write the rows of a split of a file, sorted; return their number."""
+    """Write a sorted run with one row (id hash, scores) per record of a split; return the number of rows."""
     table, rows = Table(_RUN_FILE, score_dtype(len(columns))), 0
     read: Callable[..., Iterator[pa.Table]] = _read_parquet if split.format == "parquet" else _read_lines
     with RunWriter(folder / _RUN_FILE, table, memory_bytes=memory_bytes, limits=limits) as writer:
@@ -196,7 +196,7 @@ def _numbers(column: pa.ChunkedArray, split: Split, name: str) -> npt.NDArray[np
 
 
 def write_part(folder: Path, piece: Slice) -> None:
-    """Write one part of a table. Raises BuildError for an id that has two rows with different scores."""
+    """Write one part of a score table. Raises BuildError if two rows of an id have different scores."""
     memory_bytes = piece.limits.read_memory_bytes
     with (
         RowsWriter(folder / SCORES_FILE, piece.table.dtype) as writer,
@@ -223,7 +223,7 @@ SCORE_TABLES = Stage("score_tables", "read and filter", write_part)
 
 
 def needs(n: Needs) -> None:
-    """Add the requests and bytes of sorting one row per document and filter, and of looking it up."""
+    """Add the requests and bytes of sorting scores (one row per document and filter) and looking them up."""
     c, table = n.corpus, Table(_RUN_FILE, score_dtype(1))
     readers = c.limits.partitions(c.documents, table.dtype)
     size = c.documents * table.dtype.itemsize

@@ -101,9 +101,10 @@ def remaining(
     twins: TwinsFile,
     others: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
-    """Return the remaining documents of a batch and how many documents each represents; drops `others`, too.
+    """Return the remaining documents of a batch, and how many documents each represents, int32[n].
 
-    Counts read and dropped documents in the ledger, and adds duplicates and their kept documents to `twins`.
+    Drops documents in `removed` and, as not selected, those marked in `others`. Counts read and dropped
+    documents in the ledger, and adds duplicates and their kept documents to `twins`.
     """
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))

@@ -82,16 +82,16 @@ _CHOSEN = "chosen.npy"
 TABLE_BYTES = 40  # upper estimate of the memory of a table and its inputs, per byte of text
 _BITS_PER_KEY = 16
 _ROUNDS = 5
-_SPARES = 6.0  # standard deviations of the number wanted that are proposed in addition
+_SPARES = 6.0  # additional proposals, in standard deviations of the wanted number
 _MEMORY = 64 << 20
 _PURPOSE = "split"
 
 Bounds = tuple[tuple[int, ...], ...]
-"""Per source, the hashes at which its parts end; the first part begins at 0."""
+"""For each source, the hashes (exclusive) at which its parts end; the first part begins at hash 0."""
 Wanted = int | list[int]
-"""The wanted number of documents, of all sources together or per source."""
+"""The number of documents that a part should get: from all sources together, or from each source."""
 Quota = int | list[int]
-"""The maximum number of documents, of all sources together or per source."""
+"""The maximum number of documents that a part may get: from all sources together, or from each source."""
 
 
 def split_documents(documents: Documents, build: Build) -> Documents:
@@ -153,7 +153,7 @@ class _Drawing:
         return taken
 
     def _choose_from(self, bounds: Bounds) -> Sequence[Commit]:
-        """Return the commits of stage `choose`, with the unique documents whose hashes are below `bounds`."""
+        """Propose documents with hashes below `bounds`; return the commits that list the unique ones."""
         end = max(1, *(stops[-1] for stops in bounds))
         [proposed] = self.build.run(self._propose(bounds))
         texts = sum(SPLIT_PROPOSE.result(commit).bytes for commit in proposed)
@@ -214,7 +214,7 @@ class _Drawing:
         return [removed.of_part(Part(part, names, table)) for removed, table in pairs]
 
     def _wanted(self, left: Sequence[int]) -> list[Wanted]:
-        """Return how many documents each part gets, if `left` documents of each source remain."""
+        """Return how many documents each part should get; `left` are the remaining documents per source."""
         labels = self.documents.recipe.sources
         wanted: list[Wanted] = []
         for name, share in self.config.parts.items():
@@ -250,14 +250,14 @@ def _warn_of_few(names: Sequence[str], wanted: Sequence[Wanted], drawn: Sequence
 
 
 def _number(share: float, documents: int) -> int:
-    """Return a share as a number of documents: a fraction becomes at least 1 but never all."""
+    """Convert a part's share to a number of documents; a fraction becomes at least 1, but never all."""
     if isinstance(share, int):
         return share
     return min(max(1, round(share * documents)), max(0, documents - 1))
 
 
 def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[float]) -> list[float]:
-    """Return each part's rate of unique proposed documents, or its entry of `rates` if it has enough."""
+    """Return the rate of unique documents among each part's proposals, or its old rate if it has enough."""
     found = []
     for part, (asked, rate) in enumerate(zip(wanted, rates, strict=True)):
         clean = np.sum([one.clean[part] for one in chosen], axis=0)
@@ -312,7 +312,7 @@ def _quotas(wanted: Sequence[Wanted], chosen: Sequence[Chosen]) -> list[list[Quo
 
 
 def _spares(wanted: Sequence[Wanted], taken: Sequence[Taken]) -> tuple[list[list[Quota] | None], bool]:
-    """Return what short parts get of the spare documents in each range, and whether that fills all parts.
+    """Return how many spare documents of each range every short part gets, and whether this fills all parts.
 
     Parts that name their sources come first, since other parts can take documents of any source.
     """
@@ -348,7 +348,7 @@ def _spares(wanted: Sequence[Wanted], taken: Sequence[Taken]) -> tuple[list[list
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The number of proposed documents, and the size of their texts in bytes."""
+    """Counts of one split: the number of proposed documents, and the size of their texts in bytes."""
 
     documents: int
     bytes: int
@@ -380,7 +380,7 @@ def propose(
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> Proposed:
-    """Write the documents of a split whose hashes are below the last of `stops`, with their n-grams."""
+    """Write the proposed documents of a split (hash below the last of `stops`) with their n-grams."""
     count = size = 0
     ends = np.array(stops, np.uint64)
     with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 2, limits=limits) as run:
@@ -506,7 +506,7 @@ def _mark_alike(
     similarity: float,
     alike: Bools,
 ) -> None:
-    """Set `alike` for proposed documents similar to a text; `own` is the text's own index there, or -1.
+    """Set alike[i] if proposed document i is similar to a text other than itself (text t is own[t], or -1).
 
     `matches` are ascending (n-gram index in the texts, index in the table); `offsets` are per text.
     """
@@ -627,7 +627,8 @@ def needs(n: Needs) -> None:
     if not c.shape.parts:
         return
     proposed, text = c.documents * _DRAWN, c.text_bytes * DOCUMENTS
-    ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)  # bytes per document: one n-gram per word of 6 bytes
+    # Bytes of n-gram hashes per document: one 8-byte hash per word, assuming 6 bytes of text per word.
+    ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)
     row = PROPOSED.dtype.itemsize + ngrams
     tables = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
     gets, read = n.scans(text, c.splits)

@@ -77,8 +77,8 @@ class Written:
 class SplitText:
     """The documents of one split with their labels and annotations, as an argument of a task.
 
-    `languages` have an entry for each document left after line deduplication. `annotations` have an entry
-    for each document before it; `rows` maps the former to the latter.
+    `languages` has an entry for each document in the file `documents`. `annotations` has an entry for each
+    document that cleaning kept; `rows` map rows of `documents` to these entries.
     """
 
     documents: Artifact
@@ -204,7 +204,7 @@ def _not_empty(
 
 
 def _beside(split: SplitText) -> dict[str, pa.Array]:
-    """Return further columns for all documents of the split: their languages and values of filters."""
+    """Return columns with the language and the filters' values of all documents of the split, if known."""
     columns: dict[str, pa.Array] = {}
     if split.languages is not None:
         labels = pa.array(split.languages.labels, pa.string())
@@ -237,7 +237,7 @@ def _rows(
 
 
 class _TextFile:
-    """Writes one file of whole documents with up to `shard_bytes` of text, at least one document."""
+    """Writes one file of whole documents: up to `shard_bytes` of text, or one longer document."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema, output: OutputConfig) -> None:
         self._output, self._schema = output, schema

@@ -146,7 +146,7 @@ def partition_start(partition: int, partitions: int) -> int:
 def choose_partitions(
     text_bytes: int, documents: int, memory_bytes: int, *, token_bytes: int = 4, shard_bytes: int = 0
 ) -> int:
-    """Return the number of partitions with which one packer stays within `memory_bytes`, a worker's share.
+    """Return the least number of partitions such that packing one fits `memory_bytes`, a worker's memory.
 
     Assumes half a token per byte of text (twice the rate of English), two shards (one is filled while another
     is written), and a reserve of a quarter. Depends only on input and recipe, so that the shards do, too.
@@ -166,7 +166,9 @@ def choose_partitions(
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """The result of task `tokenizer`: ids, the engine to start with, and characters it must not encode."""
+    """The result of task `tokenizer`: token ids, the engine to start with, and characters that it must not
+    encode (`unlike`), since its tokens may differ there from those of the reference.
+    """
 
     eos_id: int
     bos_id: int | None
@@ -243,7 +245,7 @@ def compare_engines(
     tokenizer: Annotated[TokenizerFile, RecipeKey()],
     sample_bytes: int,
 ) -> Parity:
-    """Run `check_parity` without its warning; the build issues it, also if this task was done before."""
+    """Run `check_parity` without its warning. The build issues it, even if this task was finished before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return check_parity(
@@ -370,7 +372,7 @@ TOKENIZE = Stage("tokenize", "tokenize", tokenize_split, cost=25)
 
 
 def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
-    """Return the function that encodes documents without marks."""
+    """Return the function that encodes batches of documents that have no loss masks (column "marks")."""
     seed, fim, group = settings.seed, settings.fim, settings.group
 
     def plain(documents: pa.RecordBatch, heads: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
@@ -423,7 +425,7 @@ def _tokenize_batch(
 
 
 def _mask_of_marks(masks: _Masks, lengths: npt.NDArray[np.int64], encoder: Encoder) -> npt.NDArray[np.uint8]:
-    """Return the loss masks with entries for each bos, which is never trained on, and each eos."""
+    """Return the loss masks of texts with entries inserted for each bos (never trained on) and each eos."""
     return _with_marks(masks[0], lengths, None if encoder.bos_id is None else 0, masks[1])
 
 
