@@ -160,7 +160,7 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of a few runs with keys in [start, stop): plain data, an argument of the task that reads them."""
+    """The rows of a few runs with keys in [start, stop). It is plain data, to be an argument of a task."""
 
     table: Table
     runs: tuple[tuple[Segment, ...], ...]
@@ -219,7 +219,7 @@ class Slice:
 
 
 class StepReader:
-    """Reads a slice in key order, while the caller visits the items whose numbers are the keys."""
+    """Reads a slice in key order while the caller visits the items that keys number; holds one batch."""
 
     def __init__(self, piece: Slice, memory_bytes: int) -> None:
         self._batches = piece.stream(memory_bytes)
@@ -346,7 +346,7 @@ class _Cursor:
         return int(self._held[-1].keys[-1]) if self._coming else None
 
     def fill(self, *, two_keys: bool = True) -> bool:
-        """Load rows until there is half a chunk, or a whole one if all have the same key; False at the end."""
+        """Load rows up to half a chunk, or a whole chunk if all have one key. Return False at the end."""
         while True:
             while len(self._coming) < self._ahead and (coming := next(self._chunks, None)) is not None:
                 self._coming.append(coming)

@@ -40,7 +40,7 @@ _FOOTER_HASH_BYTES = 16  # size of the hash that is the last field of the tail
 
 _MAGIC = b"shardrun"
 
-_GUESSED_BLOCKS = 16  # entries of blocks beyond the expected number, so that one request reads the whole footer
+_GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Limits:
 
     fan_in: _NoByte = 64  # maximum number of runs that one task reads
     task_bytes: _NoByte = 1 << 30  # approximate output of a merge task
-    partition_bytes: _NoByte = 100 << 20  # approximate input of a reading task; small, so that no worker is idle
+    partition_bytes: _NoByte = 100 << 20  # approximate input of a reading task; small, so no worker is idle
     least_segments: _NoByte = 64  # with no more requests than this (runs * readers), runs are never merged
     segment_bytes: _NoByte = 4 << 20  # bytes that a merge can copy in the time of one request
     block_bytes: int = 256 << 10  # size of a block, the unit of reading and verifying; larger in large files
@@ -240,7 +240,7 @@ class Footer:
 
 
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
-    """Read and verify a file's footer; of a small file, all. Takes one request, rarely two."""
+    """Read and verify a file's footer, or a small file whole; in two requests if it has many small blocks."""
     size = segment.bytes
     blocks = min(_MOST_BLOCKS, size // limits.block_bytes) + _GUESSED_BLOCKS
     needed = blocks * _BLOCK.itemsize + _TAIL.size
@@ -260,10 +260,7 @@ def _footer_bytes(end: Payload) -> int:
 
 
 def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
-    """Return whether `end` may be the last bytes of a run of `size` bytes.
-
-    The footer is verified if `end` has all of it; if the footer begins before `end`, returns True.
-    """
+    """Return whether a run of `size` bytes may end with `end`: its footer is valid, or begins before that."""
     if len(end) < _TAIL.size or not _TAIL.size <= (needed := _footer_bytes(end)) <= size:
         return False
     if needed > len(end):
@@ -293,7 +290,7 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     begin = segment.bytes - len(footer.end)  # offset of `footer.end` in the file
     is_right = partial(_have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
     data = footer.end[max(0, start - begin) : max(0, stop - begin)]
-    is_own = len(data) < stop - start or not is_right(data)  # not read with the footer, or damaged in transit
+    is_own = len(data) < stop - start or not is_right(data)  # not read with the footer, or read wrong
     if is_own:
         data = segment.file.read_range(start, stop, is_right)
     middles = edges[:-1] - start + listed["rows"].astype(np.int64) * table.dtype.itemsize
@@ -327,10 +324,7 @@ def joined(pieces: Sequence[Batch], table: Table) -> Batch:
 
 
 def payload_ends(rows: Rows, table: Table) -> npt.NDArray[np.int64]:
-    """Return int64[len(rows) + 1], the offset of each row's payload, then their total size.
-
-    Without payloads, the array is read-only.
-    """
+    """Return int64[len(rows) + 1]: the offset of each payload, and their total size; may be read-only."""
     if not table.payload:
         return np.broadcast_to(np.int64(0), len(rows) + 1)  # takes the memory of one number
     ends = np.zeros(len(rows) + 1, np.int64)

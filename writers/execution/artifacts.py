@@ -29,7 +29,7 @@ BinaryFile = io.RawIOBase | io.BufferedReader
 
 
 class RemoteFiles(Protocol):
-    """The methods of a remote work folder that artifacts use; `path` is where the scratch folder has a file."""
+    """The methods of a remote work folder that artifacts use; `path` is a file's path in a scratch folder."""
 
     def open(self, path: Path) -> io.BufferedReader: ...
     def fetch(self, path: Path) -> None: ...

@@ -86,7 +86,9 @@ class DriverLease(Closing):
                         f"that build, wait for it, or set another `work`"
                     )
         except StoreError as error:
-            raise BuildError(f"work folder {self._store.url}: {error}; the same command continues") from error
+            raise BuildError(
+                f"work folder {self._store.url}: {error}; run the same command again to continue"
+            ) from error
 
     def try_acquire(self) -> bool:
         """Take the lease if it is free or expired; return whether this process has it. May raise StoreError.
@@ -108,7 +110,7 @@ class DriverLease(Closing):
             return False  # another process was faster
         if newest is not None:
             self._store.delete(newest.key)
-        if self._newest_key() > self._own[0]:  # the first listing may have missed a higher epoch just created
+        if self._newest_key() > self._own[0]:  # the first listing may miss an object renamed while it runs
             self._store.delete(self._own[0])
             return False
         self.held, self.was_lost = True, False
@@ -145,7 +147,7 @@ class DriverLease(Closing):
                 self._store.delete(self._own[0])
 
     def renew(self) -> None:
-        """Write the next heartbeat, or set `was_lost` if another process has the lease; StoreError may occur."""
+        """Write the next heartbeat, or set `was_lost` if the lease was taken over. May raise StoreError."""
         newest = self._newest()
         if newest is None or (newest.key, newest.version) != self._own:
             is_ours = newest is not None and self._store.get(newest.key).startswith(self._id.encode())

@@ -54,7 +54,7 @@ ONE_THREAD = dict.fromkeys(
     "TOKENIZERS_PARALLELISM": "false",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a setting of jemalloc, which is part of Arrow
 }
-RESUME = "finished tasks are kept; the same command continues"
+RESUME = "finished tasks are kept; run the same command again to continue"
 _BOOT = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
     "parent, sys.path[:], more = pipe.recv(); from shardkit.writers.execution.processes import {0}; "

@@ -93,7 +93,7 @@ class Journal:
         return run_task(task, task.digest, self.work) if commit is None else commit
 
     def check_lease(self) -> None:
-        """Raise BuildError if another driver took over the work folder, as after this process was suspended."""
+        """Raise BuildError if another driver took over the work folder, such as during a suspension."""
         if self._lease is not None:
             with contextlib.suppress(StoreError):
                 self._lease.renew()

@@ -63,7 +63,7 @@ class Segments:
             self._waiting.setdefault(commit.stage, []).append(commit)
 
     def write(self, *, rest: bool = False) -> None:
-        """Write queued commits as full segments, with `rest` also a smaller last one; may raise BuildError."""
+        """Write queued commits as full segments, with `rest` also a smaller one. May raise BuildError."""
         for stage, commits in self._waiting.items():
             while len(commits) >= self._records or (rest and commits):
                 data = b"".join(map(_lines, commits[: self._records]))
@@ -84,7 +84,9 @@ class Segments:
             yield
         except StoreError as error:
             problem = f"work folder {self._store.url}: {error}"
-            raise BuildError(f"{problem}; finished tasks are kept; the same command continues") from error
+            raise BuildError(
+                f"{problem}; finished tasks are kept; run the same command again to continue"
+            ) from error
 
     def _fetch(self, key: str) -> bytes:
         try:

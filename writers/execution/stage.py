@@ -171,7 +171,7 @@ class RunTasks(Protocol):
     """A function that returns commits of tasks: `Runner.run`, or one that only looks up finished tasks."""
 
     def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Return the commits of each group, in task order. Groups run concurrently; each is one whole stage."""
+        """Return the commits of each group, in task order. Groups, each a whole stage, run concurrently."""
 
 
 def base_name(stage: str) -> str:

@@ -82,7 +82,7 @@ _THREADS = 16  # concurrent requests for records; records are small, so requests
 _COPY_BYTES = 4 << 20
 _KEPT_RECORDS = 4096  # number of recently read records to cache, each a few kilobytes
 T = TypeVar("T")
-_RESUME = "finished tasks are kept; the same command continues"
+_RESUME = "finished tasks are kept; run the same command again to continue"
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ class Work:
 
     @property
     def store(self) -> Store:
-        """The store with the work folder's files; for a remote one, a single object per process, with retries."""
+        """The store with the work folder's files. A remote store retries; there is one object per process."""
         if self.local is not None:
             return LocalStore(self.local)
         return _connect(self.place, self.storage, self.around)
 
     def prepare(self) -> None:
-        """Create and lock the scratch folder of a remote work folder. May raise BuildError. Repeats are cheap."""
+        """Create and lock the scratch folder if the work folder is remote. May raise BuildError."""
         if self.local is None:
             scratch.prepare(self.folder)
 

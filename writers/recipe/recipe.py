@@ -221,7 +221,7 @@ class Recipe(StrictModel):
         return self
 
     def _take_steps(self) -> None:
-        """Set `filters` and `dedup` to the entries of `steps`. Raises ValueError if the recipe has others."""
+        """Set `filters` and `dedup` to the entries of `steps`. Raises ValueError if they conflict."""
         filters = tuple(step for step in self.steps if step.scheme is None)
         dedup = removal_of(self.steps, self.dedup)
         for key, given, derived in (

@@ -32,7 +32,7 @@ from shardkit.writers.rows.ledger import Ledger
 @dataclass(frozen=True, slots=True)
 class Trained:
     """Counts of tokens that a loss mask selects for training: all (`tokenized`), those in rows (`packed`),
-    and those lost because they were cropped or masked as repetitions, which is done before cropping."""
+    and those lost: `cropped`, or masked as repetitions (`repeated`). Packing masks before it crops."""
 
     tokenized: int
     packed: int
@@ -44,7 +44,7 @@ class Trained:
 class Funnel:
     """Counts of the whole build. `stages` has, for each stage in order, one ledger per source.
 
-    `removed` has the counts of duplicates found, by reason; the ledgers must have as many dropped. `packed`
+    `removed` has counts of duplicates by reason; ledgers must have as many dropped documents. `packed`
     has counts of rows, such as "tokens" and "padding". `histograms` are "lengths" (of documents),
     "row_padding" and "row_pieces". `source_languages` has documents and tokens of each source by language, if
     the recipe has a language filter. `trained` is set for builds with a loss mask.
@@ -71,7 +71,7 @@ class Funnel:
 
     @property
     def _left_out(self) -> int:
-        """The number of tokens that are in no row, because they were cropped, or removed by joining groups."""
+        """The number of tokens that are in no row: they were cropped, or removed when groups were joined."""
         return self.packed.get("cropped", 0) + self.packed.get("joined", 0)
 
     def source(self, number: int) -> Ledger:

@@ -123,7 +123,7 @@ def _printable(text: str) -> str:
 
 
 class Quarantine:
-    """Writes unreadable records to the JSON-lines file at `path`, if given. See `add` for its error."""
+    """Writes unreadable records to a JSON-lines file, if `path` is given; the first may stop the build."""
 
     def __init__(self, path: Path | None = None, *, max_bad_fraction: float = 0.0) -> None:
         self.first: BadRecord | None = None

@@ -43,18 +43,15 @@ def cut_documents(document_ids: list[bytes], seed: int, config: FimConfig) -> Cu
 
 
 def ordered(text: str, cut: npt.NDArray[np.int64]) -> tuple[str, str, str]:
-    """Return (prefix, middle, suffix) of a text; `cut` is its row of `cut_documents`.
-
-    All places between characters are equally likely.
-    """
+    """Return (prefix, middle, suffix) of a text, given its row of `cut_documents`; cuts are uniform."""
     places = sorted((int(value) * (len(text) + 1)) >> 63 for value in cut[1:])
     return text[: places[0]], text[places[0] : places[1]], text[places[1] :]
 
 
 def original(parts: tuple[str, str, str]) -> str:
-    """Return the original text of a document from the texts after P, S and M.
+    """Return the original text of a document from the texts that follow P, S and M.
 
-    These are (prefix, suffix, middle) in PSM, and ("", suffix, prefix + middle) in SPM.
+    PSM writes (prefix, suffix, middle); SPM writes ("", suffix, prefix + middle).
     """
     prefix, suffix, middle = parts
     return prefix + middle + suffix
@@ -63,7 +60,7 @@ def original(parts: tuple[str, str, str]) -> str:
 def encode_fim(
     encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch, heads: Sequence[str]
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Encode documents and rearrange some of them; return all ids and the number of ids per document.
+    """Encode documents, some of them rearranged; return all ids and the number of ids per document.
 
     `heads` has a text per document that is put before it and never cut. EncodingError has the document's row.
     """

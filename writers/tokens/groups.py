@@ -30,7 +30,7 @@ from shardkit.writers.tokens.tokenizer import Encoder, EncodingError, Tokens
 
 _WHOLE = float(1 << 64)
 Encode = Callable[[pa.RecordBatch, Sequence[str]], tuple[Tokens, npt.NDArray[np.int64]]]
-"""A function that encodes documents, each after a given text; returns all ids and the number of ids of each."""
+"""Encodes documents, each after a given text. Returns all ids and the number of ids per document."""
 
 
 @dataclass(frozen=True, slots=True)
