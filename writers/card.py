@@ -1,8 +1,7 @@
 """Makes the dataset card, `dataset.json`, and the other files that are published with it.
 
-The card is a function of the recipe and of counts: no times, no folder names, no number of workers, so the
-same build gives the same bytes anywhere. `report.html` (shardkit.writers.report) is a function of the card
-alone.
+The card depends only on the recipe and on counts, and has no times, folder names or number of workers. So the
+same build gives the same bytes anywhere. `report.html` (shardkit.writers.report) depends only on the card.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _READERS = 16
 
 
 def content_of(card: DatasetCard) -> dict[str, Any]:
-    """Return the recipe in a card, written by any version, without keys that no longer exist."""
+    """Return the recipe in a card without keys that exist only in recipes of earlier versions."""
     content = dict(card.recipe)
     dedup = content.get("dedup") or {}
     if dedup.get("near") is not None:
@@ -61,7 +60,7 @@ def make_card(
     filter_files: Mapping[str, str] | None = None,
     buckets: Mapping[str, Any] | None = None,
 ) -> DatasetCard:
-    """Make the card of a dataset, without its `files`."""
+    """Return the card of a dataset, without its key `files`, which `assemble` adds."""
     content = recipe.content()
     sources = [
         dict(entry)
@@ -106,7 +105,7 @@ def make_card(
 
 
 def _plain(filters: FilterFacts) -> dict[str, Any]:
-    """Return the facts as plain data, without counts by language if there are none."""
+    """Return the facts of filters as plain data; the key `languages` is left out if it is empty."""
     return {key: value for key, value in asdict(filters).items() if key != "languages" or value}
 
 
@@ -128,10 +127,11 @@ def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) ->
 
 @dataclass(frozen=True)
 class BuiltDataset:
-    """A dataset to publish: `links` are files of the work folder by their names in the dataset.
+    """A dataset to publish. `links` has files of the work folder by their names in the dataset.
 
-    `commits` are the tasks that wrote the shards; `tables` are the tasks, by name, that wrote the other
-    links, one output each. `texts` has the content of further files; `facts` is the card without its `files`.
+    `commits` are those of the tasks that wrote the shards. `tables` has the commits of the other links, by
+    name, each with one output. `texts` has the content of further files by name. `facts` is the card without
+    its key `files`.
     """
 
     manifest: Manifest
@@ -158,9 +158,10 @@ def assemble(
     tables: Mapping[str, Commit],
     describe: Callable[[Manifest], DatasetCard],
 ) -> BuiltDataset:
-    """Number the shards of all tasks, and make the report and the card, which `describe` creates.
+    """Return a dataset to publish: number the shards of all tasks, and create the report and the card.
 
-    `tables` are commits by the name of their only file in the dataset.
+    `made` has each commit with its shards, `tables` has commits by the name of their only file in the
+    dataset, and `describe` returns the card without `files`.
     """
     parts = [(commit.files, shards) for commit, shards in made]
     shards = global_shards(parts, prefixes=recipe.output.prefixes)
@@ -174,7 +175,7 @@ def assemble(
         files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
     texts = {REPORT_NAME: render_report(card)}
     if all(BLOCKS_NAME in commit.outputs for commit, _ in made):
-        # A few KiB per shard, small enough for memory. Reads are concurrent as the files may be in a store.
+        # These are a few KiB per shard. Reads are concurrent, because the files may be in a store.
         with ThreadPoolExecutor(_READERS) as pool:
             data = b"".join(pool.map(_read_blocks, (commit for commit, _ in made)))
         texts[BLOCKS_NAME] = data

@@ -5,8 +5,9 @@ wrote: tasks of a split by the stored bytes of their source, tasks of partitions
 So the estimate includes the expansion of compressed files, filters, annotations, the tokenizer and
 compression of shards. A sample cannot show effects that depend on the whole input:
 
-- duplicates appear only in the whole input. The estimate subtracts nothing for removed duplicates; for
-  near-duplicates, it assumes that at least the share `PAIRED` of all documents is in pairs of `PAIR_BYTES`.
+- duplicates appear only in the whole input. The estimate subtracts nothing for removed duplicates. For the
+  stages of near-duplicates, it assumes that at least the share `PAIRED` of all documents is in pairs, which
+  take `PAIR_BYTES` per document.
 - exchanges merge many runs, and a sample has few: the bytes of merges come from `stage_needs`.
 - the documents of an index are not in the sample: the same number of documents is added.
 
@@ -72,7 +73,7 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.rows import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.tokenize import TOKENIZE
 
-_FILES = 8  # number of large files to sample per source: the beginning of one may not be representative
+_FILES = 8  # number of files to sample per source: the beginning of a single file may not be representative
 
 _LEAST_PIECE_BYTES = 1 << 20
 
@@ -81,14 +82,14 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The first `bytes` stored bytes of a file, or all of it."""
+    """A piece of the sample: the first `bytes` stored bytes of a file, or the whole file."""
 
     split: Split
     bytes: int
 
 
 def choose_pieces(splits: Sequence[Split], wanted: int) -> list[Piece]:
-    """Choose pieces of about `wanted` stored bytes, from all sources in proportion to their size."""
+    """Choose pieces of about `wanted` stored bytes in total, from each source in proportion to its size."""
     whole = max(1, sum(split.bytes for split in splits))
     pieces = []
     for source in sorted({split.source for split in splits}):
@@ -112,7 +113,7 @@ def put_pieces(
 ) -> tuple[list[InputConfig], dict[int, int]]:
     """Put pieces into `folder`; return inputs that read them, and the stored bytes of the pieces by source.
 
-    Both have only the sources with a piece, in the same order.
+    Both results have only the sources with a piece, in the same order.
     """
     stored: dict[int, int] = {}
     places: dict[int, Path] = {}
@@ -131,7 +132,7 @@ def put_pieces(
 
 
 def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anywhere: bool) -> int:
-    """Put a piece where the sample's recipe finds it; return its stored bytes in the source."""
+    """Put a piece into `folder`, cut or as a whole file; return its stored bytes in the source."""
     split = piece.split
     name = f"{number:05d}-{PurePosixPath(split.input.path.partition('?')[0]).name}"
     if piece.bytes < split.input.bytes:
@@ -155,9 +156,9 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anyw
 
 
 def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
-    """Write the decompressed beginning of a file to `target`; return its stored bytes.
+    """Write the decompressed beginning of a file to `target`; return the stored bytes that it was read from.
 
-    Returns 0, and leaves no file, if it is damaged or expands too much, which the build must find itself.
+    Returns 0 and leaves no file if the source is damaged or expands too much; the build itself reports that.
     """
     split = piece.split
     with open_input(split.input) as source, target.open("wb") as lines:
@@ -187,7 +188,7 @@ def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
 
 
 def _copy_rows(piece: Piece, target: Path) -> int:
-    """Copy the first rows of a Parquet file; return their stored bytes, 0 if the file is damaged."""
+    """Copy the first rows of a Parquet file. Return their estimated stored bytes, or 0 if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -209,11 +210,11 @@ def _copy_rows(piece: Piece, target: Path) -> int:
         return 0
 
 
-_MOST_TEXT = 64  # maximum ratio of text to stored bytes; text is never compressed more
-_SMALL_BYTES = 1 << 24  # text up to this size may exceed that ratio
-_COPIED_BYTES = 1 << 30  # memory for a batch of rows
+_MOST_TEXT = 64  # a file that expands by more than this ratio is no text, but a decompression bomb
+_SMALL_BYTES = 1 << 24  # bytes of decompressed text for which that ratio is not checked
+_COPIED_BYTES = 1 << 30  # maximum memory for a batch of rows
 
-SAMPLE_BYTES = 8 << 20  # stored bytes of the sample over all sources: seconds of work for any input
+SAMPLE_BYTES = 8 << 20  # stored bytes of the sample from all sources, so that a rehearsal takes seconds
 
 MARGIN = 1.1
 
@@ -223,14 +224,14 @@ PAIR_BYTES = 400
 
 FILE_BYTES = 4096  # maximum overhead of a file on disk; it matters for many small files
 
-_COMPRESSED = 0.5  # compressed size of text per byte, if each document is compressed separately
+_COMPRESSED = 0.5  # ratio of compressed to plain size of text, if each document is compressed separately
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Estimated bytes that a whole build writes into its work folder, by stage in order, and of its output.
+    """Estimated bytes that a whole build writes: `stages` into its work folder, by stage, and its `output`.
 
-    `largest_task` is the maximum that one task writes; `documents` and `text_bytes` are kept by filters.
+    `largest_task` is the maximum of one task. `documents` and `text_bytes` count what the filters keep.
     """
 
     stages: Mapping[str, int]
@@ -241,13 +242,13 @@ class StageBytes:
 
     @property
     def work(self) -> int:
-        """Bytes of all stages: nothing in a work folder is removed before the build is done."""
+        """The bytes of all stages. They add up, because nothing is removed before the build is done."""
         return sum(self.stages.values())
 
 
 @dataclass(frozen=True)
 class _Scales:
-    """Ratios of the whole input to the sample: for tasks of a split by its source, for others by stage."""
+    """Ratios of the whole input to the sample: by name for tasks of one split, by stage for other tasks."""
 
     by_task: Mapping[str, float]
     by_tokens: Collection[str]
@@ -281,7 +282,7 @@ def rehearse(
         work = Work.at(Path(folder) / "work")
         small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())
         with make_listener(False) as listener, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the build will give the same warnings
+            warnings.simplefilter("ignore", RuntimeWarning)  # the build itself will give the same warnings
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
                 documents = run_build(small, runner.run)
         whole: Counter[int] = Counter()
@@ -293,10 +294,10 @@ def rehearse(
 
 
 def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, share: float) -> Recipe:
-    """Return the recipe of a sample, with `inputs`, about `share` of the recipe's own, instead of these.
+    """Return the recipe of a sample: it reads `inputs`, which have about `share` of the recipe's inputs.
 
-    A build of it writes only below `folder`: the only places of the user in it are of files that are read.
-    Limits that the sample could exceed but not the whole input are lifted.
+    A build of the sample writes only below `folder`; other paths in its recipe are only read. Limits are
+    lifted that a sample could exceed although the whole input does not.
     """
     places = [{"path": str(folder / f"out-{number}")} for number in range(max(1, len(recipe.outputs)))]
     outputs = tuple(
@@ -325,7 +326,7 @@ def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, s
 def _scaled(
     asked: float | Mapping[str, float], labels: Collection[str | None], share: float
 ) -> float | dict[str, float]:
-    """Return the size of a split's part for a sample: scales numbers of documents, keeps shares."""
+    """Return a part's size for a sample: scale numbers of documents by `share`, and keep shares as given."""
     if isinstance(asked, Mapping):
         return {
             label: int(one * share) if isinstance(one, int) else one
@@ -341,7 +342,7 @@ def _share(splits: Sequence[Split], stored: Mapping[int, int]) -> float:
 
 
 def _without_indexes(recipe: Recipe) -> Recipe:
-    """Return the recipe without indexes, whose documents `_add_near` adds to the estimate."""
+    """Return the recipe without the indexes to compare with: `_add_near` adds them to the estimate."""
     if recipe.dedup.near is None:
         return recipe
     near = recipe.dedup.near.model_copy(update={"against": ()})
@@ -434,7 +435,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: fl
 
 
 def _add_near(stages: dict[str, float], documents: float, text: float, indexed: int) -> None:
-    """Raise the sizes of near-duplicate stages to their assumed minimum, and add an index's documents."""
+    """Raise the near-duplicate stages' sizes to an assumed minimum; add `indexed` documents of indexes."""
     least = {SHINGLES.name: PAIRED * text * _COMPRESSED}
     least[CANDIDATES.name] = PAIRED * documents * PAIR_BYTES
     for stage in near.STAGES:
@@ -443,22 +444,22 @@ def _add_near(stages: dict[str, float], documents: float, text: float, indexed: 
         stages[stage.name] = size * (1 + more / max(1.0, documents))
 
 
-# Upper bound of bytes written per stored byte: compressed text expands up to 10 times, and all stages write
-# up to 12 times the text of short documents.
+# Upper bound of bytes written per stored byte of input: compressed text expands up to 10 times, and all
+# stages together write up to 12 times the text of short documents.
 CERTAIN = 200
 
-_PLAIN = 20  # upper bound of bytes written per byte of plain JSON lines, without `_RECORD_BYTES`
+_PLAIN = 20  # upper bound of bytes written per byte of plain JSON lines, in addition to `_RECORD_BYTES`
 
-_RECORD_BYTES = 4096  # upper bound of bytes written per record in addition
+_RECORD_BYTES = 4096  # upper bound of bytes written per record, in addition to `_PLAIN`
 
-_LOOKED_BYTES = 512 << 10  # bytes per source that are read to measure the length of records
+_LOOKED_BYTES = 512 << 10  # bytes per source that are read to measure the average length of records
 
 _STAGE = "disk check"
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Bytes in the outputs of finished tasks of a stage, and whether all of its tasks are finished."""
+    """The bytes that finished tasks of a stage wrote, and whether all tasks of the stage are finished."""
 
     bytes: int = 0
     complete: bool = False
@@ -466,7 +467,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Bytes that a build still needs on one file system, in `parts` by purpose; `folder` is on it."""
+    """The bytes that a build still needs on the file system of `folder`; `parts` has them by purpose."""
 
     folder: Path
     parts: Mapping[str, int]
@@ -477,7 +478,7 @@ class DiskNeed:
 
 
 def most_bytes(splits: Sequence[Split]) -> int:
-    """Return an upper bound of the bytes that a build writes to any disk, computed in milliseconds."""
+    """Return an upper bound of the bytes that a build writes to any disk; takes only milliseconds."""
     most = 0
     by_source = defaultdict[int, list[Split]](list)
     for split in parts_of(splits):
@@ -492,7 +493,7 @@ def most_bytes(splits: Sequence[Split]) -> int:
                 with open_input(piece.split.input) as file:
                     data = file.read(min(piece.bytes, _LOOKED_BYTES))
                 records, held = records + data.count(b"\n") + 1, held + len(data)
-            of_records = 2 * records * _RECORD_BYTES // max(1, held)  # later records may be half as long
+            of_records = 2 * records * _RECORD_BYTES // max(1, held)  # 2: later records may be half as long
             most += min(CERTAIN, _PLAIN + of_records) * size
     return most
 
@@ -504,10 +505,10 @@ def check_disk(
     execution: Execution,
     progress: bool | Callable[[StageProgress], None] = False,
 ) -> list[DiskNeed]:
-    """Return the disk space that the build needs; [] if it certainly fits, for trials, or if disabled.
+    """Return the disk space that the build needs, after checking that it is free; else raise BuildError.
 
-    Raises BuildError if the build does not fit. `output` is None for a remote output. Writes only a sample
-    into the system's temporary folder.
+    Returns [] if the build certainly fits, for trials, if the check is disabled, or if it fails. `output` is
+    None for a remote output. Writes only a sample, into the system's temporary folder.
     """
     if not inputs.recipe.check_disk or inputs.recipe.limit is not None:
         return []
@@ -545,7 +546,7 @@ def check_disk(
 def disk_needs(
     estimate: StageBytes, finished: Mapping[str, Finished], work: Work, output: Path | None, workers: int
 ) -> list[DiskNeed]:
-    """Return the bytes that are still needed on each file system, one entry per file system."""
+    """Return the bytes that the build still needs, one entry per file system."""
     wanted: list[tuple[Path, str, int]] = []
     linked = False
     if work.local is not None:
@@ -567,7 +568,7 @@ def disk_needs(
 
 
 class _UnfinishedError(Exception):
-    """The tasks of later stages are not known before this stage is finished."""
+    """A stage is not finished, so the tasks of later stages are not known."""
 
 
 def finished_stages(inputs: BuildInputs, work: Work) -> dict[str, Finished]:
@@ -584,7 +585,7 @@ def finished_stages(inputs: BuildInputs, work: Work) -> dict[str, Finished]:
             raise _UnfinishedError
         return found
 
-    with suppress(_UnfinishedError, BuildError):  # the build itself reports errors of finished stages
+    with suppress(_UnfinishedError, BuildError):  # the build itself will report errors of finished stages
         run_build(inputs, look)
     return held
 

@@ -1,6 +1,6 @@
 """Selects the work folder and the engine of a build, and puts files where its tasks find them.
 
-It does not affect output bytes. Many tasks read the tokenizer and the lists and models of filters. On one
+None of this affects output bytes. Many tasks read the tokenizer and the lists and models of filters. On one
 machine, or with a shared file system, these files stay in place. If the work folder is in a store, they are
 copied there once, as the outputs of a task that runs on the machine of the driver (`place_files`).
 """
@@ -35,7 +35,7 @@ from shardkit.writers.stages.inputs import BuildInputs
 
 EngineName = Literal["local", "ray"]
 
-_WORKER_TEXT_BYTES = 1 << 21  # text per worker: filtering less is faster than starting a process
+_WORKER_TEXT_BYTES = 1 << 21  # least text per worker: filtering less text is faster than starting a process
 _MODULES = ("shardkit.writers.stages.graph", "pyarrow.parquet")  # these import the modules of all tasks
 _TOKENIZER = ".tokenizer"  # separate folder, so that its name cannot conflict with files of filters
 
@@ -75,7 +75,7 @@ class Execution:
             import_ray()  # raises MissingExtraError now, before a work folder is created
 
     def for_text(self, text_bytes: int, memory_bytes: int) -> Execution:
-        """Return the settings for `text_bytes` of text: limits `workers`, unless set, to as many as help."""
+        """Return these settings; if `workers` is not set, limit it to what `text_bytes` of text needs."""
         if self.engine != "local" or self.workers is not None:
             return self
         enough = max(1, -(-text_bytes // _WORKER_TEXT_BYTES))
@@ -83,7 +83,7 @@ class Execution:
 
 
 def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execution: Execution) -> Work:
-    """Return the recipe's work folder, or the one at `default`, which a build removes after success."""
+    """Return the recipe's work folder. Without one, return a folder at `default`, removed after success."""
     if recipe.work is not None and is_remote(recipe.work):
         url = recipe.work.rstrip("/")
         scratch = default_scratch(url) if recipe.scratch is None else recipe.resolve(recipe.scratch)
@@ -106,7 +106,7 @@ def open_runner(
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"tasks finished: {runner.finished:,}")
             raise
-        except OSError as error:  # this process failed to read files of finished tasks between two stages
+        except OSError as error:  # between stages, this process failed to read files of finished tasks
             raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
@@ -132,11 +132,11 @@ class _Place(Protocol):
 
 
 def place_files(inputs: BuildInputs, journal: _Place) -> BuildInputs:
-    """Return the inputs with files of filters and the tokenizer where tasks find them.
+    """Return the inputs with the tokenizer and the files of filters at paths that all tasks can read.
 
     If the work folder is on this machine, these are the files themselves, else copies in the work folder.
-    Files of filters with absolute paths must exist on each machine; if a relative path leads outside of the
-    recipe's folder, all files of filters must.
+    Files of filters with absolute paths are not copied and must exist on each machine. If a relative path
+    leads outside of the recipe's folder, this applies to all files of filters.
     """
     if journal.work.local is not None:
         return inputs
@@ -165,7 +165,7 @@ def copy_files(
     files: Mapping[str, str],
     places: Annotated[Mapping[str, Path], DecidesNoByte("`files` has the digest of each")],
 ) -> None:
-    """Copy files from `places` into `folder`, by name; `files` has their digests."""
+    """Copy each file, by name, from its path in `places` into `folder`. `files` has the files' digests."""
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(places[name], folder / name)

@@ -5,9 +5,8 @@ finished and stops (UnknownError) at the first stage with unfinished tasks, beca
 results; later stages are listed by name only. The reason why a task has to run comes from a comparison with
 the finished task of the same name that differs least: which arguments changed, and whether the code did.
 
-A build never removes finished tasks, so going back to an earlier recipe or input file finds them. Tasks of
-other recipes, of other versions of shardkit, or of input files that no longer exist are removed here, on
-request.
+A build never removes finished tasks, so a return to an earlier recipe or input file reuses them. `clean_work`
+removes tasks of other recipes, of other versions of shardkit, or of input files that no longer exist.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ NEW = "new: no task of this name has run"
 
 LOST = "an output is missing or cut"
 
-_LONGEST = 60  # maximum number of characters of a value that is shown
+_LONGEST = 60  # longer values of arguments are cut to this number of characters
 
 
 class UnknownError(Exception):
-    """The following stages are not known, because tasks have to run first."""
+    """The tasks of later stages are not known, because tasks of this stage have to run first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why tasks have to run: the change, with old and new value if known; number of tasks; an example."""
+    """Why `tasks` tasks have to run: `what` changed, with old and new value if known; `example` is a task."""
 
     what: str
     tasks: int
@@ -73,16 +72,16 @@ class Planner:
         self.keys: set[str] = set()
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """Return the commits of finished tasks, None for the others."""
+        """Return the commit of each finished task, and None for the other tasks."""
         return with_fallbacks(self.work, tasks, self.work.find(tasks))
 
     def run_here(self, task: Task) -> Commit:
-        """Return the commit of a task; raises UnknownError if the task has to run."""
+        """Return the commit of a finished task. Raises UnknownError if the task has to run."""
         [[commit]] = self.run([task])
         return commit
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Return the commits of each group; raises UnknownError if a task has to run."""
+        """Return the commits of each group, like `Runner.run`. Raises UnknownError if a task has to run."""
         found = [self.find(group) for group in groups]
         complete = True
         for group, commits in zip(groups, found, strict=True):
@@ -113,14 +112,14 @@ class Planner:
 
 
 def _why(task: Task, versions: Sequence[Record]) -> list[str]:
-    """Describe the differences between a task and the finished version of it that differs least."""
+    """Describe the differences between a task and the one of its finished `versions` that differs least."""
     if not versions:
         return [NEW]
     return min((differences(task, record) for record in versions), key=len)
 
 
 def differences(task: Task, record: Record) -> list[str]:
-    """Describe the arguments of a task, and the code, that differ from a record, one line per difference."""
+    """Describe, one line each, how a task's arguments and code differ from those in a record."""
     found = [
         f"{key.removesuffix(_CONTENT)}: read from other bytes"
         if key.endswith(_CONTENT)
@@ -134,7 +133,7 @@ def differences(task: Task, record: Record) -> list[str]:
 
 _ABSENT = object()
 
-_CONTENT = ".content"  # key that `plain` gives to values that count by their content
+_CONTENT = ".content"  # end of the key of a file or another value that counts by its content (see `plain`)
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -145,7 +144,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Return nested plain data as {dotted key: value}."""
+    """Flatten nested plain data to {dotted key: value}."""
     if isinstance(value, Mapping) and value:
         parts = [(f"{key}.{name}".lstrip("."), item) for name, item in value.items()]
     elif isinstance(value, list | tuple) and value:
@@ -167,7 +166,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StaleTask:
-    """A finished task that this build does not use: of another recipe, or of a removed input file."""
+    """A finished task that this build does not use, as of another recipe or of a removed input file."""
 
     key: str
     commit: Commit
@@ -180,7 +179,7 @@ class StaleTask:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan of a build: `stages` with known tasks, and the names of `later` stages, which depend on these.
+    """The plan of a build: `stages` whose tasks are known, and the names of `later` stages, whose are not.
 
     `stale` has finished tasks in the work folder that the known stages do not use, or whose stage the recipe
     does not have.
@@ -242,14 +241,14 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
     stale = [
         StaleTask(key, commit)
         for key, commit in work.commits()
-        if key not in planner.keys and base_name(commit.stage) not in later  # later stages may use theirs
+        if key not in planner.keys and base_name(commit.stage) not in later  # tasks that `later` may use stay
     ]
     return Explanation(work.place, tuple(planner.stages), tuple(later), tuple(stale))
 
 
 @dataclass(frozen=True)
 class CleanReport:
-    """The tasks that were removed, or would be in a dry run; `kept` tasks with `kept_bytes` stay."""
+    """The tasks that were removed, or would be without `dry_run`; number and bytes of the tasks that stay."""
 
     work: str
     removed: Sequence[StaleTask]
@@ -286,9 +285,9 @@ def clean_work(
 ) -> CleanReport:
     """Remove finished tasks that this build does not use, or with `everything` the whole work folder.
 
-    Tasks of stages after a stage that has to run are kept, because the build may use them. `dry_run` removes
-    nothing. Raises BuildError if a build uses the work folder; `force` ignores the lease of a driver in a
-    store.
+    Tasks of stages after a stage that has to run are kept, because the build may use them. With `dry_run`,
+    nothing is removed. Raises BuildError if a build is using the work folder; with `force`, the lease of that
+    build's driver in a store is ignored.
     """
     recipe = with_overrides(recipe, overrides)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())

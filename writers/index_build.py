@@ -6,11 +6,11 @@ The files of an index in a folder are hard links to the work folder. For an inde
 uploads its part, under a name that is a digest of its inputs, so that a part never changes; the record is
 written last and completes the index. So no machine needs space for the whole index.
 
-The first stages are the same as in a build, so an index reuses the tasks in the work folder of a build that
-keeps it (`work`).
+The first stages are the same as in a build, so an index that is given the work folder of a build (`work`)
+reuses its finished tasks.
 
-`index_part` makes a part in the order of documents. Its memory is a chunk of rows, some megabytes of keys,
-and the n-grams of some megabytes of text (or of one document), for a split of any size.
+`index_part` writes a part in the order of documents. For a split of any size, its memory is a chunk of rows,
+some megabytes of keys, and the n-grams of some megabytes of text (or of one document).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from shardkit.writers.stages.needs import task_memory
 
 @dataclass(frozen=True)
 class DedupIndexResult:
-    """The size of an index, the number of documents removed by reason, and the times of stages."""
+    """The result of building an index: its size, documents removed by reason, and seconds by stage."""
 
     location: str
     documents: int
@@ -117,8 +117,8 @@ def build_dedup_index(
     """Write an index of the documents that `recipe` keeps after duplicate removal.
 
     `index` is a folder or URL. The index has the `sketch` smallest hashes of each document's n-grams, or all
-    if it is 0. `storage` has the settings of stores. After an interruption, the same call continues. Raises
-    BuildError, and RecipeError, also if the recipe has no dedup.near.
+    of them if `sketch` is 0. `storage` has the settings of stores. After an interruption, repeat the same
+    call to continue. Raises BuildError, or RecipeError, as for a recipe without dedup.near.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -169,7 +169,7 @@ def _target_of(index: str | Path, storage: StorageOptions | None) -> Path | Stor
 
 
 def _default_work(target: Path | StoreTarget) -> str:
-    """Return the default work folder: next to the index, or in the recipe's folder if that is a URL."""
+    """Return the default work folder: next to the index, or in the recipe's folder for an index at a URL."""
     if isinstance(target, Path):
         return f"{target}.work"
     return f"{target.url.rpartition('/')[2]}.work"
@@ -199,7 +199,7 @@ def _publish(
     sketch: int,
     replace: bool,
 ) -> DedupIndex:
-    """Publish the parts that the tasks made as an index at `target`; keys of `made` are names of parts."""
+    """Publish an index at `target`. `made` has the commits of the tasks by the names of their parts."""
     parts = {name: INDEX.result(commit) for name, commit in made.items()}
     if isinstance(target, StoreTarget):
         return publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
@@ -216,7 +216,7 @@ def index_tasks(
     sketch: int,
     target: StoreTarget | None = None,
 ) -> dict[str, Task]:
-    """Return one task per split, by the name of its part, which it uploads if `target` is set."""
+    """Return one task per split by the name of its part. If `target` is set, the task uploads the part."""
     tasks: dict[str, Task] = {}
     near, memory_bytes = documents.near, task_memory(documents.recipe.memory)
     assert near is not None, "check_indexable"
@@ -240,18 +240,18 @@ def _removed(documents: Documents) -> dict[str, int]:
     }
 
 
-_KEYS_MEMORY_BYTES = 32 << 20  # maximum memory to read keys, and the same again to write them
+_KEYS_MEMORY_BYTES = 32 << 20  # maximum memory for reading keys; writing them takes as much again
 
 _PIECE_BYTES = 4 << 20  # maximum size of text whose n-grams are in memory at a time
 
-_NGRAM_BYTES = 24  # maximum memory of n-grams per byte of text, while their set is made
+_NGRAM_BYTES = 24  # maximum memory per byte of text while its set of n-grams is computed
 
 
 @dataclass(frozen=True, slots=True)
 class IndexPart:
-    """The content of a part: number of documents, bytes of their texts, and facts of its files by name.
+    """The content of an index's part: number of documents, bytes of their texts, size and hash of each file.
 
-    `removed` is the number of documents left out; `sketches` the number of truncated sets of n-grams.
+    `removed` is the number of documents left out, and `sketches` the number of truncated sets of n-grams.
     """
 
     documents: int
@@ -272,7 +272,7 @@ def index_split(
     target: StoreTarget | None,
     name: Annotated[str, DecidesNoByte("is a digest of the other arguments")],
 ) -> IndexPart:
-    """Write a split's part of an index into `folder`, or upload it as part `name` if `target` is set."""
+    """Write a split's part of an index into `folder`; if `target` is set, upload it there as part `name`."""
     rows = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
     made = index_part(documents, part, rows, minhash, sketch, folder, memory_bytes=memory_bytes)
     if target is not None:
@@ -316,7 +316,10 @@ def index_part(
 def _filter_tables(
     part: Artifact, removed: npt.NDArray[np.int64], width: int, folder: Path, memory_bytes: int
 ) -> tuple[int, int]:
-    """Write all files of a part except the sets; return the number of documents and bytes of their texts."""
+    """Write all files of a part except the sets of n-grams, without the documents `removed`.
+
+    Returns the number of documents and the bytes of their texts.
+    """
     row_bytes = 3 * (DOCUMENT.itemsize + 4 * width)
     most = max(1, min(CHUNK_ROWS, memory_bytes // 2 // row_bytes))
     table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
@@ -340,7 +343,7 @@ def _filter_tables(
 
 
 def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory_bytes: int) -> None:
-    """Write the run of word keys without the rows `gone`, and renumber the other rows."""
+    """Copy a run of word keys to `path` without the keys of the rows `gone`, and renumber the other rows."""
     with RunWriter(path, KEYS, memory_bytes=memory_bytes) as writer:
         for rows, _ in Slice.whole(KEYS, [keys]).stream(memory_bytes):
             rows = rows[_stays(rows["row"], gone)]
@@ -351,7 +354,7 @@ def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory
 def _write_sketches(
     texts: Iterable[pa.LargeStringArray], minhash: MinHashConfig, sketch: int, folder: Path
 ) -> int:
-    """Write the sets of n-grams; return how many of them are truncated."""
+    """Write the set of n-grams of each text; return how many sets are cut to the `sketch` smallest hashes."""
     number = sketches = 0
     with ShingleWriter(folder, smallest=sketch or None) as sets:
         for some in texts:
@@ -367,7 +370,7 @@ def _write_sketches(
 def _texts(
     documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64], most_bytes: int
 ) -> Iterator[pa.LargeStringArray]:
-    """Yield the texts of the part's kept documents in order, in batches of up to `most_bytes`, or of one."""
+    """Yield the texts of the part's documents except `removed`, in batches of `most_bytes` or one text."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
     start = at = 0
     with documents.open_arrow() as file:
@@ -386,7 +389,7 @@ def _texts(
 
 
 def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return bool[n], which of `rows` are not in `removed`; both must be sorted."""
+    """Return bool[n]: whether each of `rows` is not in `removed`; both must be sorted."""
     places = np.searchsorted(removed, rows)
     stays = np.ones(len(rows), np.bool_)
     inside = places < len(removed)
@@ -415,7 +418,9 @@ class StoreTarget:
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(lambda file: store.put(f"{name}/{file}", folder / file), files))
         except StoreError as error:
-            raise BuildError(f"{self.url}: cannot be written: {error}; the same command continues") from error
+            raise BuildError(
+                f"{self.url}: cannot be written: {error}; run the same command again to continue"
+            ) from error
         for file in files:
             (folder / file).unlink()
 
@@ -423,7 +428,7 @@ class StoreTarget:
 def _record_of(
     parts: Mapping[str, IndexPart], made_from: Mapping[str, Any], settings: Mapping[str, Any], sketch: int
 ) -> IndexRecord:
-    """Make the record of an index; `parts` has its parts by folder name."""
+    """Return the record of an index; `parts` has its parts by the names of their folders."""
     listed = [
         {"folder": folder, "documents": part.documents, "bytes": part.bytes, "files": part.files}
         for folder, part in parts.items()
@@ -455,9 +460,9 @@ def publish_to_store(
     sketch: int = SKETCH,
     replace: bool = False,
 ) -> DedupIndex:
-    """Complete the index at a URL, where tasks have put `parts` by name, by writing its record.
+    """Complete the index at a URL by writing its record; tasks have uploaded `parts` under their names.
 
-    Parts that only the replaced index has are removed. Raises BuildError if the URL has another index and
+    Parts that only a replaced index has are removed. Raises BuildError if the URL has another index and
     `replace` is not set, if it has other files, or if a part is missing.
     """
     record = _record_of(parts, made_from, settings, sketch)
@@ -484,7 +489,9 @@ def publish_to_store(
             for key in sorted({f"{part.folder}/{name}" for part in replaced for name in part.files} - wanted):
                 store.delete(key)
     except StoreError as error:
-        raise BuildError(f"{target.url}: cannot be written: {error}; the same command continues") from error
+        raise BuildError(
+            f"{target.url}: cannot be written: {error}; run the same command again to continue"
+        ) from error
     return open_index(target.url, target.storage)
 
 
@@ -506,7 +513,7 @@ def publish_index(
     sketch: int = SKETCH,
     replace: bool = False,
 ) -> DedupIndex:
-    """Publish an index in the folder `target`, from the folders and results of `index_part`.
+    """Publish an index in the folder `target`. `parts` are the folders and results of `index_part`.
 
     `settings` are the settings of all parts. `made_from` is plain data on the recipe and inputs, for display.
     If the same index is already there, nothing is done. Raises BuildError if the target has another index and
@@ -527,7 +534,7 @@ def publish_index(
         for part, (folder, _) in zip(record.parts, parts, strict=True):
             _fill(unfinished / part.folder, folder)
         publish_bytes(unfinished / INDEX_FILE, _text_of(record))
-        # A crash between the two renames leaves no index; the same command then completes the new one.
+        # A crash between the two renames leaves no index at `target`; repeating the command completes it.
         if target.exists():
             _remove(replaced)
             target.rename(replaced)
@@ -535,12 +542,14 @@ def publish_index(
         fsync_path(target.parent)
         _remove(replaced)
     except OSError as error:
-        raise BuildError(f"{target}: cannot be written: {error}; the same command continues") from error
+        raise BuildError(
+            f"{target}: cannot be written: {error}; run the same command again to continue"
+        ) from error
     return open_index(target)
 
 
 def _is_published(target: Path, record: IndexRecord, *, replace: bool) -> bool:
-    """Return whether the target has exactly this index; raises BuildError if it must not be replaced."""
+    """Return whether the target has exactly this index; raises BuildError if its content must be kept."""
     if not target.exists():
         return False
     names = {INDEX_FILE}

@@ -1,4 +1,4 @@
-"""Finds the fields with text, ids, URLs and conversations in the first records of files, for a draft."""
+"""Finds the fields with text, ids, URLs and conversations in files' first records, to draft a recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardkit.writers.inputs.read_csv import first_rows
 from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 
-_SAMPLED_FILES = 3  # number of files per extension: the first, one in the middle, the last
+_SAMPLED_FILES = 3  # number of files to read per extension: the first, one in the middle, and the last
 
 
 _SAMPLED_RECORDS = 100
@@ -66,14 +66,14 @@ _PAIRS = (
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of an input's records as keys of the recipe, and facts from the sample."""
+    """The fields of an input's records, under the recipe's keys for them, and facts about the sample."""
 
     text: str = "text"
     id: str | None = None
     url: str | None = None
     html: bool = False
     lines: bool = False
-    format: str | None = None  # the format, if the file name does not show it
+    format: str | None = None  # the format, if file names do not show it
     encoding: str | None = None  # the encoding, if it is UTF-16 without a byte order mark
     messages: str | None = None  # field with a conversation, instead of `text`
     prompt: str | None = None  # field with a prompt, with `completion` instead of `text`
@@ -92,7 +92,7 @@ class Fields:
 
 
 def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | None = None) -> Fields | str:
-    """Return the fields of files with one extension, or why they have no usable fields.
+    """Return the fields of files with one extension, or a message why they have no usable fields.
 
     `given` is the format if file names do not show it, `encoding` the encoding if no byte order mark does.
     """
@@ -120,7 +120,7 @@ def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | Non
 
 
 def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
-    """Return the fields of conversations, or of prompts and completions; None if there are none."""
+    """Return the fields with conversations, or with prompts and completions; None if there are none."""
     others = [name for name in values if name not in ("id", "url")]
     lengths = {name: sum(map(len, _strings(found))) for name, found in values.items()}
     for name, found in values.items():
@@ -129,7 +129,8 @@ def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
     for prompt, completion in _PAIRS:
         rest = [other for other in others if other not in (prompt, completion)]
         pair = [lengths.get(name, 0) for name in (prompt, completion)]
-        # Choose a pair only if no other field is as long or has more of the prompt: its text would be lost.
+        # Choose a pair only if no other field is as long, or is `input`, a part of the prompt: its text would
+        # be lost.
         is_whole = all(lengths.get(name, 0) < sum(pair) for name in rest) and not any(values.get("input", []))
         if all(pair) and is_whole:
             first = readable_text(_strings(values[prompt])[0])
@@ -149,7 +150,7 @@ def _turns(values: Sequence[object], *keys: str) -> bool:
 
 
 def _choose(values: Mapping[str, list[object]]) -> Fields | None:
-    """Choose the fields with text, id and URL by their values in all records of the sample."""
+    """Choose the fields with text, id and URL by the `values` of each field; return None without text."""
     texts = {name: strings for name, found in values.items() if (strings := _strings(found))}
     urls = [name for name, strings in texts.items() if all(map(_URL.fullmatch, strings))]
     ids = [name for name, found in values.items() if _ID_NAME.fullmatch(name) and _distinct(found)]
@@ -173,7 +174,7 @@ def _choose(values: Mapping[str, list[object]]) -> Fields | None:
 
 
 def _strings(values: Sequence[object]) -> list[str]:
-    """Return the values that are text; [] if fewer than half are, or if others are not null."""
+    """Return the values that are text; [] if they are fewer than half, or if others are not null."""
     strings = [value for value in values if isinstance(value, str) and value]
     others = [value for value in values if value is not None and not isinstance(value, str)]
     return strings if not others and 2 * len(strings) >= len(values) else []
@@ -184,7 +185,7 @@ def _distinct(values: Sequence[object]) -> bool:
 
 
 def first_records(file: InputFile, format: str, compression: str | None) -> list[dict[str, object]]:
-    """Return the first records, with nested fields as "a.b"; [] if the file cannot be read."""
+    """Return the first records of a file, with nested fields as "a.b"; [] if the file cannot be read."""
     try:
         if format == "jsonl":
             parsed = (parsed_json(line) for line in first_lines(file, compression))
@@ -218,7 +219,7 @@ def _rows(file: InputFile, format: str) -> list[dict[str, Any]]:
 
 
 def first_lines(file: InputFile, compression: str | None) -> Iterator[str]:
-    """Yield the complete lines in the first `_SAMPLE_BYTES`, and the last line of a shorter file."""
+    """Yield the complete lines in the first `_SAMPLE_BYTES` of a file; of a shorter file, all lines."""
     held, size = b"", 0
     for piece in _first_pieces(file, compression):
         size += len(piece)
@@ -229,7 +230,7 @@ def first_lines(file: InputFile, compression: str | None) -> Iterator[str]:
 
 
 def _first_pieces(file: InputFile, compression: str | None) -> Iterator[bytes]:
-    """Yield at least the first `_SAMPLE_BYTES` of a file's content as UTF-8, or up to damage or its end."""
+    """Yield about the first `_SAMPLE_BYTES` of a file's decompressed content as UTF-8; stops at damage."""
     size = 0
     try:
         with open_input(file) as stored:
@@ -246,7 +247,7 @@ def _first_pieces(file: InputFile, compression: str | None) -> Iterator[bytes]:
 
 
 def _array(file: InputFile, compression: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the objects at the beginning of an array, or of a file of concatenated objects."""
+    """Yield the objects at the beginning of a JSON file, which is an array or concatenated objects."""
     text, decoder = "\n".join(first_lines(file, compression)).strip(), json.JSONDecoder()
     at = 1 if text.startswith("[") else 0
     while True:

@@ -5,8 +5,8 @@
 
 Fields are found by content. The text is the field with the longest values, or one with a usual name if its
 values are at least a third as long. A URL field has only http(s) addresses; an id field has a typical name
-and no value twice. The first line of each file of JSON lines is parsed, so that a MANIFEST.json is left out.
-Otherwise only the first MiB of a few files per extension is read.
+and no value twice. The first line of each file of JSON lines is parsed, to leave out files such as
+MANIFEST.json. Otherwise only the first MiB of a few files per extension is read.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from shardkit.writers.recipe.recipe import recipe_from_mapping
 
 __all__ = ["Draft", "DraftInput", "Fields", "draft_recipe"]
 
-_TRIED_FILES = 256  # number of files per extension to examine; more files are assumed to be alike
+_TRIED_FILES = 256  # number of files per extension to examine; all others are assumed to be like these
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """A drafted entry of the recipe's `inputs`."""
+    """A drafted entry of the recipe's `inputs`; `endings` are the extensions of its files."""
 
     path: str
     exclude: Sequence[str]
@@ -65,7 +65,7 @@ class DraftInput:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The inputs that were found, and the recipe as YAML; `left_out` has reasons by name of the file."""
+    """A drafted recipe, as YAML in `text`, and its inputs; `left_out` has reasons by name of the file."""
 
     inputs: Sequence[DraftInput]
     left_out: Mapping[str, str]
@@ -97,7 +97,7 @@ def draft_recipe(
 
 
 def _with_globs(data: Sequence[str]) -> list[str]:
-    """Return the arguments, with a glob instead of all files of one extension in a folder.
+    """Return the arguments; if they list all files of one extension in a folder, replace these by a glob.
 
     This restores a glob that the shell has expanded.
     """
@@ -114,7 +114,7 @@ def _with_globs(data: Sequence[str]) -> list[str]:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """Return a path relative to the recipe's folder, or absolute if that needs three or more ".."."""
+    """Return a path relative to `folder`, or the absolute path if the relative one begins with ../../.. ."""
     relative = Path(os.path.relpath(Path(path).absolute(), folder))
     return str(Path(path).absolute() if relative.parts[:3] == ("..",) * 3 else relative)
 
@@ -129,7 +129,7 @@ def _ending(name: str) -> str:
 def _inputs_at(
     path: str, folder: Path, storage: StorageOptions | None, left_out: dict[str, str]
 ) -> list[DraftInput]:
-    """Return the inputs for one argument; adds other files and the reasons to `left_out`."""
+    """Return the inputs for one argument; add other files, with the reasons, to `left_out`."""
     stub = {"inputs": path, "tokenizer": {"path": "x", "eos": "x"}, "output": "x"}
     recipe = recipe_from_mapping(stub, folder=folder)
     named = find_files(recipe, recipe.inputs[0], path, storage)
@@ -183,7 +183,7 @@ def _inputs_at(
 
 
 class _Group(NamedTuple):
-    """Files of one extension, and the format and encoding if names and byte order marks do not show them."""
+    """A kind of files: their extension, and their format and encoding if the recipe must name these."""
 
     ending: str
     format: str | None
@@ -191,7 +191,7 @@ class _Group(NamedTuple):
 
 
 def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[str]:
-    """Return globs that match all of `others` and none of `files`: by extension if possible, else by name."""
+    """Return globs, by extension if possible, that match all of `others` and none of `files`."""
     kept = {PurePosixPath(file.name).name for file in files}
     endings = {_ending(file.name) for file in files}
     globs = set()
@@ -212,7 +212,7 @@ def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[st
 
 
 def _group_of(file: InputFile, ending: str) -> _Group | str:
-    """Return the group of a file, or why it cannot be an input."""
+    """Return the group of a file, or a message why it cannot be an input."""
     known, stored = guess_format(file.name), _head(file)
     if known is None:
         kind = look(stored)
@@ -239,7 +239,7 @@ def _group_of(file: InputFile, ending: str) -> _Group | str:
 
 
 def _unmarked(content: FirstBytes) -> str | None:
-    """Return the encoding that the recipe must name: UTF-16 or UTF-32 without a byte order mark."""
+    """Return the encoding if a recipe must name it: UTF-16 or UTF-32 without a byte order mark; else None."""
     return content.encoding if content.lacks_mark else None
 
 
@@ -303,7 +303,7 @@ output:
 
 
 def _sources(inputs: Sequence[DraftInput]) -> list[str]:
-    """Return a unique label per input: the last part of its path without a pattern, numbered if needed."""
+    """Return a unique label per input: the last part of its path that is no pattern, numbered if needed."""
     made: list[str] = []
     for entry in inputs:
         parts = [part for part in entry.path.split("/") if part not in ("", ".", "..") and "*" not in part]

@@ -5,9 +5,9 @@
     -> check that the counts add up -> publish: shards, provenance, report, card, and the index last
 
 The same inputs and recipe give the same bytes with any engine, and a build that was killed continues where it
-stopped. A build finds out by content, not by times, whether the output already has the dataset: it compares
-the card's recipe, tokenizer and version, and the digests of the raw inputs, which it reads again for this (at
-the speed of the disk, much faster than building).
+stopped. Whether the output already has the dataset is decided by content, not by times: a build compares the
+card's recipe, tokenizer and version, and the digests of the raw inputs, which it reads again for this (at the
+speed of the disk, much faster than building).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def build(
     Finished tasks are skipped. Relative paths in a dict start at the current folder. `output` replaces
     output.path: a folder, relative to the current one, or a URL; `overrides`, such as "seed=5", replace other
     keys. The arguments `engine` to `speculate` control how tasks run (`Execution`) and never change a byte,
-    if the same splits fail. Without `replace`, an output place with another dataset is an error. Raises
-    RecipeError, BuildError, MissingExtraError.
+    as long as the same splits fail. If the output has another dataset, `replace` is needed to replace it.
+    Raises RecipeError, BuildError, MissingExtraError.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -138,9 +138,9 @@ def build_unpublished(
     progress: bool = True,
     storage: StorageOptions | None = None,
 ) -> list[BuiltDataset]:
-    """Run all stages of a sample's recipe in the recipe's local work folder, without publishing.
+    """Run all stages of a sample's recipe in its local work folder; return its datasets, not published.
 
-    Parts of a split may be empty. Raises the errors that `build` would raise.
+    Parts such as validation may be empty. Raises the errors that `build` would raise.
     """
     assert recipe.work is not None
     work, splits = Work.at(recipe.resolve(recipe.work)), scan.scan_inputs(recipe, storage)
@@ -154,7 +154,7 @@ def build_unpublished(
 def _listener(
     progress: bool | Callable[[StageProgress], None], recipe: Recipe, work: Work
 ) -> Listener[StageProgress]:
-    """Make the listener of stages; only a display also receives the progress of the whole build."""
+    """Return the listener for reports of stages; a display also gets reports of the whole build."""
     if progress is not True:
         return make_listener(progress)
     stages = [*stages_of(recipe), UPLOAD]
@@ -162,7 +162,7 @@ def _listener(
 
 
 def _run_steps(inputs: BuildInputs, runner: Runner) -> list[BuiltDataset]:
-    """Put the files of filters and the tokenizer where tasks find them, and run all steps."""
+    """Place the files that tasks read, run all steps, and return the datasets, ready to publish."""
     inputs = place_files(inputs, runner.journal)
     documents = run_build(inputs, runner.run)
     check_unchanged(inputs.splits, documents.input_hashes)
@@ -190,14 +190,14 @@ def _publish_all(
 
 
 def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> Recipe:
-    """Return a recipe, given as such, as a dict or as a YAML file, with some keys replaced."""
+    """Return a recipe, given as Recipe, dict or YAML file, with the keys in `overrides` replaced."""
     if isinstance(recipe, (str, Path)):
         return load_recipe(recipe, list(overrides))
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
     if isinstance(recipe, Recipe):
         data, folder = recipe.model_dump(mode="json"), recipe.folder
-    else:  # the dict may have values of types that YAML has, and paths
+    else:  # convert a dict to plain data: it may have Paths
         data, folder = json.loads(json.dumps(dict(recipe), default=fspath)), Path.cwd()
     for override in overrides:
         data = apply_override(data, override)
@@ -232,7 +232,7 @@ def destinations_of(
 
 
 def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOptions | None) -> str:
-    """Return the default work folder: next to the output, or in the recipe's folder if that is a URL."""
+    """Return the default work folder: next to the output, or in the recipe's folder for a remote output."""
     target = destinations_of(recipe, output, storage)[0]
     if isinstance(target, Path):
         return f"{target if recipe.split is None else target.parent}.work"
@@ -243,7 +243,7 @@ def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOpti
 def _scan(
     recipe: Recipe, work: Work, targets: Sequence[Path | RemoteOutput], storage: StorageOptions | None
 ) -> tuple[list[Split], scan.KeptCuts]:
-    """Return the splits of the inputs, reusing the cuts of files recorded in the work folder."""
+    """Return the splits of the inputs, and their cuts. The offsets of cuts in the work folder are reused."""
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     splits = scan.scan_inputs(recipe, storage, kept=cuts)
     places = [target if isinstance(target, Path) else str(target) for target in targets]
@@ -257,7 +257,7 @@ def _keep_cuts(cuts: scan.KeptCuts, work: Work) -> None:
 
 
 def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
-    """Raise RecipeError if an input is in a place where the build writes, as later builds would read it."""
+    """Raise RecipeError if an input is in a place where the build writes: later builds would read outputs."""
     roots = [str(place if is_remote(place) else Path(place).resolve()).rstrip("/") for place in places]
     for split, identity in zip(splits, identities(split.input for split in splits), strict=True):
         for root in roots:
@@ -275,7 +275,7 @@ def _published_card(
     replace: bool,
     execution: Execution,
 ) -> DatasetCard | None:
-    """Return the card of the dataset at `output` if this build would make the same; None if it has to run.
+    """Return the card of the dataset at `output` if this build would write the same one; None otherwise.
 
     Raises BuildError if there is another dataset and `replace` is not set, or a store cannot be reached.
     """
@@ -299,7 +299,7 @@ def _published_card(
 
 
 def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -> str | None:
-    """Return how the dataset of the card differs from the one that this build would make, or None."""
+    """Return how the dataset with this card differs from the one that this build would write, or None."""
     splits, tokenizer = inputs.splits, inputs.tokenizer
     if card is None or not card.has("recipe_digest"):
         return "not made by a recipe"
@@ -325,7 +325,7 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
 
 
 def _failed(card: DatasetCard | None, allowed: int) -> str | None:
-    """Describe a dataset that lacks more than `allowed` splits because their tasks failed, else None."""
+    """Return a description if the dataset lacks more than `allowed` splits, whose tasks failed; else None."""
     failed = Count() if card is None else card.funnel.quarantined.get(FAILED_SPLIT, Count())
     return f"made without {failed.documents:,} splits that failed" if failed.documents > allowed else None
 
@@ -333,7 +333,7 @@ def _failed(card: DatasetCard | None, allowed: int) -> str | None:
 def _remove_left(recipe: Recipe, work: Work) -> None:
     """Remove the default work folder if an earlier build crashed between publishing and removing it."""
     if recipe.work is None and work.folder.is_dir():
-        with suppress(BuildError), Journal(work) as journal:  # keep a folder in use, or not of shardkit
+        with suppress(BuildError), Journal(work) as journal:  # BuildError: it is in use, or no work folder
             journal.remove()
 
 
@@ -341,7 +341,7 @@ _Shards = list[tuple[Commit, Sequence[ShardInfo]]]
 
 
 def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
-    """Return the counts of all steps for a dataset of text, and its shards."""
+    """Return the counts of all steps for a dataset of text, and its shards by task."""
     written = [TEXT.result(commit) for commit in made.texts]
     shards = [one.shards for one in written]
     funnel = Funnel(
@@ -355,7 +355,7 @@ def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 
 def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
-    """Return the counts of all steps for a dataset of tokens, and its shards."""
+    """Return the counts of all steps for a dataset of tokens, and its shards by task."""
     recipe = made.recipe
     tokenized = [TOKENIZE.result(commit) for commit in made.tokenized]
     parts = [PACK.result(commit) for commit in made.packed]
@@ -395,7 +395,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 
 def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:
-    """Return one ledger per source for each step; `written` has the ledger per split of the step `last`."""
+    """Return one ledger per source for each step. `written` has the ledgers, by split, of the last step."""
     of_splits = {step.title: list(step.ledgers) for step in documents.written}
     of_splits[last] = list(written)
     found = {name: [Ledger() for _ in documents.recipe.inputs] for name in of_splits}
@@ -406,7 +406,7 @@ def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict
 
 
 def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> BuiltDataset:
-    """Assemble one dataset to publish; raises BuildError if it has no samples."""
+    """Return one dataset, ready to publish; raises BuildError if it has no samples."""
     recipe = made.recipe
     funnel, shards = _count_text(documents, made) if recipe.output.is_text else _count_rows(documents, made)
     funnel.check()
@@ -457,7 +457,7 @@ def publish_dataset(
 
 
 def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Commit]:
-    """Return commits for the Parquet files next to the shards, by name; each has only that one output."""
+    """Return a commit for each Parquet file next to the shards, by its name; it has only that one output."""
     tables = {provenance_name(n): commit for n, commit in enumerate(made.provenance)}
     if not made.has_removed:
         return tables

@@ -8,8 +8,8 @@ datasets of many lengths in minutes:
     card -> the recipe that would have made the dataset -> partitions -> pack -> provenance -> publish
 
 The result has the same bytes as a build from the raw inputs with that recipe: shards, index, provenance, card
-and report. Partitions are ranges of the documents' hashes and depend on the card only. A task reads its range
-of the store's provenance tables, and the documents of these tables from the store's shards.
+and report. Partitions are ranges of the documents' hashes and depend on the card only. A task reads the rows
+of its range from the store's provenance tables, and the documents of these rows from the store's shards.
 """
 
 from __future__ import annotations
@@ -72,25 +72,25 @@ class StoreFiles:
     content: str
 
     def connect(self) -> Store:
-        """Return the store with the files of the token store."""
+        """Return the Store (a folder or a bucket) that has the files of the token store."""
         if is_remote(self.location):
             return connect(self.location, self.storage)
         return LocalStore(Path(self.location))
 
     def open(self) -> _TokenStore:
-        """Return the token store with its index, which is read once per process."""
+        """Return the token store; its index is read once per process."""
         return _open_store(self)
 
 
 @dataclass(frozen=True)
 class _TokenStore:
-    """The shards of a token store by number."""
+    """An open token store, which reads shards by number."""
 
     store: Store
     manifest: Manifest
 
     def shard(self, number: int) -> MdsShard:
-        """Read a shard; raises BuildError if its bytes differ from the hashes in the index."""
+        """Read shard `number`. Raises BuildError if its bytes differ from the hashes in the index."""
         info = self.manifest.shards[number]
         name, where = info.stored.basename, f"{self.store.url}/{info.stored.basename}"
         stored = read_object(self.store, name, info.stored.bytes)
@@ -122,8 +122,8 @@ def pack_store(
     """Pack the documents of a token store (a dataset of `output.format: tokens`) into the dataset `output`.
 
     `overrides` set keys of a recipe's `pack` and `output`, such as "pack.sequence_length=32768". Both places
-    may be URLs. After an interruption, the same call continues. Raises BuildError if `store` is not a token
-    store, or if another dataset is at `output` and `replace` is not set; RecipeError for invalid settings.
+    may be URLs. After an interruption, repeat the call to continue. Raises BuildError if `store` is not a
+    token store, or if another dataset is at `output` and `replace` is not set; RecipeError for bad settings.
     """
     start = time.perf_counter()
     location = str(store).rstrip("/") if is_remote(str(store)) else str(local_path(store).absolute())
@@ -144,7 +144,7 @@ def pack_store(
 
 
 def _card_of_store(files: StoreFiles) -> DatasetCard:
-    """Return the card of a token store; raises BuildError if the place has no token store."""
+    """Return the card of a token store. Raises BuildError if there is no token store at its location."""
     contents = find_only_contents(files.connect())
     card = None if contents is None else contents.card
     try:
@@ -160,7 +160,7 @@ def _card_of_store(files: StoreFiles) -> DatasetCard:
 
 
 def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe with which a build would make the packed dataset from the raw inputs."""
+    """Return the recipe by which a build from the raw inputs would write the packed dataset."""
     routed = {key: value for key, value in card.recipe["output"].items() if key == "where"}
     content = {**content_of(card), "output": {"path": output} | routed, "pack": {}}
     part = content.pop("part", None)
@@ -210,7 +210,7 @@ def pack_stored(
     partition: int,
     settings: Annotated[PackSettings, RecipeKey()],
 ) -> Packed:
-    """Pack the documents whose hashes are in the range `bounds` = [first, stop).
+    """Pack the documents of a token store with hashes in [bounds[0], bounds[1]) into shards in `folder`.
 
     `tables` are the numbers of the store's provenance tables that have these documents.
     """
@@ -231,7 +231,7 @@ PACK_STORED = Stage("pack", "shuffle and pack", pack_stored)
 
 
 def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int) -> pa.Table:
-    """Read the documents of a provenance table within `bounds`: SPILL_SCHEMA, and `shard` and `row`."""
+    """Read the rows of a provenance table with hashes in `bounds`: SPILL_SCHEMA plus `shard` and `row`."""
     name = provenance_name(number)
     try:
         table = pq.read_table(pa.BufferReader(pa.py_buffer(read_object(store.store, name))))
@@ -248,7 +248,7 @@ def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int
 def _columns(
     store: _TokenStore, documents: pa.Table, types: Mapping[str, np.dtype[Any]]
 ) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64]]:
-    """Return the documents' concatenated tokens and masks, and the offset of each document."""
+    """Return the concatenated values of documents per column in `types`, and the offset of each document."""
     lengths = documents.column("tokens").to_numpy()
     ends = np.cumsum(lengths)
     columns = {name: np.empty(int(ends[-1]) if len(ends) else 0, dtype) for name, dtype in types.items()}
@@ -276,7 +276,7 @@ def _samples(store: _TokenStore, documents: pa.Table) -> Iterator[dict[str, obje
 
 
 def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Commit]:
-    """Copy the store's files about documents, such as annotations; files about rows are made anew."""
+    """Copy the store's files about documents, such as annotations; files about rows are written anew."""
     of_rows = (REPORT_NAME, f"{PROVENANCE_FOLDER}/")
     names = [name for name in card.file_names if not name.startswith(of_rows)]
     tasks = []
@@ -303,7 +303,7 @@ COPIED = Stage("side_files", "write", copy_files)
 
 
 def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence[Packed]) -> DatasetCard:
-    """Make the card that a build from the raw inputs would make; facts about documents are the store's."""
+    """Return the card that a build from the raw inputs would write; facts on documents are the store's."""
     content = recipe.content()
     packed = sums_of(parts)
     tokens = packed["tokens"] + packed.get("cropped", 0)

@@ -1,9 +1,9 @@
 """`train_classifier`: trains a fastText model on labeled texts, for the `classifier` filter.
 
 A part of the records, chosen by a hash of their text, is held out to measure the quality of the model.
-Training uses fastText's own code in the package floret, which, unlike other packages of it, does not use the
-module name of another package. The file is converted to fastText's format, so that fastText can read it
-too. Training uses one thread and a seed: the same records and settings give the same bytes.
+Training uses fastText's own code in the package floret, which has a module name of its own, unlike other
+packages of that code. The model is converted to fastText's format, so that fastText can read it too. Training
+uses one thread and a seed: the same records and settings give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
 _SPACES = str.maketrans("\n\r\t\v\f\0", "      ")
-_EXTRA_AT, _EXTRA_BYTES = 52, 8  # offset and size of two arguments that floret adds to fastText's format
-_PLAIN = struct.pack("<2i", 1, 1)  # their values for fastText's own method: a word table, one hash per n-gram
+_EXTRA_AT, _EXTRA_BYTES = 52, 8  # offset and size of the two arguments that floret adds to fastText's format
+_PLAIN = struct.pack("<2i", 1, 1)  # these arguments for fastText's method: a word table, one hash per n-gram
 _BATCH_TEXTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Arguments of fastText; n-grams of characters are not used.
+    """Arguments of fastText's training. N-grams of characters are not used.
 
     A model takes 4 * dimensions * (words + buckets) bytes.
     """
@@ -51,7 +51,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class LabelQuality:
-    """The quality of the model on the held-out documents of one label; None if there were none to measure."""
+    """The precision and recall of a model for one label, on held-out documents; None if there were none."""
 
     label: str
     documents: int
@@ -103,7 +103,7 @@ def train_classifier(
                     file.write(f"{LABEL_PREFIX}{name} {_line(one)}\n")
         try:
             floret.train_supervised(str(train), **_arguments(settings)).save_model(str(model))
-        except (RuntimeError, ValueError) as error:  # for example, the learning rate was too high
+        except (RuntimeError, ValueError) as error:  # for example, NaN because the learning rate is too high
             raise BuildError(f"{labelled}: fastText cannot train on it: {error}") from error
         _as_fasttext(model)
         result = _measure(model, output, records, held_out)
@@ -135,7 +135,7 @@ def _arguments(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def _records(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
-    """Yield (text, label) of each record."""
+    """Yield (text, label) of each record; `text` and `label` are the names of the fields."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file):
@@ -167,7 +167,7 @@ def _is_held_out(text: str, settings: TrainingSettings) -> bool:
 
 
 def _line(text: str) -> str:
-    """Return a text as one line for fastText, without words that it takes for a label or a line end."""
+    """Return a text as one line for fastText, without words that fastText takes for a label or a line end."""
     plain = text.translate(_SPACES).replace("</s>", " ").replace(LABEL_PREFIX, " ")
     return plain.encode(errors="replace").decode()
 

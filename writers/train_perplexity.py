@@ -7,7 +7,7 @@ occurrences if it is of the highest order or begins a sentence, else the number 
 If a text is too small to estimate the discounts of an order, lmplz's fallback discounts are used.
 
 All n-grams of the text are kept in memory: with order 5, about 200 bytes per word of text. For larger texts
-use lmplz, which sorts on disk; a filter does not need them.
+use lmplz, which sorts on disk; a model for a filter does not need larger texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPECIAL = ("<unk>", "<s>", "</s>")
 _UNKNOWN, _BEGIN, _END = range(3)
 _FALLBACK = (0.5, 1.0, 1.5)
 _MAX_ORDER = 10  # far above any useful order
-_MAX_WORD = 1000  # characters; longer words are data, and would make lines too long for readers of ARPA files
+_MAX_WORD = 1000  # longer words (in characters) are data, and too long for readers of ARPA files: skipped
 _CHUNK = 1 << 16
 
 _Ints = npt.NDArray[np.int64]
@@ -50,8 +50,8 @@ class TrainedPerplexity:
 
 
 class _Ngrams(NamedTuple):
-    """The n-grams of one order: the indices of the (n-1)-grams that begin and end each, its last word, its
-    number of occurrences, and whether it begins a sentence."""
+    """The n-grams of one order n. For each: the indices of its first and of its last n-1 words among the
+    (n-1)-grams, its last word, its number of occurrences, and whether it begins a sentence."""
 
     prefixes: _Ints
     suffixes: _Ints
@@ -67,9 +67,9 @@ def train_perplexity(
     order: int = 5,
     words: Literal["normalized", "white_space"] = "normalized",
 ) -> TrainedPerplexity:
-    """Train on texts, where each line is a sentence, and write the model to `output` as an ARPA file.
+    """Train on texts, in which each line is a sentence, and write the model to `output` as an ARPA file.
 
-    `words` is the setting of the filter. Raises BuildError if the texts have no words.
+    `words` is the `perplexity` filter's setting of that name. Raises BuildError if the texts have no words.
     """
     if not 2 <= order <= _MAX_ORDER:
         raise ValueError(f"order is {order}; it must be from 2 to {_MAX_ORDER}")
@@ -98,7 +98,7 @@ def train_perplexity(
 
 
 def _tokens(texts: Iterable[str], split: Callable[[str], list[str]]) -> tuple[array[int], list[str]]:
-    """Split texts; return the word ids of all sentences, with begin and end marks, and the vocabulary."""
+    """Split texts; return the ids of all words, with marks around each sentence, and the vocabulary."""
     numbers = {word: number for number, word in enumerate(_SPECIAL)}
     tokens = array("i")
     for text in texts:
@@ -113,11 +113,11 @@ def _tokens(texts: Iterable[str], split: Callable[[str], list[str]]) -> tuple[ar
 
 
 def _count(tokens: _Ints, words: int, order: int) -> list[_Ngrams]:
-    """Find and count the n-grams of each order from 2 to `order`."""
+    """Find and count the n-grams of each order from 2 to `order`; `words` is the size of the vocabulary."""
     begins = np.flatnonzero(tokens == _BEGIN)
     lengths = np.diff(np.append(begins, len(tokens)))
     offsets = np.arange(len(tokens)) - np.repeat(begins, lengths)  # offset of each token in its sentence
-    numbers, levels = tokens, []  # index of the n-gram that ends at each token
+    numbers, levels = tokens, []  # `numbers` has, for each token, the index of the n-gram that ends with it
     for size in range(2, order + 1):
         ends = np.flatnonzero(offsets >= size - 1)
         keys = numbers[ends - 1] * words + tokens[ends]
@@ -131,9 +131,10 @@ def _count(tokens: _Ints, words: int, order: int) -> list[_Ngrams]:
 
 
 def _adjusted(levels: list[_Ngrams]) -> Iterator[_Ints]:
-    """Yield, per order, the numbers of different words before n-grams, or their occurrences.
+    """Yield, for each order, the count of each n-gram that Kneser-Ney smoothing uses.
 
-    Occurrences are counted for n-grams that begin a sentence, or are of the highest order.
+    It is the number of occurrences for an n-gram that begins a sentence or is of the highest order, else the
+    number of different words before the n-gram.
     """
     for level, longer in zip(levels, [*levels[1:], None], strict=True):
         if longer is None:
@@ -144,7 +145,7 @@ def _adjusted(levels: list[_Ngrams]) -> Iterator[_Ints]:
 
 
 def _discounts(counts: _Ints) -> tuple[float, float, float] | None:
-    """Estimate the discounts of counts 1, 2 and more; return None if the counts do not suffice."""
+    """Estimate the discounts for counts of 1, of 2, and of 3 or more. Returns None if too few are known."""
     seen = [int((counts == count).sum()) for count in range(5)]
     if not all(seen[1:4]):
         return None
@@ -156,10 +157,10 @@ def _discounts(counts: _Ints) -> tuple[float, float, float] | None:
 def _arpa(
     vocabulary: list[str], levels: list[_Ngrams], counts: list[_Ints], discounts: list[_Floats]
 ) -> Iterator[str]:
-    """Yield the text of the ARPA file."""
+    """Yield the text of the ARPA file in pieces."""
     yield "\\data\\\n" + "".join(f"ngram {size}={len(one)}\n" for size, one in enumerate(counts, 1))
     taken = discounts[0][np.minimum(counts[0], 3)]
-    # The discounted probability is distributed over all words, including <unk> but not <s>.
+    # The probability that discounts free is distributed over all words, including <unk> but not <s>.
     probs = (counts[0] - taken + taken.sum() / (len(vocabulary) - 1)) / counts[0].sum()
     probs[_BEGIN] = 1
     for place, level in enumerate(levels):
@@ -178,7 +179,7 @@ def _arpa(
 def _section(
     vocabulary: list[str], levels: list[_Ngrams], probs: _Floats, backoffs: _Floats | None
 ) -> Iterator[str]:
-    """Yield the section of one order; `levels` has the n-grams of orders 2 up to this order."""
+    """Yield the section of one order in pieces; `levels` has the n-grams of orders 2 up to this order."""
     yield f"\n\\{len(levels) + 1}-grams:\n"
     for first in range(0, len(probs), _CHUNK):
         part = slice(first, first + _CHUNK)

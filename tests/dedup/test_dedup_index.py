@@ -381,7 +381,7 @@ def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
 
     with monkeypatch.context() as patch:
         patch.setattr(index_build, "link_or_copy", full)
-        with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
+        with pytest.raises(BuildError, match=r"No space left on device.*run the same command again"):
             made_index(folder, texts=[TEXTS], replace=True)
     assert tree(folder_of(index)) == before
     folder_of(index).rename(folder / ".index.replaced")  # a crash between the renames

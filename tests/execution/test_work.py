@@ -296,7 +296,7 @@ def test_a_store_that_fails_for_good_ends_a_task_with_its_name_and_what_to_do(
     tmp_path: Path, url: str
 ) -> None:
     work = store_work(tmp_path, url, FaultRule(fault="deny", operation="put", key="/large"))
-    with pytest.raises(BuildError, match=r"task stage/task: .*AccessDenied.*the same command continues"):
+    with pytest.raises(BuildError, match=r"task stage/task: .*AccessDenied.*run the same command again"):
         run(work)
     assert RECORD not in objects(url, "stage/")
     work = store_work(tmp_path, url, FaultRule(fault="deny", operation="list", key="stage/"))

@@ -72,7 +72,7 @@ def environment(folder):
 FAILURES: tuple[tuple[str, type[Exception], str], ...] = (
     ("refuse", RecipeError, r"^pack\.length: too long$"),
     ("damage", ShardError, r"^shard\.mds: byte 7: torn$"),
-    ("fill_disk", BuildError, r"task stage/fill_disk-0: .*No space left.*the same command continues"),
+    ("fill_disk", BuildError, r"task stage/fill_disk-0: .*No space left.*run the same command again"),
     ("stumble", BuildError, r"task stage/stumble-0: KeyError: 'missing'; this is a bug"),
     ("unpicklable", BuildError, r"task stage/unpicklable-0: Stubborn: 1 2"),
 )

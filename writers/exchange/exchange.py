@@ -70,12 +70,12 @@ _SORT_BYTES = 24  # memory to sort a row, in addition to two copies of the row
 
 
 class RunWriter:
-    """Writes one run of rows that come in any order; equal keys keep the order of writing.
+    """Sorts rows that come in any order and writes them as one run; rows with equal keys keep their order.
 
-    Rows are collected while they can be sorted in two thirds of `memory_bytes`, then spilled next to `path`.
-    At the end the spills are merged: each `fan_in` spills become one spill of the next level, so a row is
-    written once per level. Rows that all fit into memory are written once. The bytes of the run do not depend
-    on memory.
+    Rows are collected while they can be sorted in two thirds of `memory_bytes`, then written to a temporary
+    file, a spill, next to `path`. As soon as there are `fan_in` spills of a level, they are merged into one
+    spill of the next level, so a row is written once per level. If all rows fit into memory, there are no
+    spills. The bytes of the run do not depend on `memory_bytes`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunWriter:
         self._sorting_bytes = self._bytes = 0
         self._levels: list[list[Path]] = [[]]  # spills, merged spills, ..., each in the order of writing
         self._spills = 0
-        # A merge keeps some blocks of each spill in memory, so blocks must be small if memory is.
+        # A merge keeps some blocks of each spill in memory, so small memory needs small blocks.
         block_bytes = min(limits.block_bytes, max(1, memory_bytes // (8 * limits.fan_in)))
         self._spill_limits = replace(limits, block_bytes=block_bytes)
 
@@ -95,7 +95,7 @@ class RunWriter:
         return self
 
     def write(self, rows: npt.NDArray[Any], payload: Payload | None = None) -> None:
-        """Append rows of the table's dtype, and their concatenated payloads."""
+        """Add rows of the table's dtype, and their concatenated payloads if the table has payloads."""
         assert rows.dtype == self._table.dtype, rows.dtype
         assert (payload is not None) == self._table.payload
         payload = np.empty(0, np.uint8) if payload is None else payload
@@ -160,7 +160,7 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of a few runs with keys in [start, stop). Plain data, so it can be an argument of a task."""
+    """The rows of a few runs with keys in [start, stop). It is plain data, to be an argument of a task."""
 
     table: Table
     runs: tuple[tuple[Segment, ...], ...]
@@ -182,17 +182,17 @@ class Slice:
         return digest_of([*layout, str(self.start), str(self.stop), files])
 
     def within(self, start: int, stop: int) -> Slice:
-        """Return the slice of the rows with keys in [start, stop), a part of this range."""
+        """Return the part of this slice with keys in [start, stop), which must be within its own range."""
         runs = [tuple(s for s in run if s.start < stop and start < s.stop) for run in self.runs]
         return replace(self, runs=tuple(filter(None, runs)), start=start, stop=stop)
 
     @property
     def bytes(self) -> int:
-        """Total size of the files with the rows, in bytes."""
+        """Total size in bytes of the files that have the rows; they may have rows of other keys too."""
         return sum(segment.bytes for run in self.runs for segment in run)
 
     def read(self) -> Batch:
-        """Return all rows in order and their payloads, with memory for one copy and some megabytes."""
+        """Return (rows, payloads) of the whole slice, in order. Memory: one copy and some megabytes."""
         rows, payload = bytearray(), bytearray()  # grow in place; NumPy 2.5 copies an array to resize it
         for more, texts in self.stream(self.limits.read_memory_bytes):
             rows += more.view(np.uint8).data
@@ -205,7 +205,7 @@ class Slice:
         return all(segment.file.remote is None for run in self.runs for segment in run)
 
     def stream(self, memory_bytes: int) -> Iterator[Batch]:
-        """Yield the rows in batches, in order, within about `memory_bytes`; prefetches the next ranges.
+        """Yield the rows in order, in batches of (rows, payloads), within about `memory_bytes` of memory.
 
         All rows with the same key are in one batch, unless they exceed a quarter of the memory.
         """
@@ -219,14 +219,14 @@ class Slice:
 
 
 class StepReader:
-    """Reads a slice in key order, in step with a pass over the items that keys number; keeps one batch."""
+    """Reads a slice in key order while the caller visits the items that keys number; holds one batch."""
 
     def __init__(self, piece: Slice, memory_bytes: int) -> None:
         self._batches = piece.stream(memory_bytes)
         self._held = np.empty(0, piece.table.dtype)
 
     def before(self, key: int) -> Rows:
-        """Return the next rows, up to but excluding `key`."""
+        """Return the rows with keys below `key` that were not returned before."""
         found = [self._held[:0].copy()]
         while True:
             count = int(np.searchsorted(self._held["key"], np.uint64(key)))
@@ -238,7 +238,7 @@ class StepReader:
 
 
 class Exchanged:
-    """The merged runs, kept by the driver, which cuts them into slices."""
+    """The merged runs of an exchange, which the driver cuts into slices, one per reading task."""
 
     def __init__(self, table: Table, runs: Sequence[tuple[Segment, ...]], limits: Limits) -> None:
         self.table, self.runs, self._limits = table, runs, limits
@@ -265,11 +265,11 @@ def exchange(
     end: int = _KEYS,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Exchanged:
-    """Merge the runs of `maps` until each of `readers` tasks reads few and large files.
+    """Merge the runs that tasks wrote (`maps`) until each of `readers` tasks reads few and large files.
 
-    The readers get equal or similar shares of the keys [0, end). A row with a larger key is an error when it
-    is read. Merges are stages `<reader>-<table>-merge-1`, `-merge-2` and so on. A map that is a `Segment` is
-    a run that no task of this build wrote.
+    The readers are expected to read equal or similar shares of the keys [0, end). A row with a larger key is
+    an error when it is read. Merges run as stages `<reader>-<table>-merge-1`, `-merge-2` and so on. A
+    `Segment` in `maps` is a run that no task of this build wrote.
     """
     runs: list[tuple[Segment, ...]] = []
     for number, written in enumerate(maps):
@@ -293,7 +293,7 @@ def _written_by(commit: Commit, table: Table) -> Segment:
 def _merge_level(
     run: RunTasks, stage: Stage[[Slice], None], exchanged: Exchanged, end: int
 ) -> list[tuple[Segment, ...]]:
-    """Merge each group of `fan_in` runs into one, by tasks that each write about `task_bytes`."""
+    """Merge each group of `fan_in` runs into one run, by one task per key range of about `task_bytes`."""
     table, limits = exchanged.table, exchanged._limits
     tasks, groups = [], []
     for number, first in enumerate(range(0, len(exchanged.runs), limits.fan_in)):
@@ -318,7 +318,7 @@ def _merge_level(
 
 
 def _merge(folder: Path, piece: Slice) -> None:
-    """Write the rows of a range as one run."""
+    """Write the rows of a slice as one run; the work function of merge tasks."""
     limits = piece.limits
     memory_bytes = limits.local_memory_bytes if piece.is_local else limits.merge_memory_bytes
     with BlockWriter(folder / piece.table.file, piece.table, piece.bytes, limits) as file:
@@ -327,7 +327,7 @@ def _merge(folder: Path, piece: Slice) -> None:
 
 
 class _Cursor:
-    """Reads the rows of one run in a range, in order; keeps one or two chunks, and prefetches the next."""
+    """Reads the rows of one run in a key range, in order. Keeps one or two chunks and prefetches others."""
 
     def __init__(
         self, run: Sequence[Segment], piece: Slice, workers: Workers, chunk_bytes: int, ahead: int
@@ -346,7 +346,7 @@ class _Cursor:
         return int(self._held[-1].keys[-1]) if self._coming else None
 
     def fill(self, *, two_keys: bool = True) -> bool:
-        """Load at least half a chunk of rows, or a chunk if all have one key; return False at the end."""
+        """Load rows up to half a chunk, or a whole chunk if all have one key. Return False at the end."""
         while True:
             while len(self._coming) < self._ahead and (coming := next(self._chunks, None)) is not None:
                 self._coming.append(coming)
@@ -364,7 +364,7 @@ class _Cursor:
                 self._last = int(chunk.keys[-1])
 
     def take(self, key: int | None, side: Literal["left", "right"] = "left") -> list[Batch]:
-        """Take the loaded rows below `key`, or up to `key` with side "right"; all if `key` is None."""
+        """Take the loaded rows with keys below `key`; with side "right", also `key`; all if it is None."""
         taken = []
         while self._held:
             taken.append(self._held[0].take(key, side))
@@ -374,7 +374,7 @@ class _Cursor:
         return [piece for piece in taken if len(piece[0])]
 
     def _plan(self, run: Sequence[Segment]) -> Iterator[Future[Chunk]]:
-        """Start the read of one chunk after the other, and yield its future."""
+        """Yield a future for each chunk of the run, in order; its read starts when it is yielded."""
         piece = self._piece
         keys = range(piece.start, piece.stop)
         for number, segment in enumerate(run):
@@ -398,7 +398,7 @@ class _Cursor:
 
 
 def _merged(cursors: Sequence[_Cursor], most_bytes: int, table: Table) -> Iterator[Batch]:
-    """Merge runs: repeatedly sort the loaded rows whose keys are below those of all chunks to come."""
+    """Merge runs: repeatedly sort and yield the loaded rows with keys below all rows not yet loaded."""
     while cursors := [cursor for cursor in cursors if cursor.fill()]:
         bound = min((last for cursor in cursors if (last := cursor.last) is not None), default=None)
         if pieces := [piece for cursor in cursors for piece in cursor.take(bound)]:
@@ -409,7 +409,7 @@ def _merged(cursors: Sequence[_Cursor], most_bytes: int, table: Table) -> Iterat
 
 
 def _one_key(cursors: Sequence[_Cursor], key: int, most_bytes: int, table: Table) -> Iterator[Batch]:
-    """Yield the rows of a key with more rows than a cursor keeps in memory, run by run."""
+    """Yield the rows of one key, run by run; for a key with more rows than a cursor keeps in memory."""
     pieces, held = list[Batch](), 0
     for cursor in cursors:
         while cursor.fill(two_keys=False) and (more := cursor.take(key, "right")):

@@ -32,24 +32,24 @@ _MOST_BLOCKS = 1500  # maximum number of blocks in a file, so that a footer stay
 
 _BLOCK = np.dtype([("first", "<u8"), ("last", "<u8"), ("rows", "<u8"), ("payload", "<u8"), ("hash", "<u8")])
 
-_TAIL = struct.Struct("<8sQ16s")  # magic, number of blocks, hash of the footer and of the rows' layout
+_TAIL = struct.Struct("<8sQ16s")  # magic, number of blocks, hash of the footer and of the table's layout
 
 EMPTY_BYTES = _TAIL.size  # size of a run without rows
 
-_FOOTER_HASH_BYTES = 16  # size of the hash at the end of the tail
+_FOOTER_HASH_BYTES = 16  # size of the hash that is the last field of the tail
 
 _MAGIC = b"shardrun"
 
-_GUESSED_BLOCKS = 16  # blocks to read in excess of the expected number, so that one request has the footer
+_GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 
 
 @dataclass(frozen=True)
 class Table:
     """A kind of exchanged rows: the file name and the row dtype of its runs.
 
-    `dtype` has the sort key in field `key` (<u8) and, with `payload`, the row's payload bytes in field `size`
-    (<i8). `origin` names an <i4 field that is set to the number of the map task when its run is read; a task
-    cannot write it, because its output must not depend on its number, which changes with added input files.
+    `dtype` has the sort key in field `key` (<u8) and, with `payload`, the size of the row's payload in field
+    `size` (<i8, bytes). `origin` names an <i4 field that readers set to the number of the map task that wrote
+    the row. The task itself must not write it: its number changes when input files are added.
     """
 
     file: str
@@ -66,7 +66,7 @@ class Table:
 
     @property
     def name(self) -> str:
-        """The file name of its runs without the extension."""
+        """The file name of the table's runs without the extension."""
         return self.file.removesuffix(".run")
 
     @cached_property
@@ -89,42 +89,42 @@ class Limits:
 
     fan_in: _NoByte = 64  # maximum number of runs that one task reads
     task_bytes: _NoByte = 1 << 30  # approximate output of a merge task
-    partition_bytes: _NoByte = 100 << 20  # approximate size per reading task, so that all workers have some
-    least_segments: _NoByte = 64  # up to this product of runs and readers, runs are never merged
-    segment_bytes: _NoByte = 4 << 20  # cost of a request, as the bytes that a merge could copy in its time
-    block_bytes: int = 256 << 10  # unit of reading and verifying in small files
+    partition_bytes: _NoByte = 100 << 20  # approximate input of a reading task; small, so no worker is idle
+    least_segments: _NoByte = 64  # with no more requests than this (runs * readers), runs are never merged
+    segment_bytes: _NoByte = 4 << 20  # bytes that a merge can copy in the time of one request
+    block_bytes: int = 256 << 10  # size of a block, the unit of reading and verifying; larger in large files
     read_bytes: _NoByte = 16 << 20  # maximum size of one request
-    reads_in_flight: _NoByte = 32
+    reads_in_flight: _NoByte = 32  # maximum number of concurrent requests
     merge_memory_bytes: MemoryBytes = 192 << 20  # memory of a merge task that reads from a store
     local_memory_bytes: MemoryBytes = (
         64 << 20
-    )  # memory of a merge task that reads local files, where small reads cost little
+    )  # memory of a merge task that reads local files: less, because small local reads cost little
     read_memory_bytes: MemoryBytes = 64 << 20  # memory of `Slice.read` in addition to its result
 
     def within(self, memory_bytes: int) -> Limits:
-        """Return limits with larger requests for a larger memory; the bytes of runs stay the same."""
+        """Return limits with larger requests if `memory_bytes` is large; the bytes of runs stay the same."""
         merge = max(self.merge_memory_bytes, memory_bytes // 2)
         read = max(self.read_memory_bytes, memory_bytes // 8)
         return replace(self, merge_memory_bytes=merge, read_memory_bytes=read)
 
     def divided(self, by: int) -> Limits:
-        """Return limits with all sizes divided by `by`, so that small data behaves like large data."""
+        """Return limits with all sizes divided by `by`, for tests in which little data behaves like much."""
         sizes = {f.name: getattr(self, f.name) // by for f in fields(self) if f.name.endswith("_bytes")}
         return replace(self, **sizes)
 
     def partitions(self, rows: int, dtype: np.dtype[np.void]) -> int:
-        """Return the number of tasks that read `rows` rows, each about `partition_bytes`."""
+        """Return the number of reading tasks for `rows` rows, so that each reads about `partition_bytes`."""
         return max(1, -(-rows * dtype.itemsize // self.partition_bytes))
 
     def chunk_bytes(self, memory_bytes: int, runs: int) -> int:
-        """Return the size of a request if `runs` runs are read within `memory_bytes`.
+        """Return the size of a chunk, which one request reads, if `runs` runs are read within `memory_bytes`.
 
         Per run, a reader keeps up to 1.5 chunks, prefetches one, and copies rows into a batch.
         """
         return min(max(1, memory_bytes // (4 * max(1, runs))), self.read_bytes)
 
     def merge_tasks(self, bytes: int) -> int:
-        """Return the number of tasks, one per key range, that merge a group of runs of `bytes`."""
+        """Return the number of tasks, one per key range, that merge a group of runs with `bytes` in total."""
         return max(1, -(-bytes // self.task_bytes))
 
     def merges(self, runs: int, bytes: int, readers: int) -> bool:
@@ -140,7 +140,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Segment:
-    """One file of a run, with all of its rows with keys in [start, stop); `content` is the file's hash."""
+    """A file with all rows of a run whose keys are in [start, stop); `content` is the file's hash."""
 
     file: Artifact
     bytes: int
@@ -151,7 +151,7 @@ class Segment:
 
 
 class BlockWriter:
-    """Writes sorted rows; the block size depends on `expected`, an upper bound of their total bytes."""
+    """Writes sorted rows as a run file. `expected`, an upper bound of their bytes, sets the block size."""
 
     def __init__(self, path: Path, table: Table, expected: int, limits: Limits) -> None:
         self._table, self._file = table, path.open("wb")
@@ -203,7 +203,7 @@ class BlockWriter:
 
 
 class Chunk:
-    """Consecutive rows of a run, which are taken from the front."""
+    """Consecutive rows of a run in memory; `take` removes rows from the front."""
 
     def __init__(self, rows: Rows, payload: Payload, table: Table) -> None:
         self._rows, self._payload, self._at = rows, payload, 0
@@ -230,17 +230,17 @@ class Chunk:
 class Footer:
     blocks: npt.NDArray[np.void]
     offsets: npt.NDArray[np.int64]  # offset of each block, and of the footer, in the file
-    end: Payload  # the last bytes of the file, as far as they were read with the footer
+    end: Payload  # the last bytes of the file, which were read to get the footer; may include blocks
 
     def blocks_of(self, keys: range) -> tuple[int, int]:
-        """Return the range [first, stop) of the blocks that may have keys in the range."""
+        """Return (first, stop), the range of the numbers of blocks that may have keys in `keys`."""
         first = np.searchsorted(self.blocks["last"], np.uint64(keys.start))
         after = np.searchsorted(self.blocks["first"], np.uint64(keys.stop - 1), side="right")
         return int(first), int(after)
 
 
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
-    """Read the footer, or a small file whole; takes one request, unless there are many small blocks."""
+    """Read and verify a file's footer, or a small file whole; in two requests if it has many small blocks."""
     size = segment.bytes
     blocks = min(_MOST_BLOCKS, size // limits.block_bytes) + _GUESSED_BLOCKS
     needed = blocks * _BLOCK.itemsize + _TAIL.size
@@ -260,7 +260,7 @@ def _footer_bytes(end: Payload) -> int:
 
 
 def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
-    """Return whether `end` may be the end of a run of `size` bytes; True if the footer begins before it."""
+    """Return whether a run of `size` bytes may end with `end`: its footer is valid, or begins before that."""
     if len(end) < _TAIL.size or not _TAIL.size <= (needed := _footer_bytes(end)) <= size:
         return False
     if needed > len(end):
@@ -269,7 +269,7 @@ def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
     blocks = np.frombuffer(data, _BLOCK)
     if end[-_FOOTER_HASH_BYTES:].tobytes() != _footer_hash(data, table):
         return False
-    # The file may be untrusted: limit the numbers, so that no sum overflows.
+    # The file may come from elsewhere: reject large numbers, so that the sums in `_offsets` cannot overflow.
     is_possible = max(blocks["rows"].max(initial=0), blocks["payload"].max(initial=0)) <= size
     return bool(is_possible) and int(_offsets(blocks, table)[-1]) == size - needed
 
@@ -284,13 +284,13 @@ def _footer_hash(blocks: bytes, table: Table) -> bytes:
 
 
 def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, keys: range) -> Chunk:
-    """Read some blocks and return their rows in the range of keys."""
+    """Read and verify the blocks with the numbers `blocks`; return their rows with keys in `keys`."""
     listed, edges = footer.blocks[blocks], footer.offsets[blocks.start : blocks.stop + 1]
     start, stop = int(edges[0]), int(edges[-1])
     begin = segment.bytes - len(footer.end)  # offset of `footer.end` in the file
     is_right = partial(_have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
     data = footer.end[max(0, start - begin) : max(0, stop - begin)]
-    is_own = len(data) < stop - start or not is_right(data)  # damaged in transit, or not read so far
+    is_own = len(data) < stop - start or not is_right(data)  # not read with the footer, or read wrong
     if is_own:
         data = segment.file.read_range(start, stop, is_right)
     middles = edges[:-1] - start + listed["rows"].astype(np.int64) * table.dtype.itemsize
@@ -324,9 +324,9 @@ def joined(pieces: Sequence[Batch], table: Table) -> Batch:
 
 
 def payload_ends(rows: Rows, table: Table) -> npt.NDArray[np.int64]:
-    """Return int64[len(rows) + 1], the offsets of payloads and the end; read-only without payloads."""
+    """Return int64[len(rows) + 1]: the offset of each payload, and their total size; may be read-only."""
     if not table.payload:
-        return np.broadcast_to(np.int64(0), len(rows) + 1)  # a single number in memory for any count
+        return np.broadcast_to(np.int64(0), len(rows) + 1)  # takes the memory of one number
     ends = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(rows["size"], out=ends[1:])
     return ends

@@ -29,7 +29,7 @@ BinaryFile = io.RawIOBase | io.BufferedReader
 
 
 class RemoteFiles(Protocol):
-    """The methods of a remote work folder that artifacts use; `path` is a path in the scratch folder."""
+    """The methods of a remote work folder that artifacts use; `path` is a file's path in a scratch folder."""
 
     def open(self, path: Path) -> io.BufferedReader: ...
     def fetch(self, path: Path) -> None: ...
@@ -40,7 +40,7 @@ class RemoteFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A file of a finished task, or the folder of all its files: `folder / name` is one of them.
+    """A file of a finished task, or the folder of all its files; `artifact / name` is a file in the folder.
 
     With `remote`, the file is read from there unless it was fetched to `path` before. `content` is the hash
     of the file if it is known; the digest of a task with this argument depends on it. `remedy` is the advice
@@ -85,10 +85,10 @@ class Artifact:
     def read_range(
         self, start: int, stop: int, is_right: Callable[[npt.NDArray[np.uint8]], bool]
     ) -> npt.NDArray[np.uint8]:
-        """Return bytes [start, stop), writable, read in one request; `is_right` compares them with a hash.
+        """Read bytes [start, stop) in one request; return them as a writable array.
 
-        Wrong bytes from a store are read again; if they stay wrong, the next build repeats the task. Raises
-        BuildError if bytes of a local file are missing or wrong.
+        `is_right` compares them with a hash. Wrong bytes from a store are read again; if they stay wrong, the
+        next build repeats the task. Raises BuildError if bytes of a local file are missing or wrong.
         """
         source = self._source
         if source is not None:
@@ -118,7 +118,7 @@ class Artifact:
 
     @contextmanager
     def borrowed(self) -> Iterator[Path]:
-        """Yield the path of the whole file on this machine; a copy fetched for this is removed at the end."""
+        """Yield the path of the whole file on this machine; remove it at the end if it was fetched now."""
         source = self._source
         if source is None:
             yield self.path
@@ -136,7 +136,7 @@ class Artifact:
 
 
 def read_into(file: BinaryFile, buffer: memoryview) -> int:
-    """Fill `buffer` from the file's current position; return the number of bytes, less only at the end."""
+    """Fill `buffer` from the file's position; return the number of bytes read: fewer only at the end."""
     filled = 0
     while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
         filled += count

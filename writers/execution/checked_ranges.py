@@ -2,8 +2,8 @@
 
 Neither HTTP nor S3 clients verify a range, and a flipped byte would silently go into the dataset. Bytes that
 differ are read again: this corrects damage in transit; damage in the store stays and is an error. A process
-caches up to `CACHE_BYTES` of blocks from short reads, because tasks that read a little of many files
-repeatedly read the files' ends and directories.
+caches up to `CACHE_BYTES` of blocks from short reads, because tasks that read small parts of many files read
+the same blocks, such as a file's footer, repeatedly.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardkit.storage.threads import remake_after_fork
 from shardkit.writers.execution.commit import BLOCK_BYTES, Output, block_hashes
 
 CACHE_BYTES = 16 << 20
-_KEPT_AT_ONCE = 2  # cache reads of up to 2 blocks; longer reads are sequential and not repeated
-_TRIES = 3  # damage in transit goes away on a new attempt, damage in the store stays
+_KEPT_AT_ONCE = 2  # reads of more blocks are not cached: they are sequential, and not repeated
+_TRIES = 3  # attempts per range: damage in transit goes away on a new attempt, damage in the store stays
 
 
 class DamagedFileError(StoreError):
@@ -33,17 +33,17 @@ class CheckedRanges:
 
     def __init__(self, store: Store, output: Output, damaged: Callable[[], None] = lambda: None) -> None:
         self._store, self._output, self._damaged = store, output, damaged
-        self._hashes = block_hashes(output)  # empty for a file of one block: the file's hash is used
+        self._hashes = block_hashes(output)  # empty for a file of one block: the file's own hash is used
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Return bytes from `start` to `stop`; may end before or after `stop`, at the end of a block."""
+        """Return bytes from `start` to the end of a block, which may be before or after `stop`."""
         size = self._output.bytes
         stop = size if stop is None else min(stop, size)
         if start >= stop:
             return b""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         place = self._store.url, key, self._output.xxh3_128
-        if (kept := _cache.get(place, first)) is not None:  # the caller requests the rest in further calls
+        if (kept := _cache.get(place, first)) is not None:  # return one block; the caller requests the others
             return kept[start - first * BLOCK_BYTES :]
         data = self._fetch(key, first * BLOCK_BYTES, min(last * BLOCK_BYTES, size))
         if last - first <= _KEPT_AT_ONCE:
@@ -73,7 +73,7 @@ def get_checked(
     is_right: Callable[[bytes], bool],
     damaged: Callable[[], None],
 ) -> bytes:
-    """Return a range of an object that passes `is_right`; else call `damaged` and raise DamagedFileError."""
+    """Return a range of an object that `is_right` accepts; else call `damaged` and raise DamagedFileError."""
     start, stop = bytes_range
     problem = f"bytes {start:,} to {stop:,} differ from the commit in {_TRIES} attempts"
     for _ in range(_TRIES):

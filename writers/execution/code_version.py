@@ -1,6 +1,6 @@
-"""The version of all code that decides bytes: a part of every task's digest.
+"""The version of all code that affects outputs, which is a part of every task's digest.
 
-Coarse on purpose: after an upgrade every task runs again, so that no dataset mixes outputs of two versions.
+It is coarse on purpose: after an upgrade every task runs again, so no dataset mixes outputs of two versions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from shardkit.version import __version__
 
-# Code that does not affect a task's outputs; a package includes all of its modules. Every other module,
-# including new ones, is in `code_version`. First, modules that no task function imports (a test follows the
-# imports) and that do not plan tasks either:
+# Code that does not affect a task's outputs; the name of a package covers all of its modules. Every module
+# that is not listed, including new ones, is in `code_version`. First, modules that no task function imports
+# (a test follows the imports) and that do not plan tasks either:
 OUTSIDE_TASKS = (
     # Readers of finished datasets, and tools for them.
     "shardkit.cache",
@@ -53,7 +53,7 @@ DECIDES_NO_BYTE = {
     "shardkit.writers.stages.publish": "moves finished files, as above",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
 }
-# Distributions that are not installed are left out. Transports (boto3, fsspec) do not affect outputs.
+# Distributions whose versions count, if installed. Transports (boto3, fsspec) do not affect outputs.
 LIBRARIES = (
     *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash", "webencodings"),
     *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),

@@ -26,22 +26,22 @@ from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.rows.ledger import Ledger
 
 CONTENT_HASH = "xxh3_128"
-BLOCK_BYTES = 1 << 18  # unit of reading and checking files in stores; each block adds 12 bytes to a record
+BLOCK_BYTES = 1 << 18  # files in stores are read and checked in such blocks; each adds 12 bytes to a record
 _BLOCK_HASH_BYTES = 8
 _FORMAT = 4
 _SEAL = b',\n "seal": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 32))
 _DIGEST = re.compile("[0-9a-f]{32}")
 _LEDGER = TypeAdapter(Ledger)
-_DIGEST_CHARACTERS = 16  # length of the digest in a folder's name; enough, as few tasks share a name
+_DIGEST_CHARACTERS = 16  # part of the digest in a folder's name; few tasks share the rest of the name
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """One file that a task wrote: its size and the xxh3-128 of its bytes.
 
-    `blocks` has the xxh3-64 of each block, if the file has more than one; ranges read from a store are
-    compared with them. It is set in records only.
+    `blocks` has the xxh3-64 of each block in base64, if the file has more than one block. Ranges read from a
+    store are compared with these hashes. It is set only in records, not in `Commit.outputs`.
     """
 
     bytes: int
@@ -53,9 +53,9 @@ class Output:
 class Commit:
     """A finished task: the place of its files, their hashes, and its result.
 
-    A driver keeps one per task in memory, so it is small: `facts` is JSON, and `result` and `outputs` parse
-    it on each access. If the work folder is in a store, `remote` is that folder, and files are in the local
-    `folder` only after they were fetched; open them through `files`.
+    A driver keeps one commit per task in memory. To keep it small, `facts` is JSON that `result` and
+    `outputs` parse on each access. If the work folder is in a store, `remote` is that folder, and files are
+    in the local `folder` only after they were fetched; open them through `files`.
     """
 
     stage: str
@@ -92,7 +92,7 @@ class Commit:
 
     @property
     def content(self) -> str:
-        """Digest of all outputs; a part of the digests of later tasks that read them."""
+        """The digest of all outputs, which is a part of the digests of later tasks that read them."""
         return digest_of({name: output.xxh3_128 for name, output in self.outputs.items()})
 
     @property
@@ -102,7 +102,7 @@ class Commit:
 
     @property
     def has_ledger(self) -> bool:
-        """Whether the stage's result has a ledger, which counts documents by what became of them."""
+        """Whether the task's result has a ledger: counts of documents read, kept, dropped and quarantined."""
         return isinstance(result := self.result, dict) and "ledger" in result
 
     def ledger(self) -> Ledger:
@@ -112,7 +112,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Record:
-    """The full record of a finished task: its commit, the arguments in its digest, and hashes of blocks."""
+    """The record of a finished task: its commit, the arguments and code version in its digest, its files."""
 
     commit: Commit
     args: Mapping[str, Any]
@@ -126,19 +126,19 @@ def task_key(stage: str, name: str, digest: str) -> str:
 
 
 def block_hashes(output: Output) -> list[bytes]:
-    """Return the xxh3-64 of each block of `BLOCK_BYTES`; [] for a file of one block."""
+    """Return the xxh3-64 of each block (`BLOCK_BYTES`) of a file; [] if the file has only one block."""
     data = base64.b64decode(output.blocks)
     return [data[at : at + _BLOCK_HASH_BYTES] for at in range(0, len(data), _BLOCK_HASH_BYTES)]
 
 
 def hash_output(path: Path) -> Output:
-    """Return size and hashes of a file; a file of one block gets no block hashes."""
+    """Return the size and hashes of a file. There are no block hashes if the file has only one block."""
     with path.open("rb", buffering=0) as file:
         return hash_file(file)
 
 
 def hash_file(file: BinaryFile) -> Output:
-    """Return size and hashes of an open file, as `hash_output` does."""
+    """Return the size and hashes of an open file, read from its current position; see `hash_output`."""
     whole, blocks, size = xxhash.xxh3_128(), bytearray(), 0
     while data := _read_block(file):
         whole.update(data)
@@ -165,7 +165,7 @@ def facts_of(result: object, outputs: Mapping[str, Output]) -> bytes:
 
 
 def contents(commits: Iterable[Commit]) -> str:
-    """Return the digest of all outputs of tasks, in this order, for the digests of later tasks."""
+    """Return a digest of all outputs of several tasks, in order, for the digests of later tasks."""
     return digest_of([commit.content for commit in commits])
 
 
@@ -182,7 +182,7 @@ def check_same(ours: Commit, theirs: Commit) -> None:
 
 
 def record_of(commit: Commit, args: Mapping[str, Any], outputs: Mapping[str, Output]) -> bytes:
-    """Return the record of a task as JSON with a seal; `args` are the arguments in the task's digest."""
+    """Return a task's record as JSON that ends with its own hash; `args` are the arguments in its digest."""
     listed = {
         name: {"bytes": output.bytes, CONTENT_HASH: output.xxh3_128}
         | ({"blocks": output.blocks} if output.blocks else {})
@@ -239,5 +239,5 @@ def _output(stated: Mapping[str, Any]) -> Output:
 
 
 def _sealed(body: bytes) -> bytes:
-    """Append the hash of a JSON object's text to the object, so that a changed byte on disk is detected."""
+    """Add the hash of a JSON object's text as its last key, so that a changed byte on disk is detected."""
     return body[:-2] + _SEAL % xxhash.xxh3_128_hexdigest(body).encode()

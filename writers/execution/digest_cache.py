@@ -1,6 +1,6 @@
 """A cache on this machine for facts that depend only on files and versions, reused by later builds.
 
-Workers find the folder in an environment variable, which `worker_variable` sets: it is below
+Workers find the cache folder in an environment variable, which `worker_variable` returns. The folder is below
 `user_cache_folder`, contains some kilobytes per tokenizer, and may be deleted at any time. If the variable is
 not set, nothing is cached. A key must be a digest of everything that the facts depend on.
 """
@@ -21,17 +21,17 @@ _VARIABLE = "SHARDKIT_FACTS_DIR"
 
 
 def worker_variable() -> dict[str, str]:
-    """Return the environment variable for workers; {} if the user has set it, or there is no cache folder."""
+    """Return {name: value} of the environment variable that tells workers the folder.
+
+    Returns {} if the user has set the variable, or there is no cache folder.
+    """
     if _VARIABLE in os.environ or (folder := user_cache_folder()) is None:
         return {}
     return {_VARIABLE: str(folder / "facts")}
 
 
 def remembered(key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the cached facts for `key`; if they are missing or damaged, compute and cache them.
-
-    Facts are plain data.
-    """
+    """Return the cached facts (plain data) for `key`; if missing or damaged, `compute` and cache them."""
     folder = os.environ.get(_VARIABLE)
     if not folder:
         return compute()

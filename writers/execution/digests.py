@@ -20,14 +20,14 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class DecidesNoByte:
-    """Marks, in `Annotated`, a parameter or field that does not affect the outputs of a task."""
+    """Marks, in `Annotated`, a parameter or field that does not affect outputs, and says why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeKey:
-    """Marks a parameter or field that has the value of the recipe's `key`; explanations name that key.
+    """Marks a parameter or field whose value is a recipe's `key`, so that `shardkit explain` names that key.
 
     With an empty `key`, the fields of the value are treated as separate parameters under their own names.
     """
@@ -82,7 +82,7 @@ def _plain_array(value: object) -> Any:
 
 
 def deciding(values: Mapping[str, object], markers: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
-    """Return the values that affect outputs as plain data, by name or by key of the recipe."""
+    """Return the values that affect outputs, given their markers, as plain data by recipe key or name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = name

@@ -49,16 +49,16 @@ __all__ = [
 ]
 
 MAX_WORKERS = 256
-DEFAULT_MAX_WORKERS = 64  # with more workers, a machine's disk and memory bandwidth are the limit
+DEFAULT_MAX_WORKERS = 64  # more workers rarely help, because disk and memory bandwidth become the limit
 TASK_SECONDS = 6 * 3600.0  # tasks take minutes; a file of 100 GB that cannot be cut takes an hour or two
-_TRIES = 2  # attempts of a task that times out: the machine may have hung or run out of memory meanwhile
+_TRIES = 2  # attempts of a task that times out or dies: the machine may have hung or run out of memory
 
 OnNews = Callable[[Task, News], None]
 """Called with a running task and a progress report of it."""
 
 
 class Engine(Protocol):
-    """Takes tasks from a queue, runs them anywhere, and reports each commit to the queue."""
+    """Takes tasks from a queue, runs them here or elsewhere, and reports each commit to the queue."""
 
     workers: int
 
@@ -74,7 +74,8 @@ class Engine(Protocol):
 class InlineEngine(Closing):
     """Runs tasks one after the other in this process, for library calls and tests.
 
-    Errors are not wrapped (unless `run` is `run_guarded`), and compilation of kernels is not reported.
+    `run` runs one task. With the default, errors of tasks are raised as they are; with `run_guarded`, as
+    ShardkitError. The compilation of kernels is not reported.
     """
 
     workers = 1
@@ -101,7 +102,7 @@ class InlineEngine(Closing):
 
 
 class WorkerTracebackError(Exception):
-    """Carries the text of a worker's traceback, as the cause of the error raised here."""
+    """Shows the text of a worker's traceback; set as the cause of the error that this process raises."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -118,7 +119,7 @@ class _Worker:
 class LocalEngine(Closing):
     """Runs tasks in up to `workers` processes, started on demand and kept until the engine is closed.
 
-    `modules` are imported once for all processes.
+    `modules` are imported once, before worker processes are forked.
     """
 
     workers: int
@@ -162,7 +163,7 @@ class LocalEngine(Closing):
             raise
 
     def _start_tasks(self, queue: TaskQueue, work: Work) -> None:
-        """Give tasks to idle workers, starting more up to the limit."""
+        """Send a task to each idle worker, and start more workers up to the limit."""
         while True:
             idle = next((worker for worker in self._started if worker.task is None), None)
             if idle is None and len(self._started) == self.workers:
@@ -199,7 +200,7 @@ class LocalEngine(Closing):
         report(queue, task, *answer)
 
     def _bury(self, worker: _Worker, queue: TaskQueue) -> None:
-        """Have the task of a dead worker run again, or fail; raises BuildError if that ends the build."""
+        """Remove a dead worker, and run its task again or report it as failed, or raise BuildError."""
         task = worker.task
         took_too_long = worker.process.wait() == -signal.SIGALRM
         if task is None or not (took_too_long or task.fallback):
@@ -235,7 +236,7 @@ class LocalEngine(Closing):
 
 
 def report(queue: TaskQueue, task: Task, commit: Commit | None, error: Exception | None, trace: str) -> None:
-    """Pass the result of `answer` to the queue; raises `error` unless it is a TaskFailedError."""
+    """Pass a worker's answer to the queue: a commit or a TaskFailedError. Raise any other `error`."""
     if error is None:
         assert commit is not None
         queue.done(commit)
@@ -255,9 +256,9 @@ def death_of(task: Task) -> TaskFailedError:
 
 
 def default_workers(memory_bytes: int, system: Path = limits.ROOT) -> int:
-    """Return one worker per core that this process or its container may use, if memory suffices.
+    """Return the default number of workers: one per usable core, fewer if memory does not suffice.
 
-    Each worker needs `memory_bytes`. `system` is the root of the file system with the limits, for tests.
+    Each worker needs `memory_bytes`. `system` is the root of /proc and /sys with the limits, for tests.
     """
     memory = limits.memory_bytes(system) * 4 // 5
     return max(1, min(limits.usable_cores(system), DEFAULT_MAX_WORKERS, memory // max(1, memory_bytes)))

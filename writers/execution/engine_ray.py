@@ -57,11 +57,11 @@ NO_NODE_SECONDS = 600.0  # clusters take minutes to start a machine
 
 WAIT_SECONDS = 6 * 3600.0  # if no task finishes for this long, a process hangs or a task is far too big
 
-LOOK_SECONDS = 5.0  # how often nodes are counted
+LOOK_SECONDS = 5.0  # interval between counts of the cluster's nodes
 
 _TICK_SECONDS = 1.0
 
-# Each wait scans all tasks in flight, so it waits until 1/1000 of them have finished.
+# Each call of `ray.wait` scans all submitted tasks, so it waits until 1/1000 of them have finished.
 _ANSWERED_SHARE = 1000
 
 _FETCH_SECONDS = 60.0
@@ -70,14 +70,14 @@ _CANCEL_SECONDS = 10.0
 
 FIRST_PAUSE_SECONDS = 1.0  # pause before a lost task is submitted again, doubled each time
 
-_REMEMBERED_TASKS = 1000  # number of task durations kept per stage, enough for a median
+_REMEMBERED_TASKS = 1000  # number of task durations kept per stage; their median needs no more
 
 WAITING_TASKS = 2000  # tasks submitted in addition to those that fit, so that an autoscaler sees demand
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Computes how long a task may run before an idle slot of the cluster runs it a second time.
+    """Computes how long a task may run before a second attempt starts on an idle slot of the cluster.
 
     The limit is `factor` times the median duration of the last finished tasks of its stage, and at least
     `least_seconds`.
@@ -92,7 +92,7 @@ class Stragglers:
         self._seconds.setdefault(stage, deque(maxlen=_REMEMBERED_TASKS)).append(seconds)
 
     def limit_seconds(self, stage: str) -> float:
-        """Return the limit for tasks of a stage; infinite until a task of the stage has finished."""
+        """Return the limit in seconds for a task of a stage; infinite until one has finished."""
         seconds = self._seconds.get(stage)
         return max(self.least_seconds, self.factor * median(seconds)) if seconds else math.inf
 
@@ -143,7 +143,7 @@ class RayEngine(Closing):
             run.until_exhausted(on_news)
 
     def __enter__(self) -> Self:
-        self._connect()  # connect now, so that the time does not count for the first stage
+        self._connect()  # connect now, so that the time it takes is not measured as part of the first stage
         return self
 
     def _connect(self) -> Any:
@@ -168,7 +168,10 @@ class RayEngine(Closing):
 
 @dataclass(slots=True)
 class _Try:
-    """A task, submitted to Ray at the time `since` or waiting for it. A straggler has two references."""
+    """A task that was submitted to Ray at the time `since`, or was lost and waits until `not_before`.
+
+    `refs` are Ray's references of its running attempts; a straggler has two.
+    """
 
     task: Task
     losses: int = 0
@@ -179,7 +182,7 @@ class _Try:
 
 @dataclass(slots=True)
 class EngineRun:
-    """One call of `RayEngine.run`."""
+    """The state and the main loop of one call of `RayEngine.run`."""
 
     ray: Any
     queue: TaskQueue
@@ -198,7 +201,7 @@ class EngineRun:
     _full: float = 0.0  # time at which tasks last had to wait for a slot
     _looked: float = float("-inf")  # time at which nodes were last counted
     _searched: float = float("-inf")  # time of the last search for stragglers
-    _moved: float = 0.0  # time at which a task last finished, or a fitting node last went away
+    _moved: float = 0.0  # time at which a task last finished, or the last fitting node went away
     _told_no_node: bool = False
 
     def __post_init__(self) -> None:
@@ -218,7 +221,7 @@ class EngineRun:
                 for ref in self._finished():
                     tried = self._flying.pop(ref, None)
                     if tried is None:
-                        continue  # the other attempt was faster
+                        continue  # the task's other attempt finished first, so this one was dropped
                     tried.refs.discard(ref)
                     answered = self._answer(ref, tried)
                     if answered is not None:
@@ -242,9 +245,9 @@ class EngineRun:
             raise
 
     def _look(self) -> None:
-        """Count, every few seconds, how many tasks fit on the nodes, which may come and go.
+        """Count how many tasks fit on the cluster's nodes, at most once per `LOOK_SECONDS`.
 
-        Raises BuildError if no node fits, or no task finishes, for too long.
+        Raises BuildError if for too long no node has the resources of a task, or no task finishes.
         """
         now = self.clock()
         if now - self._looked < LOOK_SECONDS:
@@ -286,7 +289,7 @@ class EngineRun:
             room -= 1
 
     def _hand_in_stragglers(self) -> None:
-        """Submit tasks that run for too long a second time, as far as there are idle slots."""
+        """Submit a second attempt of each task that runs for too long, while there are idle slots."""
         now = self.clock()
         idle = min(self._slots, self.bound or self._slots) - len(self._flying)
         if idle <= 0:
@@ -297,7 +300,7 @@ class EngineRun:
         stages = {tried.task.stage for tried in self._flying.values()}
         limits = {stage: self.stragglers.limit_seconds(stage) for stage in stages}
         for tried in list(self._flying.values()):
-            # Lower bound: while slots were full, the task may not have started yet.
+            # This is a lower bound: while all slots were busy, the task may have waited for one.
             running = now - max(tried.since, self._full)
             if idle and len(tried.refs) == 1 and running > limits[tried.task.stage]:
                 place = "".join(f" on node {name}" for name in self.head.nodes_of(tried.refs))
@@ -308,7 +311,7 @@ class EngineRun:
                 idle -= 1
 
     def _stop(self, tried: _Try) -> None:
-        """Kill the other attempt of a finished task, if one runs."""
+        """Kill the second attempt of a task whose other attempt has finished, if there is one."""
         for ref in tried.refs:
             del self._flying[ref]
             with suppress(Exception):  # the attempt may have ended by itself
@@ -332,7 +335,7 @@ class EngineRun:
         self._flying[ref] = tried
 
     def _finished(self) -> list[Any]:
-        """Wait up to `_TICK_SECONDS` for tasks to finish and return the references of all that have."""
+        """Wait up to `_TICK_SECONDS` for tasks to finish; return Ray's references of all finished tasks."""
         flying = list(self._flying)
         some = 1 + len(flying) // _ANSWERED_SHARE
         ready, _ = self.ray.wait(flying, num_returns=some, timeout=_TICK_SECONDS, fetch_local=False)
@@ -341,7 +344,7 @@ class EngineRun:
         return list(ready)
 
     def _answer(self, ref: Any, tried: _Try) -> NodeAnswer | None:
-        """Return the answer of `run_on_node`, or None if the task was lost; BuildError if it failed."""
+        """Return the answer of `run_on_node`, or None if the task was lost. Raises BuildError on failure."""
         exceptions = self.ray.exceptions
         try:
             answered: NodeAnswer = self.ray.get(ref, timeout=_FETCH_SECONDS)
@@ -359,7 +362,7 @@ class EngineRun:
         return answered
 
     def _lose(self, tried: _Try, error: Exception, node: str) -> None:
-        """Have a lost task run again; raises BuildError, or uses its fallback, if it was lost too often."""
+        """Queue a lost task for a new attempt. After too many, run its fallback, or raise BuildError."""
         if tried.refs:
             return  # the other attempt still runs
         tried.losses += 1

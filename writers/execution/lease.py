@@ -31,13 +31,13 @@ from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreEr
 
 LEASE_SECONDS = 60.0
 """Time without a heartbeat after which a driver counts as dead, in seconds."""
-BEATS = 6  # heartbeats per `lease_seconds`: one that is late or fails does not lose the lease
+BEATS = 6  # heartbeats per `lease_seconds`; several, so that one may be late or fail
 LOCK_NAME = "lock"
 _PREFIX = "lease/"
 
 
 class DriverLease(Closing):
-    """One process's access to the lease of a work folder; `name` identifies the process in messages."""
+    """The lease of a work folder in `store`, as one process sees it. Messages call the process `name`."""
 
     def __init__(
         self,
@@ -86,10 +86,15 @@ class DriverLease(Closing):
                         f"that build, wait for it, or set another `work`"
                     )
         except StoreError as error:
-            raise BuildError(f"work folder {self._store.url}: {error}; the same command continues") from error
+            raise BuildError(
+                f"work folder {self._store.url}: {error}; run the same command again to continue"
+            ) from error
 
     def try_acquire(self) -> bool:
-        """Take the lease if it is free, or expired while this process watched it; may raise StoreError."""
+        """Take the lease if it is free or expired; return whether this process has it. May raise StoreError.
+
+        It expires when this process has seen no new heartbeat for `lease_seconds`.
+        """
         if self.held:
             return True
         now, newest = self._clock(), self._newest()
@@ -105,7 +110,7 @@ class DriverLease(Closing):
             return False  # another process was faster
         if newest is not None:
             self._store.delete(newest.key)
-        if self._newest_key() > self._own[0]:  # the first listing may miss an object renamed meanwhile
+        if self._newest_key() > self._own[0]:  # the first listing may miss an object renamed while it runs
             self._store.delete(self._own[0])
             return False
         self.held, self.was_lost = True, False
@@ -132,7 +137,7 @@ class DriverLease(Closing):
         return "another process"
 
     def close(self) -> None:
-        """Give the lease back; if it cannot be removed now, it expires."""
+        """Release the lease by removing its object. If the store fails, the lease expires by itself."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(self._beat_seconds)
@@ -142,7 +147,7 @@ class DriverLease(Closing):
                 self._store.delete(self._own[0])
 
     def renew(self) -> None:
-        """Write the next heartbeat, or give up the lease if another process has it; may raise StoreError."""
+        """Write the next heartbeat, or set `was_lost` if the lease was taken over. May raise StoreError."""
         newest = self._newest()
         if newest is None or (newest.key, newest.version) != self._own:
             is_ours = newest is not None and self._store.get(newest.key).startswith(self._id.encode())
@@ -158,7 +163,7 @@ class DriverLease(Closing):
             if self.held:
                 with contextlib.suppress(StoreError):  # the next heartbeat may succeed
                     self.renew()
-        if not self.held and self._own[0]:  # `close` may not have waited for the last heartbeat: delete it
+        if not self.held and self._own[0]:  # this heartbeat may have been written after `close` removed it
             with contextlib.suppress(StoreError):
                 if self._store.get(self._own[0]).startswith(self._id.encode()):
                     self._store.delete(self._own[0])
@@ -198,7 +203,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-        # NFS and FUSE keep a removed folder while a file in it is open; the lock is closed now.
+        # A build removes its work folder while it holds the lock, but NFS and FUSE keep a folder while a file
+        # in it is open: remove it now.
         if not (folder / LOCK_NAME).exists():
             with contextlib.suppress(OSError):
                 folder.rmdir()

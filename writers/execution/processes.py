@@ -54,7 +54,7 @@ ONE_THREAD = dict.fromkeys(
     "TOKENIZERS_PARALLELISM": "false",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a setting of jemalloc, which is part of Arrow
 }
-RESUME = "finished tasks are kept; the same command continues"
+RESUME = "finished tasks are kept; run the same command again to continue"
 _BOOT = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
     "parent, sys.path[:], more = pipe.recv(); from shardkit.writers.execution.processes import {0}; "
@@ -96,7 +96,7 @@ class Processes(Closing):
 
 
 def _run_python(function: str, ours: Connection, theirs: Connection, *more: object) -> WorkerProcess:
-    """Start a fresh interpreter that calls a function of this module with its end of a pipe."""
+    """Start a fresh interpreter that calls this module's `function` with `theirs`, its end of a pipe."""
     process = subprocess.Popen(
         # -P: a file in the current folder must not stand in for a module of the standard library.
         [sys.executable, "-P", "-c", _BOOT.format(function), str(theirs.fileno())],
@@ -106,13 +106,13 @@ def _run_python(function: str, ours: Connection, theirs: Connection, *more: obje
         env=os.environ | ONE_THREAD | kernel_cache() | worker_variable(),
         process_group=0,  # Ctrl-C goes to the caller, which ends the workers
     )
-    with suppress(OSError):  # if the process is dead, sending the first task fails, and reports the reason
+    with suppress(OSError):  # if the process has died, sending the first task fails and reports the reason
         ours.send((os.getpid(), sys.path, more))
     return process
 
 
 class _Forks(Closing):
-    """The caller's side of `fork_workers`: has a process fork workers and collect their exit codes."""
+    """The process that forks workers (`fork_workers`), as seen by the caller: forks and waits for workers."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._pipe, theirs = Pipe()
@@ -120,7 +120,7 @@ class _Forks(Closing):
             self._process = _run_python("fork_workers", self._pipe, theirs, list(modules))
 
     def start(self, theirs: Connection) -> _Fork | None:
-        """Fork and return a worker with the other end of the caller's pipe; None if that is not possible."""
+        """Fork a worker that serves the pipe end `theirs`, and return it; None if it cannot be forked."""
         with suppress(OSError, EOFError):
             self._pipe.send(None)
             send_handle(self._pipe, theirs.fileno(), 0)
@@ -133,7 +133,7 @@ class _Forks(Closing):
         with suppress(OSError, EOFError):
             self._pipe.send(number)
             return int(self._pipe.recv())
-        return -signal.SIGKILL  # the parent has died, so the kernel has killed its forks
+        return -signal.SIGKILL  # the forking process has died, so the kernel has killed its workers
 
     def close(self) -> None:
         self._process.kill()
@@ -162,15 +162,16 @@ class _Fork:
 def fork_workers(pipe: Connection, parent: int, modules: Sequence[str]) -> None:
     """Run the main loop of the process that forks workers, until the pipe closes.
 
-    On None and a descriptor it forks a worker and sends its process id, or 0 if it cannot fork. On the
-    process id of a worker it waits for the worker to end and sends its return code.
+    When it receives None and then the descriptor of a worker's pipe, it forks a worker and sends the worker's
+    process id, or 0 if it cannot fork. When it receives a process id, it waits for that worker to end and
+    sends its return code.
     """
     die_with(parent)
     with collector_paused():
         for module in modules:
             importlib.import_module(module)
         if pyarrow := sys.modules.get("pyarrow"):
-            pyarrow.array([])  # the first array imports pandas if it is installed: do that before the forks
+            pyarrow.array([])  # the first array imports pandas, if installed: do that once, before the forks
         if "numba" in sys.modules:
             start_numba()
     gc.freeze()  # otherwise garbage collection in a worker writes to, and so copies, every shared page
@@ -200,7 +201,7 @@ def _has_one_thread() -> bool:
 
 
 def serve(pipe: Connection, parent: int) -> None:
-    """Run the main loop of a worker: run the tasks that come through the pipe until it closes."""
+    """Run the main loop of a worker: receive tasks from the pipe and run them, until the pipe closes."""
     die_with(parent)
     watch = CompilationWatch(pipe.send)
     PULSE.send = pipe.send
@@ -241,7 +242,7 @@ def answer(task: Task, digest: str, work: Work) -> bytes:
         data = pickle.dumps(reply)
         pickle.loads(data)
         return data
-    except Exception:  # an error that does not survive pickling
+    except Exception:  # the task's error cannot be pickled: send its text instead
         problem = f"{type(reply[1]).__name__}: {reply[1]}"
         return pickle.dumps((None, BuildError(f"task {task}: {problem}"), reply[2]))
 
@@ -267,7 +268,7 @@ def run_guarded(task: Task, digest: str, work: Work) -> Commit:
 
 
 def give_back_memory() -> None:
-    """Return free memory to the system, so that a worker does not keep the peaks of all stages."""
+    """Return free memory to the system, so that a worker does not keep the peak memory of earlier tasks."""
     if pyarrow := sys.modules.get("pyarrow"):
         pyarrow.default_memory_pool().release_unused()
     if sys.platform == "linux":
@@ -278,7 +279,7 @@ def give_back_memory() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to end this process when its parent ends, even by SIGKILL (Linux)."""
+    """Have the kernel (Linux) kill this process when the process `parent` ends; exit now if it has ended."""
     if sys.platform == "linux":
         import ctypes
 

@@ -25,10 +25,10 @@ COMPILING = "compiling kernels …"
 
 _PULSE_SECONDS = 0.5
 _USAGE_SECONDS = 2.0
-_SHORT_SECONDS = 1.0  # a log has no line for stages that took less time
+_SHORT_SECONDS = 1.0  # the end of a stage that took less time gets no line in a log
 _TELLING_SHARE = 0.05  # share of the build that this run must have done before it estimates the time left
 _MAIN_SHARE = 0.8  # a stage with more than this share of its step's cost is the main stage of the step
-_BAR = 1000  # number of steps of a progress bar
+_BAR = 1000  # value of `total` for a progress bar that shows a share from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,19 @@ class Pulse:
 
 
 News = Pulse | float | None
-"""A report of a running task: a `Pulse`; None when Numba begins to compile kernels, later the seconds."""
+"""A report of a running task: a `Pulse`, None when Numba begins to compile kernels, or a float, the seconds
+that the compilation took, when it ends."""
 
 
 class _PulseOfProcess:
-    """Passes a `Pulse` of this process's task to `send`, if that is set, at most twice a second."""
+    """Calls `send`, if it is set, with a `Pulse` of the task in this process, at most twice a second."""
 
     def __init__(self) -> None:
         self.send: Callable[[Pulse], None] | None = None
         self._next = 0.0
 
     def tell(self, ledger: Ledger) -> None:
-        """Report the ledger's counts; cheap, so a task may call it for every document."""
+        """Report the counts of a task's ledger. It is cheap, so a task may call it for every document."""
         if self.send is not None and (now := time.monotonic()) >= self._next:
             self._next = now + _PULSE_SECONDS
             self.send(Pulse(ledger.read, ledger.kept))
@@ -62,12 +63,12 @@ PULSE = _PulseOfProcess()
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """Progress of one stage. `documents` and `bytes` of text were read in this run, not in reused tasks.
+    """Progress of one stage. `documents` and `bytes` of text do not include those of reused tasks.
 
     `seconds_left` is None while it cannot be estimated. `compiling` is the number of tasks whose kernels are
     being compiled, `compile_seconds` the longest time that one task waited for that. `tasks_running` is the
-    finished part of all running tasks, in tasks; 0 while it is not known. `step` is the step of the build
-    that the stage belongs to.
+    sum of the finished shares of all running tasks, or 0 while they are not known. `step` is the title of the
+    build's step that the stage belongs to.
     """
 
     stage: str
@@ -122,7 +123,7 @@ class StageProgress:
         return rates
 
     def text(self) -> str:
-        """Return all facts on one line."""
+        """Return one line with finished tasks, rates, and the time left or taken."""
         parts = [f"{self.tasks_done:,} of {self.tasks:,} tasks"]
         if self.tasks_reused:
             parts[0] += f" ({self.tasks_reused:,} reused)"
@@ -139,7 +140,7 @@ class StageProgress:
 
 
 class Costed(Protocol):
-    """The attributes of a stage that progress uses: its name, the title of its step, its share of a build."""
+    """The attributes of a stage that progress uses: its name, its step's title, its relative cost."""
 
     @property
     def name(self) -> str: ...
@@ -150,7 +151,7 @@ class Costed(Protocol):
 
 
 class WholeBuild:
-    """Sends `listener` the progress of the whole build and of the step with each report of a stage.
+    """Converts each report of a stage to one of the whole build and one of its step, and sends them on.
 
     `stages` are the stages of the build in order, without merges. The time left is estimated from the usual
     costs of stages, once this run has done a twentieth of the build. `folder` is on the disk whose free space
@@ -209,7 +210,7 @@ class WholeBuild:
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """Progress of a step, with the report of one stage; `is_main` if that stage is most of the step."""
+    """Progress of a step, with the report of one stage. `is_main`: that stage is most of the step's cost."""
 
     name: str
     share: float
@@ -231,14 +232,14 @@ class StepProgress:
         return f"{self.stage.event} {self.stage.stage}" if self.stage.event and not is_short else ""
 
     def text(self) -> str:
-        """Return the report of the stage, with its name unless it is the main stage of the step."""
+        """Return the stage's report as text. Begins with its name unless it is the step's main stage."""
         stage = "" if self.is_main else f"{self.stage.stage} "
         return f"{stage}{self.stage.text()}"
 
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """Progress of a build: the finished share from 0 to 1, the time left, and the use of the machine."""
+    """Progress of a build: the finished share from 0 to 1, the seconds left, and the use of the machine."""
 
     share: float
     seconds_left: float | None
@@ -271,7 +272,7 @@ class BuildProgress:
 
 
 class _Machine:
-    """Measures the use of the machine by this process and its descendants, every two seconds."""
+    """Measures CPU and memory of this process and its descendants, and the free disk space at `folder`."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -306,7 +307,7 @@ def _tree(process: int) -> list[int]:
 
 
 def _cpu_and_memory(process: int) -> tuple[float, float]:
-    """Return CPU seconds and resident bytes of a process; shared pages count in each process."""
+    """Return (CPU seconds, resident bytes) of a process. Pages shared by processes count in each of them."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     ticks = sum(map(int, fields[11:15]))  # CPU time of the process and of its children that have ended
     return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")

@@ -43,7 +43,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def _kept_sigterm() -> Iterator[None]:
-    """Restore the caller's handler of SIGTERM, if it has one, after Ray has replaced it."""
+    """Restore the caller's handler of SIGTERM at the end of the block, in which Ray replaces it."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -53,9 +53,10 @@ def _kept_sigterm() -> Iterator[None]:
 
 
 def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
-    """Connect to the cluster at `address`, else at $RAY_ADDRESS, else start one here for `workers` tasks.
+    """Connect to the Ray cluster at `address`; if that is None, at $RAY_ADDRESS; else start Ray here.
 
-    Prints nothing to stdout or stderr. Raises BuildError if Ray cannot be started or connected to.
+    A Ray started here has room for `workers` tasks of `memory_bytes` each. Prints nothing to stdout or
+    stderr. Raises BuildError if Ray cannot be started or connected to.
     """
     ray = import_ray()
     address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
@@ -83,7 +84,7 @@ def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise BuildError if the head does not accept connections; Ray would wait and then end this process."""
+    """Raise BuildError if the head at `address` does not accept connections; Ray would end this process."""
     host, port = _host_and_port(address.removeprefix("ray://").partition("/")[0])
     if not host or not port.isdecimal():
         return  # "auto", or an address of another form, which Ray checks
@@ -113,14 +114,14 @@ def _no_usage_statistics() -> Iterator[None]:
 
 
 class Head:
-    """Watches the head of the cluster at `address` (host:port); with "", the head counts as always there."""
+    """Checks whether the cluster's head at `address` (host:port) answers; with "", it counts as alive."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._address, self._clock = address, clock
         self._answered = clock()
 
     def is_there(self) -> bool:
-        """Return whether the head accepts connections; if not, do not call Ray, which would block."""
+        """Return whether the head accepts connections. If it does not, any call of Ray would block."""
         if self._address:
             try:
                 socket.create_connection(_host_and_port(self._address), timeout=_ASK_SECONDS).close()
@@ -130,7 +131,7 @@ class Head:
         return True
 
     def check(self) -> bool:
-        """Return whether the head is there; raises BuildError after `HEAD_SECONDS` without an answer."""
+        """Return whether the head is alive. Raises BuildError if it has not answered for `HEAD_SECONDS`."""
         if self.is_there():
             return True
         silent = self._clock() - self._answered
@@ -143,7 +144,7 @@ class Head:
         return False
 
     def nodes_of(self, refs: Iterable[Any]) -> list[str]:
-        """Return the known names of nodes on which tasks run, or ran until they were lost."""
+        """Return the names, as far as known, of the nodes that run the tasks `refs`, or ran them last."""
         from ray.experimental import internal_kv
 
         names = []
@@ -155,7 +156,7 @@ class Head:
 
 
 def connected_head() -> Head:
-    """Return the head of the cluster that this process is connected to; a proxy (ray://) is not watched."""
+    """Return the connected cluster's head; behind a proxy (ray://), it is not watched and counts as alive."""
     from ray.util import client
 
     proxy: Any = client.ray
@@ -163,7 +164,7 @@ def connected_head() -> Head:
 
 
 def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
-    """Return how many tasks of one CPU and `memory_bytes` fit on the living nodes of `ray.nodes()`."""
+    """Return how many tasks of one CPU and `memory_bytes` fit on the living nodes in `ray.nodes()`."""
     return sum(
         min(int(resources.get("CPU", 0)), int(resources.get("memory", 0)) // memory_bytes)
         for resources in (node["Resources"] for node in nodes if node["Alive"])
@@ -171,7 +172,7 @@ def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
 
 
 def described(nodes: Sequence[dict[str, Any]]) -> str:
-    """Return a description of the three largest nodes, for messages."""
+    """Return the CPUs and memory of the three largest living nodes as text, for messages."""
     living = [node["Resources"] for node in nodes if node["Alive"]]
     sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
     texts = [f"{cpus} CPUs with {format_bytes(memory)}" for cpus, memory in sizes[:3] if cpus]

@@ -31,14 +31,14 @@ from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cach
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """The driver's version of the code and its work folder, which a node must share."""
+    """The version of the driver's code and the place of its work folder, which must be the same on a node."""
 
     code: str
     python_path: tuple[str, ...]
     work: str
     task_seconds: float
     marker: str | None
-    """A folder in a local work folder; a node that does not see it has another file system."""
+    """A folder in a local work folder. A node that does not see it has another file system."""
 
     def problem(self) -> str | None:
         """Return why this node cannot run tasks of the build, or None if it can."""
@@ -72,9 +72,9 @@ def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeChe
 
 
 class NodeAnswer(NamedTuple):
-    """A node's answer: the result of `answer`, and the seconds of the whole task.
+    """A node's answer: `data` is the result of `processes.answer`, `seconds` the duration of the whole task.
 
-    `node` is "" if the node failed the check.
+    `node` is the name of the node, or "" if it failed the check.
     """
 
     data: bytes
@@ -84,9 +84,9 @@ class NodeAnswer(NamedTuple):
 
 
 def run_on_node(check: NodeCheck, pickled: bytes) -> NodeAnswer:
-    """Run the (task, digest, work) in `pickled`.
+    """Run the task in `pickled`, a pickled (task, digest, work), unless the node fails the check.
 
-    All errors of the task are in the answer, so a failure that Ray reports is one of Ray or of the machine.
+    Errors of the task are in the answer. So if Ray reports a failure, its cause is Ray or the machine.
     """
     with _named_node():
         if problem := check.problem():
@@ -113,7 +113,7 @@ def _node_name() -> str:
 
 
 def node_key(task_id: str) -> str:
-    """Return the key in Ray's key-value store for the name of the node that runs a task, by Ray's task id."""
+    """Return the key in Ray's key-value store under which the node that runs a task puts its name."""
     return f"shardkit-node-{task_id}"
 
 
@@ -138,6 +138,6 @@ def _named_node() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _watch() -> tuple[CompilationWatch, list[float]]:
-    """Return this process's only CompilationWatch and the list that it appends seconds to."""
+    """Return this process's CompilationWatch and the list to which it appends the seconds of compilations."""
     seconds: list[float] = []
     return CompilationWatch(lambda told: None if told is None else seconds.append(told)), seconds

@@ -5,9 +5,9 @@
 
 `Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
 everything that its outputs depend on (its arguments, the code) matches its commit, and each output exists
-with its size. So a build may be killed at any time: the same command continues with the finished tasks, and
-unfinished tasks leave no trace. One build at a time uses a work folder: a local one is locked (`flock`), and
-in a store the build holds the driver's lease (lease.py).
+with its size. So a build may be killed at any time: the same command, run again, reuses the finished tasks,
+and unfinished tasks leave no trace. One build at a time uses a work folder: a local one is locked (`flock`),
+and in a store the build holds the driver's lease (lease.py).
 
 Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
 a local folder, it compares the task's files with the hashes in its commit before anything reads them: once
@@ -39,10 +39,10 @@ from shardkit.writers.rows.ledger import Count
 
 
 class Journal:
-    """An open work folder that no other build can use until it is closed.
+    """An open work folder, which no other build can use until it is closed; a context manager.
 
-    In a store, a driver counts as dead after `lease_seconds` without a heartbeat. `without_lease` opens a
-    work folder even if another driver may be using it.
+    In a store, a driver counts as dead after `lease_seconds` without a heartbeat. With `without_lease`, the
+    folder is opened even if another driver may be using it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Journal:
         self._stack.close()
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """Return the commits of finished tasks, and None for tasks that have to run."""
+        """Return the commit of each task, or None if it is not finished and has to run."""
         return self.work.find(tasks, self._segments)
 
     def record(self, commit: Commit) -> None:
@@ -83,7 +83,7 @@ class Journal:
         self._segments.write()
 
     def end_stages(self, stages: Iterable[str]) -> None:
-        """Write the rest of the segments, as all tasks of these stages are finished."""
+        """Write the last, incomplete segments of these stages, whose tasks are all finished."""
         self._segments.write(rest=True)
         self._segments.end(stages)
 
@@ -93,21 +93,21 @@ class Journal:
         return run_task(task, task.digest, self.work) if commit is None else commit
 
     def check_lease(self) -> None:
-        """Raise BuildError if another driver took over the work folder while this process was suspended."""
+        """Raise BuildError if another driver took over the work folder, such as during a suspension."""
         if self._lease is not None:
             with contextlib.suppress(StoreError):
                 self._lease.renew()
             self._lease.check()
 
     def remove_damaged(self, commit: Commit) -> str | None:
-        """Remove a finished task if a file differs from its commit; return the name of that file, or None."""
+        """Remove a finished task if a file differs from its commit. Return that file's name, or None."""
         name = self.work.damaged_output(commit)
         if name is not None:
             self.work.forget(commit)
         return name
 
     def remove(self) -> None:
-        """Remove the whole work folder; the journal stays locked, and the caller must close it next."""
+        """Remove the whole work folder. The journal keeps its lock until the caller closes it."""
         self.work.remove()
 
 
@@ -137,12 +137,15 @@ class Runner:
         self._checks_files = journal.work.local is not None
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Return the commits of each group, in task order. Groups run concurrently; each is a whole stage."""
+        """Run unfinished tasks; return the commits of each group, in task order.
+
+        Groups run concurrently. Each has all tasks of one stage.
+        """
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
         self._meters = {group[0].stage: _Meter(group) for group in groups if group}
-        # By stage and task name: the task, replaced by its commit when it is finished. A single dict saves
-        # memory, as there may be a million tasks.
+        # commits[stage][name] is the task, or its commit as soon as it is finished. A single dict for both
+        # saves memory, because there may be a million tasks.
         commits: dict[str, dict[str, Task | Commit]] = {stage: {} for stage in self._meters}
         missing: list[Task] = []
         stage_of = {task.fallback.stage.name: task.stage for task in tasks if task.fallback is not None}
@@ -159,7 +162,7 @@ class Runner:
         def done(commit: Commit) -> None:
             task = commits[stage_of.get(commit.stage, commit.stage)][commit.name]
             assert isinstance(task, Task), f"{task.key} was reported twice"
-            # Unpickling gave each commit its own copies of these objects: share one to save memory.
+            # A commit from a worker was unpickled with copies of these objects. Share one to save memory.
             work = self.journal.work
             if commit.stage == task.stage:
                 commit = replace(commit, stage=task.stage, name=task.name, digest=task.digest)
@@ -183,7 +186,7 @@ class Runner:
         return found if self._retry_failed else with_fallbacks(self.journal.work, tasks, found)
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
-        """Yield the commits in order, and None for tasks with a damaged file, which are removed."""
+        """Yield the commits in order. If a file is damaged, remove its task and yield None instead."""
         if not self._checks_files:
             yield from found
             return
@@ -203,7 +206,7 @@ class Runner:
 
     @property
     def finished(self) -> int:
-        """The number of finished tasks, including tasks of the stages that are running."""
+        """The number of finished tasks in all stages, including those that are still running."""
         return self.tasks + sum(meter.reused + meter.made for meter in self._meters.values())
 
     def _hear(self, task: Task, news: News) -> None:
@@ -216,11 +219,11 @@ class Runner:
 
 
 def _weight(task: Task) -> int:
-    return task.weight + 1  # so that tasks without a weight count
+    return task.weight + 1  # a task without a weight counts as 1
 
 
 class _Meter:
-    """Progress counts of one stage."""
+    """Counts the finished tasks and the documents of one stage, for its progress reports."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks, self._step = len(tasks), tasks[0].of.title

@@ -4,8 +4,8 @@
     <scratch>/work-<id>/unfinished/        temporary folders of running tasks, and downloads in flight
     <scratch>/work-<id>/lock               shared lock of every process that uses the folder
 
-It is private to the user, because /tmp is not. A process that starts while no other uses the folder removes
-leftovers of killed processes, and scratch folders of work folders that no longer exist.
+The folder is private to the user, although it may be in /tmp. A process that starts while no other process
+uses the folder removes leftovers of killed processes, and scratch folders of removed work folders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNFINISHED = "unfinished"
 
 _NAME = "work-"
 _LOCK = "lock"
-_CLEARING_SECONDS = 30.0  # time another process may take to remove leftovers of killed processes
+_CLEARING_SECONDS = 30.0  # how long to wait while another process removes leftovers under an exclusive lock
 _TRIES = 3
 _locks: dict[Path, int] = {}  # descriptors that this process holds until it ends
 
@@ -76,7 +76,7 @@ def _hold(folder: Path) -> int | None:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder, and the parent of the default one, private to this user."""
+    """Create a folder that is private to this user. In the default place, its parent is private too."""
     shared = Path(tempfile.gettempdir())
     own = [path for path in (*folder.parents, folder) if path.is_relative_to(shared) and path != shared]
     for path in own if folder.is_relative_to(shared) else [folder]:

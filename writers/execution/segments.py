@@ -6,9 +6,9 @@ A driver writes segments while tasks finish. The next driver reads a million fin
 thousand requests instead of a million.
 
 A segment is a copy that may be lost. A task is finished if its own record exists: writing the record is the
-atomic step, the record has the hashes of blocks, and it stays. So a driver uses a commit in a segment only if
-a listing shows the task's record, and reads the record of a task that is in no segment. A segment is named by
-the hash of its content; one that does not match is ignored.
+atomic step, and the record, which also has the hashes of blocks, is kept. So a driver uses a commit in a
+segment only if a listing shows the task's record. If a task is in no segment, it reads the record. A segment
+is named by the hash of its content; if they do not match, the segment is ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LINES = 3  # lines per commit
 class Segments:
     """Reads and writes the segments of a work folder in `store`, stage by stage, for one process.
 
-    Files of commits are in `remote`, or in `folder` after they were fetched. With `records` 0, no segment is
-    written.
+    `remote` and `folder` are those of the commits: their files are in `remote`, and in `folder` after they
+    were fetched. A segment has `records` commits; with 0, no segment is written.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class Segments:
         self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in no segment so far
 
     def read(self, stage: str) -> Iterator[Commit]:
-        """Yield the commits in the stage's segments; raises BuildError if the store fails."""
+        """Yield the commits in the segments of a stage. Raises BuildError if the store fails."""
         covered = self._covered.setdefault(stage, set())
         with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
             keys = [info.key for info in self._store.list(f"{_PREFIX}{stage}/")]
-            for at in range(0, len(keys), _THREADS):  # a few at a time, to bound memory
+            for at in range(0, len(keys), _THREADS):  # a few segments at a time, to bound memory
                 for data in pool.map(self._fetch, keys[at : at + _THREADS]):
                     for commit in self._commits(stage, data):
                         covered.add(commit.digest)
                         yield commit
 
     def add(self, commit: Commit) -> None:
-        """Queue a commit for a segment, unless a segment that was read has it; call once per commit."""
+        """Queue a commit for a new segment, unless `read` found it in one; call once per commit."""
         if self._records and commit.digest not in self._covered.get(commit.stage, ()):
             self._waiting.setdefault(commit.stage, []).append(commit)
 
     def write(self, *, rest: bool = False) -> None:
-        """Write full segments, with `rest` also incomplete ones; raises BuildError if the store fails."""
+        """Write queued commits as full segments, with `rest` also a smaller one. May raise BuildError."""
         for stage, commits in self._waiting.items():
             while len(commits) >= self._records or (rest and commits):
                 data = b"".join(map(_lines, commits[: self._records]))
@@ -73,7 +73,7 @@ class Segments:
                 del commits[: self._records]
 
     def end(self, stages: Iterable[str]) -> None:
-        """Forget these stages and their commits that were not written."""
+        """Drop what is in memory for these stages, including queued commits."""
         for stage in stages:
             self._covered.pop(stage, None)
             self._waiting.pop(stage, None)
@@ -84,7 +84,9 @@ class Segments:
             yield
         except StoreError as error:
             problem = f"work folder {self._store.url}: {error}"
-            raise BuildError(f"{problem}; finished tasks are kept; the same command continues") from error
+            raise BuildError(
+                f"{problem}; finished tasks are kept; run the same command again to continue"
+            ) from error
 
     def _fetch(self, key: str) -> bytes:
         try:

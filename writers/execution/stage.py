@@ -10,10 +10,10 @@
     found = [FIND_EXACT.result(commit) for commit in commits]
 
 The work function is pure: it writes files into one empty folder and returns its typed result. Its signature
-declares everything else. The digest of a task is computed from the arguments: each counts as one that the
-outputs depend on, unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its
-content, and so does any object with a `content`, a string that identifies everything that a task reads of it.
-The return type parses the result in a commit.
+declares everything else. The digest of a task is computed from its arguments: the outputs depend on each of
+them, unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its content, and so
+does any object with a `content`, a string that identifies everything that a task reads from the object. The
+result in a commit is parsed by the function's return type.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class TaskFailedError(BuildError):
 
 @dataclass(frozen=True, eq=False)
 class Stage(Generic[P, R]):
-    """A kind of task: the name of its folder in a work folder, its title for display, its work function.
+    """A kind of task. `name` is its folder in a work folder, `title` its step's name for display.
 
-    `work(folder, ...)` must be importable. Stages with the same title are one step of a build. `cost` is the
-    stage's relative cost in a build: CPU seconds for 0.7 GB of JSON lines, 1.2 million documents, with
-    Gopher's filters. A stage `<name>-<part>` is a part of stage `<name>`, such as the merges that bring rows
-    to its tasks.
+    `work(folder, ...)` is the work function, which must be importable. Stages with the same title are one
+    step of a build. `cost` is the cost of the stage relative to others: the CPU seconds that it takes for 0.7
+    GB of JSON lines (1.2 million documents) with Gopher's filters. A stage `<name>-<part>` is a part of stage
+    `<name>`, such as the merges whose rows its tasks read.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Stage(Generic[P, R]):
         return Stage, (self.name, self.title, self.work, self.cost)
 
     def task(self, name: str, weight: int, /, *args: P.args, **kwargs: P.kwargs) -> Task:
-        """Create a task with these arguments; `weight` (bytes) runs heavy tasks first and scales progress."""
+        """Create a task. `weight`, usually in bytes: heavy tasks run first and count more in progress."""
         bound = self._signature.bind(Path(), *args, **kwargs)
         bound.apply_defaults()
         return Task(self, name, dict(list(bound.arguments.items())[1:]), weight)
 
     def result(self, commit: Commit) -> R:
-        """Parse the recorded result of a task of the stage; raises BuildError if it has another type."""
+        """Return a task's result from its commit. Raises BuildError if it has another type."""
         try:
             found: R = self._adapter.validate_python(commit.result)
             return found
@@ -89,7 +89,7 @@ class Stage(Generic[P, R]):
         return self._adapter.dump_python(result, mode="json")
 
     def step(self, name: str) -> Stage[P, R]:
-        """Return a stage with the same work function under the name `<stage>-<name>`."""
+        """Return a stage named `<stage>-<name>` with the same work function."""
         return Stage(f"{self.name}-{name}", self.title, self.work)
 
     @cached_property
@@ -108,7 +108,7 @@ class Stage(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """The stage that runs instead of failed tasks, for at most `limit` failed tasks per stage.
+    """A stage whose tasks replace failed tasks, at most `limit` of them per stage.
 
     `stage.work(folder, failed, args, error)` gets the digest of the failed task, its arguments and its error
     message, and writes the outputs that later stages need. `setting` is the recipe's key for the limit.
@@ -119,13 +119,13 @@ class Fallback:
     setting: str
 
     def task(self, failed: Task, error: str = "") -> Task:
-        """Return the task to run instead. Its digest excludes the error, so a later build finds it again."""
+        """Return the task that replaces `failed`; `error` is not in its digest, so later builds reuse it."""
         return self.stage.task(failed.name, failed.weight, failed.digest, failed.args, error)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call of a stage's work function. Without a `fallback`, a failure ends the build."""
+    """A call of the work function of a stage (`of`). If it fails and has no `fallback`, the build ends."""
 
     of: Stage[..., Any]
     name: str
@@ -141,7 +141,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """The digest that a commit must have for this task to be skipped."""
+        """The digest of all that the outputs depend on; if a commit has it, the task need not run."""
         if not self._digest:
             parts = [self.stage, self.name, self.deciding(), code_version()]
             object.__setattr__(self, "_digest", digest_of(parts))  # safe to cache: arguments never change
@@ -149,11 +149,11 @@ class Task:
 
     @property
     def key(self) -> str:
-        """`stage/name.digest`, the task's folder in the work folder; it differs for each digest."""
+        """`stage/name.digest`, the name of the task's folder in the work folder."""
         return task_key(self.stage, self.name, self.digest)
 
     def deciding(self) -> dict[str, Any]:
-        """Return the arguments that affect the outputs as plain data, by name or key of the recipe."""
+        """Return the arguments that affect outputs as plain data, by the recipe's key or their own name."""
         try:
             return deciding(self.args, self.of.markers)
         except TypeError as error:
@@ -171,11 +171,11 @@ class RunTasks(Protocol):
     """A function that returns commits of tasks: `Runner.run`, or one that only looks up finished tasks."""
 
     def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Return the commits of each group, in task order. Groups run concurrently; each is a whole stage."""
+        """Return the commits of each group, in task order. Groups, each a whole stage, run concurrently."""
 
 
 def base_name(stage: str) -> str:
-    """Return the name of the stage that a stage is a part of, or its own name if it is not a part."""
+    """Return `name` for a stage `<name>-<part>`, or the stage's own name if it is not a part of another."""
     return stage.partition("-")[0]
 
 

@@ -10,7 +10,7 @@ from shardkit.writers.execution.stage import Task, TaskFailedError
 
 
 class TaskQueue:
-    """Hands out each task once, heavy tasks first; calls `done` with each commit.
+    """Returns each task once from `take`, heavy tasks first, and calls `done` with each commit.
 
     Fallbacks of failed tasks run after all other tasks, so that no fallback runs if too many tasks fail.
     """
@@ -24,18 +24,18 @@ class TaskQueue:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all tasks are finished."""
+        """Whether all tasks are finished, including fallbacks of failed tasks."""
         return not self._open
 
     def take(self) -> Task | None:
-        """Return a task to run now; None if all are taken, or fallbacks must wait for running tasks."""
+        """Return a task to run now; None if there is none, or fallbacks must wait for running tasks."""
         if not self._waiting and self._open == len(self._failed):
             self._waiting = [task.fallback.task(task, error) for task, error in self._failed if task.fallback]
             self._failed.clear()
         return self._waiting.pop() if self._waiting else None
 
     def done(self, commit: Commit) -> None:
-        """Record that a task is finished."""
+        """Record that a task is finished, and pass its commit on."""
         self._open -= 1
         self._done(commit)
 

@@ -2,10 +2,10 @@
 
     shardkit-work.txt                       marker with the folder's random id
     <stage>/<task>.<digest>/<file>          outputs of a task
-    <stage>/<task>.<digest>/commit.json     its record; it exists only if all outputs exist
+    <stage>/<task>.<digest>/commit.json     record of the task; it exists only if all outputs exist
     segments/<stage>/<hash>                 in a bucket: copies of about 1,000 records each (segments.py)
     notes/                                  notes on the whole build, such as where its input files are cut
-    lock, or lease/                         held by the one driver of the folder (lease.py)
+    lock, or lease/                         held by the driver, the process that runs the build (lease.py)
     unfinished/                             in a folder: temporary folders of running tasks
 
 A task writes into a temporary folder of this machine; its outputs are hashed; `Store.put_folder` publishes
@@ -78,16 +78,16 @@ _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when
 _ID_BYTES = 8
 _TASK = re.compile(r"[^/]+/[^/]+\.[0-9a-f]{16}/")  # prefix of the keys of a task's files
 _OTHERS = ("segments/", "notes/", "lease/", f"{scratch.UNFINISHED}/")
-_THREADS = 16  # concurrent requests for records, which are small: only latency matters
+_THREADS = 16  # concurrent requests for records; records are small, so requests only wait
 _COPY_BYTES = 4 << 20
 _KEPT_RECORDS = 4096  # number of recently read records to cache, each a few kilobytes
 T = TypeVar("T")
-_RESUME = "finished tasks are kept; the same command continues"
+_RESUME = "finished tasks are kept; run the same command again to continue"
 
 
 @dataclass(frozen=True)
 class Work:
-    """A work folder at a path or URL. Plain data, so it can be sent to workers on this or other machines.
+    """A work folder at `place`, a path or URL. It is plain data, so it can be sent to workers anywhere.
 
     On every machine, the files of a task are in `folder / task.key`, or are fetched to it: `folder` is
     `place` itself if that is a path, otherwise a scratch folder. `around` wraps the store (for tests). Builds
@@ -103,28 +103,28 @@ class Work:
 
     @classmethod
     def at(cls, folder: Path) -> Work:
-        """Return the work folder at a path, without segments: records on a disk are quick to read."""
+        """Return the work folder at a path. It has no segments: records on a disk are quick to read."""
         return cls(str(folder), folder, segment_records=0)
 
     @property
     def local(self) -> Path | None:
-        """The folder that holds all files of tasks if it is on a file system, else None."""
+        """The work folder's path if it is on a file system; None if it is in a store."""
         return None if is_remote(self.place) else self.folder
 
     @property
     def remote(self) -> Work | None:
-        """The work folder that artifacts are fetched from; None if they are read in place."""
+        """This work folder if it is in a store, which artifacts are read from; None on a file system."""
         return self if self.local is None else None
 
     @property
     def store(self) -> Store:
-        """The store of the work folder; a remote one retries, and is one object per process."""
+        """The store with the work folder's files. A remote store retries; there is one object per process."""
         if self.local is not None:
             return LocalStore(self.local)
         return _connect(self.place, self.storage, self.around)
 
     def prepare(self) -> None:
-        """Make the folder usable in this process, or raise BuildError. Repeated calls are cheap."""
+        """Create and lock the scratch folder if the work folder is remote. May raise BuildError."""
         if self.local is None:
             scratch.prepare(self.folder)
 
@@ -146,7 +146,7 @@ class Work:
                 with suppress(ObjectExistsError):
                     self.store.put(_MARKER, new, if_absent=True)
                     text = new
-            if text is None:  # another driver may have written the marker since the first look
+            if text is None:  # another driver may have written the marker since it was read
                 text = self._marker()
             if text is None:
                 problem = f"contains files that no build wrote ({key}); set another `work` folder"
@@ -192,7 +192,7 @@ class Work:
         return self.folder / scratch.UNFINISHED
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
-        """Publish the outputs atomically; return the commit that counts: this one, or an earlier one."""
+        """Publish a task's outputs atomically; return `commit`, or the commit of a process that was first."""
         with self._explained(f"task {task}: "):
             theirs = self._stored(task.key)
             while theirs is None:
@@ -202,15 +202,16 @@ class Work:
                     return commit
                 except ObjectExistsError:
                     theirs = self._stored(task.key)
-                    if theirs is None:  # removed meanwhile, or unreadable: truncated, or of another version
+                    if theirs is None:  # the record was removed meanwhile, is damaged, or has another format
                         self.store.delete(f"{task.key}/{COMMIT_NAME}")
         check_same(commit, theirs)
         return theirs
 
     def find(self, tasks: Sequence[Task], segments: Segments | None = None) -> list[Commit | None]:
-        """Return the commit of each task; None if an output is missing or has another size, so it must run.
+        """Return the commit of each task, or None if the task must run.
 
-        Commits are read from `segments` where possible, else from the tasks' records.
+        It must run if it has no commit, or if an output is missing or has another size. Commits are read from
+        `segments` where possible, else from the tasks' records.
         """
         keys = [task.key for task in tasks]
         wanted, found = frozenset(keys), dict[str, Commit]()
@@ -239,7 +240,7 @@ class Work:
                 yield from sorted((key, commit) for key, commit, _ in read)
 
     def records(self, stage: str) -> Iterator[Record]:
-        """Yield the whole records of a stage's finished tasks; in a store, each takes one request."""
+        """Yield the full records of a stage's finished tasks. In a store, each takes one request."""
         with self._explained():
             keys = [key for key, _ in self._listed(f"{stage}/")]
             yield from filter(None, self._each(self.read_record, keys))
@@ -254,12 +255,12 @@ class Work:
         return None
 
     def _first_key(self) -> str | None:
-        """Return any key at this place except the lock and hidden files; None if the place is empty."""
+        """Return the first key at this place except the lock and hidden files; None if there is none."""
         keys = (info.key for info in self.store.list())
         return next((key for key in keys if key != LOCK_NAME and not key.startswith(".")), None)
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yield (key, {output name: size}) of tasks that have a record and a key with this prefix."""
+        """Yield (task key, {output name: size}) of each finished task whose key has this prefix."""
         infos = (info for info in self.store.list(prefix) if not info.key.startswith(_OTHERS))
         for key, files in groupby(infos, lambda info: "/".join(info.key.split("/", 2)[:2])):
             sizes = {info.key[len(key) + 1 :]: info.bytes for info in files}
@@ -312,7 +313,7 @@ class Work:
         return None
 
     def read_note(self, name: str) -> bytes | None:
-        """Return a note on the whole build, a small file, or None; may be called before `prepare`."""
+        """Return a note, a small file about the whole build, or None without one; needs no `prepare`."""
         with self._explained():
             try:
                 return self.store.get(f"notes/{name}")
@@ -325,7 +326,7 @@ class Work:
             self.store.put(f"notes/{name}", data)
 
     def remove(self) -> None:
-        """Remove the whole work folder: records first, the marker last, so that a repeat can finish it."""
+        """Remove the work folder: records first, the marker last, so that a second call can complete it."""
         with self._explained():
             keys = [info.key for info in self.store.list()]
             ours = [key for key in keys if _TASK.match(key) or key.startswith(_OTHERS)]
@@ -335,7 +336,7 @@ class Work:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def open(self, path: Path) -> io.BufferedReader:
-        """Open a file of a finished task, read by checked ranges; raises OSError if that fails."""
+        """Open a file of a finished task; its bytes are read in verified ranges. May raise OSError."""
         key, name, output = self._output(path)
         ranges = CheckedRanges(self.store, output, partial(self._forget_commit, key))
         return open_object(ranges, ObjectInfo(f"{key}/{name}", output.bytes, ""), first_bytes=1)
@@ -350,14 +351,14 @@ class Work:
             raise OSError(errno.EIO, error.problem, error.where) from error
 
     def fetch(self, path: Path) -> None:
-        """Fetch a file of the store to `path` in the scratch folder."""
+        """Fetch the file of a finished task to `path`, its path in the scratch folder."""
         temporary = self.borrow(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         fsync_path(temporary)
         temporary.rename(path)
 
     def borrow(self, path: Path) -> Path:
-        """Fetch a file to a temporary path, which the caller removes."""
+        """Fetch the file of a finished task to a temporary path, which the caller removes, and return it."""
         self._unfinished.mkdir(exist_ok=True)
         number, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=self._unfinished)
         try:
@@ -386,7 +387,7 @@ class Work:
         return "/".join(parts[:2]), "/".join(parts[2:])
 
     def read_record(self, key: str) -> Record | None:
-        """Return the record of a task, from this machine's disk if it was read before."""
+        """Return the record of a task, or None; a record that was read before is on this machine's disk."""
         folder = self.folder / key
         with suppress(OSError):
             if record := parse_record((folder / COMMIT_NAME).read_bytes(), folder, self.remote):
@@ -408,7 +409,7 @@ class Work:
         return None if record is None else record.commit
 
     def _keep(self, key: str, record: bytes) -> None:
-        """Cache a record in the scratch folder, without fsync: a truncated record is fetched again."""
+        """Cache a record in the scratch folder. No fsync is needed: a truncated record is fetched again."""
         if self.local is not None or not self.id:
             return
         file = self.folder / key / COMMIT_NAME
@@ -418,7 +419,7 @@ class Work:
         temporary.rename(file)
 
     def _forget_commit(self, key: str) -> None:
-        """Remove the record of a task whose outputs differ from it; the next run overwrites them."""
+        """Remove the record of a task with damaged outputs, so that the task runs again and replaces them."""
         if self.id:  # an unclaimed work folder is read-only
             self.store.delete(f"{key}/{COMMIT_NAME}")
             (self.folder / key / COMMIT_NAME).unlink(missing_ok=True)
@@ -428,7 +429,7 @@ class Work:
             pass
 
     def _each(self, request: Callable[[str], T], keys: Iterable[str]) -> Iterator[T]:
-        """Yield the result of a request for each key; concurrently in a store, where requests are slow."""
+        """Yield the result of `request` for each key, in order; requests to a store run concurrently."""
         if self.local is not None:
             yield from map(request, keys)
             return
@@ -446,7 +447,7 @@ class Work:
 
 @lru_cache(maxsize=_KEPT_RECORDS)
 def _outputs(work: Work, key: str) -> Mapping[str, Output]:
-    """Return the outputs of a finished task; FileNotFoundError, never cached, if it has no record."""
+    """Return the outputs of a finished task. Raises FileNotFoundError (not cached) if it has no record."""
     record = work.read_record(key)
     if record is None:
         raise FileNotFoundError(
@@ -463,7 +464,7 @@ def _connect(url: str, storage: StorageOptions | None, around: Callable[[Store],
 
 
 def run_task(task: Task, digest: str, work: Work) -> Commit:
-    """Run a task and commit its outputs. Called in worker processes, which hold no lock."""
+    """Run a task, commit its outputs and return the commit. Workers call it; it needs no lock or lease."""
     work.prepare()
     temporary = work.temporary(f"{task.stage}.{task.name}")
     try:
@@ -479,7 +480,7 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
 
 
 def _call(task: Task, folder: Path) -> Any:
-    """Run the task's function; if it has a fallback, raises TaskFailedError for errors of this task alone."""
+    """Call the work function of a task. If the task has a fallback, its own errors become TaskFailedError."""
     if task.fallback is None:
         return task.run(folder)
     try:

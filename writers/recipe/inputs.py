@@ -19,7 +19,7 @@ _OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
 
 
 def misused_variables(given: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with variables of a chat template, from a recipe or a record; None if valid."""
+    """Return a message if variables of a chat template, from a recipe or record, are invalid; else None."""
     if taken := [name for name in _OF_CONVERSATIONS if name in given]:
         return f"{taken[0]} cannot be set here: it comes from the conversation"
     if "strftime_now" in given:
@@ -37,7 +37,7 @@ def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_written(value: Any) -> Any:
-    """Convert YAML dates to text, as JSON has no dates."""
+    """Convert the dates that YAML parsed back to text, because JSON has no dates."""
     if isinstance(value, dict):
         return {key: _as_written(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -52,7 +52,7 @@ TemplateVariables = Annotated[
 
 
 class FimConfig(StrictModel):
-    """The share of an input's documents whose middle is moved to the end, and the tokens that mark parts."""
+    """Settings of fill-in-the-middle: the share of documents that are rearranged, and its special tokens."""
 
     rate: Ratio = Field(default=0.5, description="Share of the documents.")
     spm_rate: Ratio = Field(
@@ -70,7 +70,7 @@ class FimConfig(StrictModel):
 
 
 class GroupConfig(StrictModel):
-    """Documents with the same value of a field, such as the files of a repository, are packed as one text."""
+    """Settings of grouping, which joins documents with the same value of a field, such as one repository."""
 
     by: FieldName = Field(
         description="Field of metadata whose value groups documents, such as the repository's name.",
@@ -108,7 +108,7 @@ class GroupConfig(StrictModel):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of metadata that grouping reads."""
+        """The metadata fields that grouping reads: `by`, `order` and `title`, as far as they are set."""
         return tuple(name for name in (self.by, self.order, self.title) if name is not None)
 
 
@@ -167,7 +167,7 @@ class TrafilaturaOptions(StrictModel):
 
 
 class ExtractConfig(StrictModel):
-    """The library that extracts the main text of pages, with its options; give exactly one."""
+    """The library that extracts the main text of HTML pages, with its options. Exactly one must be given."""
 
     resiliparse: ResiliparseOptions | None = Field(default=None, description="Options of resiliparse.")
     trafilatura: TrafilaturaOptions | None = Field(default=None, description="Options of trafilatura.")
@@ -180,7 +180,7 @@ class ExtractConfig(StrictModel):
 
 
 class InputConfig(StrictModel):
-    """One source of documents."""
+    """The settings of one input, which is a source of documents."""
 
     omitted_at_default = frozenset(
         {"exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim", "on_bad_text"}
@@ -315,19 +315,19 @@ class InputConfig(StrictModel):
         return self._is_sample
 
     def as_sample(self, path: str, source: str) -> InputConfig:
-        """Return this input for a sample of its files, at `path`; `source` is its label in the recipe."""
+        """Return a copy of this input that reads a sample of its files at `path`, with the label `source`."""
         copy = self.model_copy(update={"path": path, "exclude": (), "base": None, "source": source})
         copy._is_sample = True
         return copy
 
     def content(self) -> dict[str, Any]:
-        """Return all settings that affect outputs; only inputs of conversations have keys for these."""
+        """Return all settings that affect outputs. `tools` and `train_on` do so only with `messages`."""
         left_out = ("tools", "train_on") if self.messages is None else ()
         return {key: value for key, value in super().content().items() if key not in left_out}
 
     @property
     def is_masked(self) -> bool:
-        """Whether documents have marks for the parts that are trained on."""
+        """Whether documents have a loss mask, because they are conversations or prompts with completions."""
         return self.messages is not None or self.prompt is not None
 
     @model_validator(mode="after")

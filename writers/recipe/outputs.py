@@ -1,4 +1,4 @@
-"""What a recipe says of the datasets that it makes: tokenizer, rows, parts, places and formats."""
+"""Settings of the datasets that a recipe's build writes: tokenizer, packing, parts, places and formats."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 
 
 def _share(value: object) -> float | int:
-    """Convert a share to a float ("0.1%" is 0.001), or a number of documents to an int."""
+    """Return a share as a float between 0 and 1 ("0.1%" is 0.001), or a number of documents as an int."""
     if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", value)):
         value = float(found[1]) / 100
     if isinstance(value, float) and 0 < value < 1:
@@ -83,7 +83,7 @@ Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 class TiktokenConfig(StrictModel):
-    """The parts of a tiktoken encoding that a file of byte pairs and ranks does not contain."""
+    """The settings of a tiktoken encoding that its file of byte pairs and ranks does not contain."""
 
     pattern: str = Field(min_length=1, description="The regular expression that splits texts (`pat_str`).")
     special_tokens: dict[str, int] = Field(default={}, description="Ids of special tokens.")
@@ -204,7 +204,8 @@ class SplitConfig(StrictModel):
 class OutputConfig(StrictModel):
     """The place and the format of a dataset."""
 
-    not_content = frozenset({"path", "pack"})  # `Recipe.datasets` puts an output's `pack` into its recipe
+    # `pack` is not content here, because `Recipe.datasets` makes it the `pack` of the dataset's own recipe.
+    not_content = frozenset({"path", "pack"})
     omitted_at_default = frozenset({"prefixes", "where"})
 
     path: Annotated[Place, DecidesNoByte("tasks write into folders of their own")] = Field(

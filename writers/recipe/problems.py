@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 _MAX_SHOWN = 80
 _MAX_KEYS = 12
-# Parts that pydantic adds to the location of a problem for members of a union.
+# Items that pydantic adds to a problem's location for the tried member of a union; they are not keys of YAML.
 _UNION_MEMBER = re.compile(
     r"constrained-\w+|function-\w+\[.*|(?:dict|tuple|list|union|literal)\[.*|float|int|str|FieldScope"
 )
@@ -49,14 +49,14 @@ _LENGTHS = {
 
 
 def describe_problems(name: str, error: ValidationError, model: type[BaseModel]) -> str:
-    """Describe all problems of one validation, one line per key path."""
+    """Return a message that lists all problems in `error`, one line per key path, for the recipe `name`."""
     problems = error.errors(include_url=False)
     within = {p["loc"][:-1] for p in problems} | {p["loc"][:1] for p in problems if len(p["loc"]) > 1}
     by_path: dict[str, list[str]] = {}
     for problem in problems:
         location = tuple(part for part in problem["loc"] if not _is_union_member(part))
         if problem["type"] == "too_short" and problem["loc"] in within:
-            continue  # pydantic counts only valid items, and the problems of the others are listed anyway
+            continue  # the list seems too short because pydantic skips invalid items, which are listed anyway
         texts = by_path.setdefault(_key_path(location), [])
         text = _sentence(problem["type"], location, problem.get("ctx", {}), problem["input"], model)
         texts += [text] if text not in texts else []
@@ -77,7 +77,10 @@ def _key_path(location: Sequence[int | str]) -> str:
 def _sentence(
     kind: str, location: Sequence[int | str], ctx: Mapping[str, Any], value: object, model: type[BaseModel]
 ) -> str:
-    """Return a sentence on what is wrong with the value at a location, and what to write."""
+    """Return a sentence that says what is wrong with the value at a location, and what to write instead.
+
+    `kind`, `location` and `ctx` are the type, location and context of a problem of pydantic.
+    """
     owner, field = _find(model, location)
     examples = list(field.examples or ()) if field is not None else []
     if location and isinstance(location[-1], int):  # an item of a list
@@ -98,7 +101,7 @@ def _sentence(
         return f"should be a mapping{example or _keys_of(inner)}, got {_shown(value)}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        # Only sizes have a JSON schema of their own, because they may be written as text.
+        # A field with its own JSON schema is a size in bytes; no other field has one.
         is_size = field is not None and any(isinstance(each, WithJsonSchema) for each in field.metadata)
         return f"should be {words} {_quantity(ctx[name], is_size)}, got {_shown(value)}"
     wanted = _WANTED.get(kind) or _LENGTHS.get(kind, "a value of another type").format_map(ctx)
@@ -108,7 +111,7 @@ def _sentence(
 def _find(
     model: type[BaseModel], location: Sequence[int | str]
 ) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """Return the model with the last key of a location, and the field of that key or of its list."""
+    """Return the model that has the last key of a location, and the key's field; list indices are skipped."""
     owner: type[BaseModel] | None = model
     field: FieldInfo | None = None
     for number, part in enumerate(location):
@@ -121,7 +124,7 @@ def _find(
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
-    """Return the model inside X, X | None or tuple[X, ...]."""
+    """Return the pydantic model X in an annotation such as X, X | None or tuple[X, ...]; None without one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in typing.get_args(annotation) if (m := _model_in(a)) is not None), None)
@@ -143,7 +146,7 @@ def _suggestion(owner: type[BaseModel] | None, key: str) -> str:
 
 
 def _choice(expected: str, value: object) -> str:
-    """Return "should be 'a', 'b' or 'c'", with the choice closest to the value if one is similar."""
+    """Return "should be 'a', 'b' or 'c'", followed by a suggestion if the value is similar to a choice."""
     close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
     return f"should be {expected}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
@@ -155,7 +158,7 @@ def _quantity(value: float, is_size: bool) -> str:
 
 
 def _unquoted(kind: str, value: object) -> str:
-    """Return what to write for a number that was given as text; "" for other values."""
+    """Return advice for a number that was given as text, such as " without quotes: write 5"; else ""."""
     if not isinstance(value, str) or len(value) > _MAX_SHOWN or kind not in ("int_type", "float_type"):
         return ""
     number = value.strip().replace(",", "").replace("_", "")

@@ -3,7 +3,7 @@
 A recipe is validated as a whole: all problems are reported together, each with its key path
 (`filters[2].gopher_quality.min_doc_words`). An unknown key is an error that names the closest known key.
 Values are strict (no "17" for 17). Paths stay as written, relative to the recipe's folder, so that the
-recipe's digest and the documents' identities do not depend on the place of the folder.
+recipe's digest and the ids of documents stay the same if the folder moves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from shardkit.yaml_file import apply_override, load_yaml
 
 
 def _plain(section: StrictModel | tuple[StrictModel, ...]) -> Any:
-    """A section as plain data, which equals that of another class with the same keys."""
+    """Return a section as plain data, to compare sections of different classes that have the same keys."""
     if isinstance(section, tuple):
         return [one.model_dump(mode="json") for one in section]
     return section.model_dump(mode="json")
@@ -69,9 +69,10 @@ def _is_within(path: str, other: str) -> bool:
 
 
 class Recipe(StrictModel):
-    """The settings of a whole build. Relative paths start at `folder`, which is not part of the content."""
+    """The settings of a whole build. Relative paths start at `folder`, which does not affect the bytes."""
 
-    # Not content: a dataset has one output, and its ledger, not its recipe, shows the failed splits.
+    # These settings do not affect bytes of a dataset. `outputs`: a recipe of one dataset has only `output`.
+    # `max_failed_splits`: which splits failed is in the ledger.
     not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
     omitted_at_default = frozenset({"group", "limit", "split", "steps", "tokenizer"})
 
@@ -220,7 +221,7 @@ class Recipe(StrictModel):
         return self
 
     def _take_steps(self) -> None:
-        """Set `filters` and `dedup` to what `steps` lists. Raises ValueError if the recipe says otherwise."""
+        """Set `filters` and `dedup` to the entries of `steps`. Raises ValueError if they conflict."""
         filters = tuple(step for step in self.steps if step.scheme is None)
         dedup = removal_of(self.steps, self.dedup)
         for key, given, derived in (
@@ -238,7 +239,7 @@ class Recipe(StrictModel):
             )
 
     def _check_buckets(self) -> None:
-        """Raise ValueError if `buckets` uses a score that does not exist, or a name that is taken."""
+        """Raise ValueError if `buckets` reads a score that does not exist, or writes a field that exists."""
         columns: set[str] = set()
         found = 0
         for _, config in self.filter_chain():
@@ -262,7 +263,7 @@ class Recipe(StrictModel):
             raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
 
     def _check_scope(self) -> None:
-        """Raise ValueError if `dedup.near.scope` is a language or field that documents do not have."""
+        """Raise ValueError if `dedup.near.scope` needs a language or a field that documents do not have."""
         scope = None if self.dedup.near is None else self.dedup.near.scope
         if scope == "language" and not any(step == "language" for step, _ in self.filter_chain()):
             raise ValueError(
@@ -276,7 +277,7 @@ class Recipe(StrictModel):
             )
 
     def _check_group(self) -> None:
-        """Raise ValueError if `group` needs fields that documents do not have, or conflicts with settings."""
+        """Raise ValueError if `group` needs fields that documents lack, or conflicts with other settings."""
         if self.group is None:
             return
         if self.is_masked:
@@ -294,7 +295,7 @@ class Recipe(StrictModel):
             raise ValueError(f"group: no input keeps a field {missing[0]!r}; add it to inputs[].metadata")
 
     def _check_where(self) -> None:
-        """Raise ValueError if a `where` selects by a value or field that documents do not have."""
+        """Raise ValueError if an output's `where` selects by a value or field that documents do not have."""
         for number, output in enumerate(self._all()):
             key = f"outputs[{number}].where" if self.outputs else "output.where"
             for name, values in (output.where or {}).items():
@@ -320,7 +321,7 @@ class Recipe(StrictModel):
 
     @property
     def is_masked(self) -> bool:
-        """Whether documents have a loss mask; if so, all rows and token stores have one."""
+        """Whether an input has documents with a loss mask; if so, all rows and token stores have one."""
         return any(config.is_masked for config in self.inputs)
 
     @property
@@ -331,7 +332,7 @@ class Recipe(StrictModel):
 
     @property
     def part(self) -> str | None:
-        """The part of the split in this recipe's dataset; None without a split."""
+        """The part in this recipe's dataset, such as "train"; None if the recipe has no `split`."""
         return self._part
 
     def datasets(self) -> tuple[Recipe, ...]:
@@ -358,7 +359,7 @@ class Recipe(StrictModel):
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start at: the recipe file's folder, or the one given at creation."""
+        """The folder that relative paths start at: of the recipe's file, or the argument of `in_folder`."""
         return self._folder
 
     def resolve(self, path: str) -> Path:
@@ -372,7 +373,7 @@ class Recipe(StrictModel):
         return copy
 
     def as_trial(self, limit: int) -> Recipe:
-        """Return the same recipe for at most `limit` records of each input, with separate output folders."""
+        """Return a recipe that reads at most `limit` records of each input, with separate output folders."""
         paths = [{"path": f"{output.path}-limit-{limit}"} for output in self._all()]
         outputs = tuple(one.model_copy(update=path) for one, path in zip(self._all(), paths, strict=True))
         several = outputs if self.outputs else ()
@@ -402,7 +403,7 @@ class Recipe(StrictModel):
         if "steps" in found:
             found["steps"] = [entry for step in self.steps for entry in step.contents()]
         if len(self.passes) == 1:
-            found.pop("steps", None)  # the order that `filters` and `dedup` stand for
+            found.pop("steps", None)  # `steps` has the default order, which `filters` and `dedup` express
         return found
 
     def filter_chain(self) -> FilterPass:
@@ -411,14 +412,14 @@ class Recipe(StrictModel):
 
     @property
     def passes(self) -> list[FilterPass]:
-        """The passes of filters among `moves`."""
+        """The passes of filters, in order: the items of `moves` that are not schemes."""
         return [move for move in self.moves if not isinstance(move, str)]
 
     @property
     def moves(self) -> tuple[FilterPass | str, ...]:
-        """Passes of filters, and between them the names of schemes that remove duplicates.
+        """Passes of filters, and between them the names of schemes that remove duplicates, in order.
 
-        The first one is the pass over what is read.
+        The first item is the pass over the documents as read from the inputs.
         """
         if self.steps:
             return moves_of(self.steps)

@@ -1,8 +1,8 @@
-"""The steps of a recipe in their order: passes of filters, and duplicate removal between them.
+"""The steps of a recipe in order: passes of filters, and the schemes of duplicate removal between them.
 
-`filters` and `dedup` are the short form of one order: all filters first, then equal URLs, equal texts, lines,
-near-duplicates. `steps` lists the same entries in another one, so that an expensive filter reads only what
-duplicate removal left. Filters that follow each other run in one pass over a document.
+`filters` and `dedup` are short for one order: all filters first, then the schemes `url`, `exact`, `lines` and
+`near`. `steps` lists the same entries in another order, so that an expensive filter reads only the documents
+that duplicate removal kept. Consecutive filters run in one pass over a document.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.config import FilterEntry, entry_named
 
 FilterPass = tuple[tuple[str, FilterSettings], ...]
-"""(name, settings) of filters that run in one pass, profiles expanded."""
+"""The (name, settings) of all filters that run in one pass, in order, with profiles expanded."""
 
 
 class StepEntry(FilterEntry):
-    """One step: one key, the name of a filter or of a way to find duplicates, with its settings."""
+    """An entry of `steps`: one key, which names a filter or a scheme of duplicate removal, with settings."""
 
     url: Annotated[UrlDedupConfig | None, Shorthand(switch=True)] = Field(
         default=None, description="Remove documents of equal URLs."
@@ -46,23 +46,23 @@ class StepEntry(FilterEntry):
 
     @property
     def scheme(self) -> str | None:
-        """The way to find duplicates that this step is; None for a filter."""
+        """The name of this step's scheme of duplicate removal; None if the step is a filter."""
         return next((name for name in DedupConfig.schemes() if getattr(self, name) is not None), None)
 
     def contents(self) -> list[dict[str, Any]]:
-        """Return what decides a byte: an entry for each filter of a profile."""
+        """Return the step's settings that affect outputs as {name: settings}, one per filter of a profile."""
         if self.scheme is not None:
             return [{self.scheme: getattr(self, self.scheme).content()}]
         return [config.entry(name) for name, config in self.filters()]
 
 
 def step_named(name: str) -> dict[str, object]:
-    """Return the entry for a bare name. Raises ValueError if there is no such filter or scheme."""
+    """Return the entry for a step given by its name only. Raises ValueError if no filter or scheme has it."""
     return {name: {}} if name in DedupConfig.schemes() else entry_named(name, "step", DedupConfig.schemes())
 
 
 def filter_named(name: str) -> dict[str, object]:
-    """Return the entry for a bare name. Raises ValueError if there is no such filter."""
+    """Return the entry for a filter given by its name only. Raises ValueError if there is no such filter."""
     if name in DedupConfig.schemes():
         raise ValueError(
             f"there is no filter {name!r}; `dedup` has it, or `steps`, which lists filters and duplicate "
@@ -72,7 +72,7 @@ def filter_named(name: str) -> dict[str, object]:
 
 
 def moves_of(steps: Sequence[StepEntry]) -> tuple[FilterPass | str, ...]:
-    """Return passes of filters and names of schemes in their order. The first is a pass, perhaps empty."""
+    """Return passes of filters and names of schemes, in order. The first item is a pass, perhaps empty."""
     moves: list[FilterPass | str] = [()]
     for step in steps:
         if step.scheme is not None:
@@ -87,7 +87,7 @@ def moves_of(steps: Sequence[StepEntry]) -> tuple[FilterPass | str, ...]:
 
 
 def removal_of(steps: Sequence[StepEntry], given: DedupConfig) -> DedupConfig:
-    """Return the settings of duplicate removal in steps. Raises ValueError if they are out of order."""
+    """Return the settings `given` with the schemes of `steps`. Raises ValueError if they are out of order."""
     schemes = DedupConfig.schemes()
     named = [step.scheme for step in steps if step.scheme is not None]
     places = [schemes.index(name) for name in named]

@@ -1,4 +1,4 @@
-"""The report's section on duplicate removal, a function of the card's `dedup`."""
+"""The report's section on duplicate removal; it depends only on `dedup` in the card."""
 
 from __future__ import annotations
 

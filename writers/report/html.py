@@ -13,7 +13,7 @@ from html import escape
 
 from shardkit.units import format_bytes
 
-# Control characters are not allowed in HTML; characters for the writing direction would reverse later text.
+# HTML forbids control characters; characters for the writing direction would reverse all text after them.
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), *_DIRECTIONS], " ")
@@ -22,27 +22,27 @@ _BREAK = re.compile("(?<=[/_.])(?=[^/_.])")  # places where a name may break int
 
 
 def text(content: str) -> str:
-    """Escape any text for HTML, without control characters and characters that change the direction."""
+    """Escape text for HTML; replace control characters and those that change the writing direction."""
     return escape(content.translate(_CONTROLS))
 
 
 def cell(content: str) -> str:
-    """Render a table cell of text."""
+    """Render a table cell with text, which is escaped."""
     return f'<td dir="auto">{text(content)}</td>'
 
 
 def name(content: str) -> str:
-    """Render a cell of a name such as "filter/rule_of_it", which may break between its words."""
+    """Render a cell with a name such as "filter/rule_of_it", which may break after "/", "_" and "."."""
     return f'<td dir="auto">{"<wbr>".join(text(part) for part in _BREAK.split(content))}</td>'
 
 
 def number(content: int | str) -> str:
-    """Render a cell of a number, or of formatted numbers, which are not escaped."""
+    """Render a cell with a number, or with formatted numbers, which are not escaped."""
     return f'<td class="n">{content:,}</td>' if isinstance(content, int) else f'<td class="n">{content}</td>'
 
 
 def bars(whole: float, *parts: tuple[str, float]) -> str:
-    """Render a cell with a bar of segments (color class, amount); `whole` is the amount at full width."""
+    """Render a cell with a bar. `parts` are its segments (color class, amount); `whole` fills the cell."""
     spans = "".join(
         f'<span class="{kind}" style="width:{100 * part / whole:.2f}%"></span>'
         for kind, part in parts
@@ -52,23 +52,23 @@ def bars(whole: float, *parts: tuple[str, float]) -> str:
 
 
 def more(content: str) -> str:
-    """Render a cell of a number that is hidden on narrow screens."""
+    """Render a cell with a formatted number, which is hidden on narrow screens."""
     return f'<td class="n more">{content}</td>'
 
 
 def tiles(*pairs: tuple[str, str]) -> str:
-    """Render the key figures of a page from pairs (figure, label)."""
+    """Render the key figures of a page as boxes, from pairs (figure, label)."""
     shown = "".join(f"<div><strong>{text(figure)}</strong>{text(what)}</div>" for figure, what in pairs)
     return f'<div class="tiles">{shown}</div>'
 
 
 def counted(count: int, whole: int, most: int, kind: str = "other") -> list[str]:
-    """Render three cells: a number, its share of `whole`, and its bar, which fills the column at `most`."""
+    """Render three cells: `count`, its share of `whole`, and its bar; a bar of `most` fills its cell."""
     return [number(count), number(percent(count, whole)), bars(most, (kind, count))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
-    """Render a table; "" if it has no rows.
+    """Render a table of cells; "" if it has no rows.
 
     A prefix in `head` marks the type of column: ">" numbers, ">>" numbers hidden on narrow screens, "|" bars.
     """
@@ -91,7 +91,7 @@ def _head(column: str) -> str:
 
 
 def facts(pairs: Mapping[str, str], *, caption: str) -> str:
-    """Render a table of names and values."""
+    """Render a table with a row per pair of name and value."""
     rows = "".join(
         f'<tr><th scope="row">{text(what)}</th><td dir="auto">{text(said)}</td></tr>'
         for what, said in pairs.items()
@@ -100,7 +100,7 @@ def facts(pairs: Mapping[str, str], *, caption: str) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Render a section with an anchor for links; "" if all its parts are empty."""
+    """Render a section with a title and an anchor for links; "" if all of `parts` are empty."""
     if not any(parts):
         return ""
     anchor = title.lower().replace(" ", "-")
@@ -108,12 +108,12 @@ def section(title: str, *parts: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format a share, such as "12.34%"."""
+    """Format the share of `part` in `whole`, such as "12.34%"."""
     return f"{100 * part / whole:.2f}%" if whole else "0.00%"
 
 
 def size(count: int) -> str:
-    """Format a number of removed bytes; a negative number, for added bytes, becomes "... more"."""
+    """Format a number of removed bytes; a negative number means added bytes, such as "5.2 MB more"."""
     return format_bytes(count) if count >= 0 else f"{format_bytes(-count)} more"
 
 

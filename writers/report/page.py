@@ -36,11 +36,11 @@ from shardkit.writers.report.html import (
 from shardkit.writers.report.result import BuildResult
 
 _MOST_LANGUAGES = 30
-_LOSSES = 3  # number of reasons in the headline
+_LOSSES = 3  # number of reasons for dropping documents in the headline
 
 
 def render_funnel(card: DatasetCard) -> str:
-    """Render the documents and text that each step removed and kept."""
+    """Render the section with the documents and the text that each step of the build removed and kept."""
     steps = card.funnel_steps()
     documents, whole = steps[0].documents, steps[0].bytes
     rows = []
@@ -79,7 +79,7 @@ def _lost(lost: int) -> str:
 
 
 def render_sources(card: DatasetCard) -> str:
-    """Render documents and tokens of each input of the recipe."""
+    """Render the section with the documents and tokens of each input of the recipe."""
     inputs, tokens = card.inputs, _tokens(card)
     most = max((entry.tokens for entry in inputs), default=0)
     rows = []
@@ -110,12 +110,12 @@ def render_sources(card: DatasetCard) -> str:
 
 
 def _tokens(card: DatasetCard) -> int:
-    """Return the number of tokens; 0 for a dataset of text."""
+    """Return the number of tokens in the dataset; 0 for a dataset of text."""
     return card.tokens if card.has("tokens") else 0
 
 
 def render_buckets(card: DatasetCard) -> str:
-    """Render the edges of each score's bins, and the labels of bins."""
+    """Render the section on quality classes: the edges of each score's bins, and the labels of bins."""
     buckets = card.buckets
     rows = [
         [cell(name), number(len(edges)), *(number(f"{edges[at]:.4g}" if edges else "") for at in places)]
@@ -138,7 +138,7 @@ def render_buckets(card: DatasetCard) -> str:
 
 
 def render_split(card: DatasetCard) -> str:
-    """Render the parts of a split, and the documents that stayed in train as they are similar to others."""
+    """Render the section on parts such as validation, and on documents kept in train for their similarity."""
     split = card.split
     whole = sum(split.documents.values())
     train = card.funnel.kept.documents if split.part == TRAIN else None
@@ -163,7 +163,7 @@ def render_split(card: DatasetCard) -> str:
 
 
 def render_languages(card: DatasetCard) -> str:
-    """Render documents and tokens by language; "" if the recipe has no language filter."""
+    """Render the section with documents and tokens by language; "" without a language filter."""
     languages, inputs = card.languages(), card.inputs
     if any(entry.languages is None for entry in inputs):
         return ""
@@ -198,7 +198,7 @@ def _language(
 
 
 def _sources_of(label: str, inputs: Sequence[InputFacts]) -> str:
-    """Return the two sources with most tokens in a language, with their shares."""
+    """Return the two sources with the most tokens in a language, with their shares, as text."""
     none = LanguageCounts()
     tokens = [((entry.languages or {}).get(label, none).tokens, entry.source) for entry in inputs]
     shown = [(count, name) for count, name in sorted(tokens, key=lambda one: -one[0]) if count][:2]
@@ -247,7 +247,7 @@ def _rules(filters: FilterFacts, read: Count) -> str:
 
 
 def _by_language(filters: FilterFacts) -> str:
-    """Render counts of dropped documents by language, for filters whose settings differ by language."""
+    """Render a table of documents by language and reason, for filters whose settings differ by language."""
     shown = list(filters.languages.items())
     rows = [_language_rules(label, counts) for label, counts in shown[:_MOST_LANGUAGES]]
     if rest := shown[_MOST_LANGUAGES:]:
@@ -312,7 +312,7 @@ def _excerpts(filters: FilterFacts) -> str:
 
 
 def render_lengths(card: DatasetCard) -> str:
-    """Render documents, and the tokens in them, by length."""
+    """Render the section with numbers of documents, and of the tokens in them, by length of the document."""
     lengths = card.histograms["lengths"]
     bins = lengths.bins()
     most = max((one.count for one in bins), default=0)
@@ -332,7 +332,7 @@ def render_lengths(card: DatasetCard) -> str:
 
 
 def render_packing(card: DatasetCard) -> str:
-    """Render the facts of packing, and rows by their padding and pieces."""
+    """Render the section on packing: its counts, and rows by padding and by number of pieces."""
     packing, length = card.packing, card.sequence_length
     cells, pieces = card.samples * length, card.histograms["row_pieces"]
     told = {
@@ -355,7 +355,7 @@ def render_packing(card: DatasetCard) -> str:
 
 
 def _policies(card: DatasetCard) -> dict[str, str]:
-    """Return counts of tokens removed by cropping and by joining groups, and of repeated bos tokens."""
+    """Return counts, as text, of tokens removed by cropping or joining groups, and of repeated bos tokens."""
     packing, told = card.packing, {}
     if "cropped" in packing:
         cropped, all_tokens = packing["cropped"], card.tokens + packing["cropped"]
@@ -373,7 +373,7 @@ def _policies(card: DatasetCard) -> dict[str, str]:
 
 
 def _trained(card: DatasetCard) -> dict[str, str]:
-    """Return counts of tokens that the loss mask selects for training; {} without a mask."""
+    """Return the counts of tokens that the loss mask selects for training, as text; {} without a mask."""
     if not card.has("trained_tokens"):
         return {}
     trained = card.data["trained_tokens"]
@@ -397,7 +397,7 @@ def _rows(histogram: Histogram, name: str, caption: str) -> str:
 
 
 def _headline(card: DatasetCard) -> str:
-    """Render the share of documents that was kept, and the reasons that dropped most of the others."""
+    """Render the headline: the share of documents that were kept, and the main reasons for losing others."""
     read, kept = card.funnel.read, card.funnel.kept
     lost = {**card.funnel.dropped, **card.funnel.quarantined}
     largest = sorted(lost.items(), key=lambda item: (-item[1].documents, item[0]))[:_LOSSES]
@@ -426,7 +426,7 @@ _SECTION = re.compile(r'<section id="([^"]+)">\n<h2>([^<]+)</h2>')
 
 
 def render_report(card: DatasetCard) -> bytes:
-    """Render the card as one HTML page."""
+    """Render the report of a dataset, given its card, as one HTML page."""
     body = [
         render_funnel(card),
         render_sources(card),
@@ -449,7 +449,7 @@ def render_report(card: DatasetCard) -> bytes:
 
 
 def html_page(title: str, body: list[str]) -> bytes:
-    """Return a whole HTML page in the report's style."""
+    """Return a complete HTML page in the report's style, with `body` as its parts."""
     content = "\n".join(filter(None, body))
     return (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
@@ -482,7 +482,7 @@ def _facts(card: DatasetCard) -> str:
 
 
 def _made_from(card: DatasetCard) -> str:
-    """Render digests of everything that the dataset depends on, except the code."""
+    """Render the section with the digests of everything that the dataset depends on, except the code."""
     tokenizer = card.tokenizer
     rows = [[cell("input"), cell(entry.source), _code(entry.digest)] for entry in card.inputs]
     if tokenizer.digest is not None:
@@ -504,7 +504,7 @@ def _code(digest: str) -> str:
 
 
 def render_times(result: BuildResult) -> bytes:
-    """Render times and counts of each stage as one HTML page in the style of `report.html`."""
+    """Render the times and counts of each stage in a run as one HTML page in the style of `report.html`."""
     rows = [
         [
             cell(stage.stage),

@@ -26,13 +26,13 @@ from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.publish import REPORT_NAME
 
-_MOST_LOSSES = 4  # number of steps with the largest losses that are listed one by one
+_MOST_LOSSES = 4  # maximum number of steps listed one by one: those that removed the most bytes
 _MOST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Times and counts of one stage of this run, which began `start` seconds after the build; stages overlap.
+    """Times and counts of one stage in this run. `start` is in seconds since the build began; stages overlap.
 
     `documents` and `bytes` of text were read in this run; 0 for stages that do not count them. `step` is the
     step of the build that the stage belongs to.
@@ -59,7 +59,7 @@ class StageTime:
 
 
 class StageClock:
-    """A listener that passes reports on, and remembers the start and the last report of each stage."""
+    """A listener that passes reports on to `listener`, and stores each stage's start and last report."""
 
     def __init__(self, listener: Listener[StageProgress], begin: float) -> None:
         self._listener = listener
@@ -85,8 +85,8 @@ class StageClock:
     def times(self, seconds: Mapping[str, float]) -> tuple[StageTime, ...]:
         """Return the times of all stages in order of their start; call it at the end of publishing.
 
-        `seconds` are times measured by the build. They include steps without tasks: the scan, which is first,
-        and publishing, which is last.
+        `seconds` are the seconds per stage that the build measured. They include stages without tasks: the
+        scan, which is first, and publishing, which is last.
         """
         elapsed = time.perf_counter() - self._begin
         found = [
@@ -110,7 +110,7 @@ class StageClock:
 
 @dataclass(frozen=True)
 class Ran:
-    """Statistics of a run: seconds per stage, number of tasks, number of reused ones, and stages."""
+    """Statistics of a run: seconds by stage, the number of tasks and of reused tasks, times of stages."""
 
     seconds: Mapping[str, float]
     tasks: int
@@ -120,11 +120,11 @@ class Ran:
 
 @dataclass(frozen=True, repr=False)
 class BuildResult(Described):
-    """The result of a build. Times belong to this run; `tasks_reused` is the number of tasks finished before.
+    """The result of a build. Times are those of this run; `tasks_reused` of its `tasks` were finished before.
 
-    `stages` has start and counts of each stage, ordered by start; stages overlap. It is empty if
-    `up_to_date`. `steps` is the funnel in the order of the pipeline; the dropping rules of a filter are one
-    step.
+    `stages` has the start and the counts of each stage, ordered by start; stages overlap. It is empty if the
+    dataset was `up_to_date`. `steps` has the documents that each step removed, in the order of the pipeline;
+    the rules of a filter are one step.
     """
 
     location: str
@@ -152,7 +152,7 @@ class BuildResult(Described):
     def of_card(
         cls, location: str, card: DatasetCard, total_seconds: float, ran: Ran | None = None
     ) -> BuildResult:
-        """Create the result for the dataset of a card; `ran` is None if the dataset was up to date."""
+        """Create the result for the dataset with this card; `ran` is None if the dataset was up to date."""
         funnel, data = card.funnel, card.data
         return cls(
             location,
@@ -174,12 +174,12 @@ class BuildResult(Described):
         )
 
     def open(self, *, storage: StorageOptions | None = None) -> Dataset:
-        """Open the dataset; `storage` as in `open_dataset`."""
+        """Open the dataset with `open_dataset`; `storage` has the settings of stores."""
         return open_dataset(self.location, storage=storage)
 
     @property
     def output(self) -> Path:
-        """The folder of the dataset; raises BuildError if it is remote."""
+        """The folder of the dataset; raises BuildError if the dataset is remote."""
         if is_remote(self.location):
             raise BuildError(f"{self.location} is not a folder on this machine; use BuildResult.location")
         return Path(self.location)
@@ -269,7 +269,7 @@ class BuildResult(Described):
 
 
 def _lost(documents: int, text_bytes: int, read: int) -> str:
-    """Format a loss, such as "-1,234 (5.6%)", or "-7.8 MB of text" if no documents were lost."""
+    """Format what a step removed: "-1,234 (5.6%)" for documents, or "-7.8 MB of text" if it removed none."""
     if not documents:
         sign = "+" if text_bytes < 0 else "-"
         return f"{sign}{format_bytes(abs(text_bytes))} of text"

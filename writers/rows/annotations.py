@@ -9,8 +9,8 @@
                the editor itself drops a document, later rules may judge the text before the edit.
     <filter>/<rule>   the value that the rule compared: numbers (int64 or double) or labels (string)
 
-With these values, `thresholds` tries other thresholds without reading the text again. If a recipe uses a
-filter twice, both share their columns, which have the values of the second.
+With these values, `thresholds` tries other thresholds without reading the text again. If a recipe uses the
+same filter twice, there is one set of columns for both uses, with the values of the second use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardkit.writers.rows.filtered import Filtered
 from shardkit.writers.rows.ledger import Count
 
 ANNOTATIONS_FILE = "annotations.parquet"
-ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules, about 15 MB of memory until the row group is written
+ROW_GROUP_DOCUMENTS = 1 << 15  # documents per row group; with 50 rules, a group takes about 15 MB of memory
 _FIRST = pa.schema(
     [
         pa.field("document_id", pa.binary(16), nullable=False),
@@ -52,11 +52,11 @@ _FIRST = pa.schema(
 _OF_DOCUMENT = ("document_id", "source", "file", "record")
 
 Bounds = tuple[float | None, float | None] | Set[str]
-"""The least and the greatest value that pass, inclusive, None for no bound; or the labels that pass."""
+"""The values that pass a rule: (least, greatest), both inclusive, None for no bound; or a set of labels."""
 
 
 class AnnotationFile:
-    """Writes one split's annotations; all batches must have the columns of the first."""
+    """Writes the annotations of one split. All batches must have the columns of the first batch."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,7 +65,7 @@ class AnnotationFile:
         self._batches: list[pa.RecordBatch] = []
 
     def write(self, documents: pa.RecordBatch, filtered: Filtered) -> None:
-        """Add a batch of DOCUMENT_SCHEMA and the result of an annotating filter chain for it.
+        """Add the annotations of one batch: `documents` as read, and the result of the filters for them.
 
         Raises BuildError if a rule has values in some batches only, or values of different types.
         """
@@ -107,7 +107,7 @@ class AnnotationFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write the remaining rows; a file without documents has no columns of rules."""
+        """Write the remaining rows. If the split has no documents, its file has no columns for the rules."""
         if kind is None:
             self._flush()
         if self._writer is not None:
@@ -129,7 +129,7 @@ def _table(documents: pa.RecordBatch, filtered: Filtered) -> pa.RecordBatch:
 
 
 def _names_of(failed: Mapping[str, npt.NDArray[np.bool_]], rows: int) -> pa.ListArray:
-    """Return list<string>[rows]: for each row, the names whose flags are set."""
+    """Return list<string>[rows]: for each document, the rules it fails. `failed` has bool[rows] per rule."""
     flags = np.array(list(failed.values()), np.bool_).reshape(len(failed), rows).T
     offsets = np.concatenate([[0], np.cumsum(flags.sum(axis=1))])
     names = pa.array(list(failed), pa.string()).take(pa.array(np.nonzero(flags)[1]))
@@ -143,7 +143,7 @@ def _column(values: npt.NDArray[Any]) -> pa.Array:
 
 
 def annotation_values(source: pa.NativeFile) -> pa.StructArray:
-    """Return the values of all rules for each kept document of one split's annotations, in order."""
+    """Return a struct with the values of all rules for each kept document in `source`, a split's file."""
     table = pq.read_table(source)
     table = table.filter(pc.is_null(table.column("dropped")))
     names = table.column_names[len(_FIRST) :]
@@ -155,10 +155,10 @@ def annotation_values(source: pa.NativeFile) -> pa.StructArray:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Counts of documents: all that were read, those that were kept, and those that `thresholds` would keep.
+    """The result of `thresholds`: the documents read and kept by the build, and kept with the new bounds.
 
     Bytes are sizes before any edit, because the size of a dropped document after an edit is not known.
-    `failed` has, for each rule with new bounds, the count of documents that fail it.
+    `failed` has, for each rule with new bounds, the count of documents that fail these bounds.
     """
 
     read: Count
@@ -168,10 +168,10 @@ class Outcome:
 
 
 def thresholds(dataset: str | Path, bounds: Mapping[str, Bounds]) -> Outcome:
-    """Compute how many documents filters would keep with other `bounds`, given by "<filter>/<rule>".
+    """Compute how many documents the filters of a finished build would keep with other bounds.
 
-    Bounds are (least, greatest), where None means no bound, or a set of labels; NaN passes. Rules without an
-    entry in `bounds` judge as in the build. Duplicate removal runs after the filters and is not considered.
+    `bounds` has the new bounds of rules by "<filter>/<rule>": (least, greatest), where None means no bound,
+    or a set of labels. NaN passes. Rules without an entry judge as in the build. Duplicates are not removed.
     Raises ShardkitError if the dataset, a local folder, was not built with `annotate: true`.
     """
     total = Outcome(Count(), Count(), Count(), dict.fromkeys(bounds, Count()))
@@ -207,7 +207,7 @@ def _row_groups(dataset: Path, names: list[str]) -> Iterator[pa.Table]:
 
 
 def _passes(values: pa.ChunkedArray, bounds: Bounds, name: str) -> npt.NDArray[np.bool_]:
-    """Return bool[n]: whether each value is within the bounds; ShardkitError if these are of a wrong type."""
+    """Return bool[n]: whether each value is within `bounds`; ShardkitError if they have the wrong type."""
     labels = pa.types.is_string(values.type)
     if labels != isinstance(bounds, Set):
         expected = "a set of labels" if labels else "(least, greatest)"
@@ -226,7 +226,7 @@ def _passes(values: pa.ChunkedArray, bounds: Bounds, name: str) -> npt.NDArray[n
 
 
 def _fail_no_other(failed: pa.ChunkedArray, named: set[str]) -> npt.NDArray[np.bool_]:
-    """Return bool[n]: whether a document fails no rules except the named ones."""
+    """Return bool[n]: whether each document, given the rules it failed, passes all rules except `named`."""
     good = np.ones(len(failed), np.bool_)
     start = 0
     for chunk in failed.chunks:

@@ -24,10 +24,10 @@ import xxhash
 
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 
-DOCUMENTS_FILE = "documents.arrow"  # output of the task that wrote the documents of a split
+DOCUMENTS_FILE = "documents.arrow"  # the documents of a split, an output of the task that cleaned the split
 
 BATCH_DOCUMENTS = 4096
-BATCH_TEXT_BYTES = 16 << 20  # a batch ends after the document that exceeds this size
+BATCH_TEXT_BYTES = 16 << 20  # a batch ends after the document that makes it larger than this
 
 DOCUMENT_SCHEMA = pa.schema(
     [
@@ -52,8 +52,8 @@ DOCUMENT_OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
 def document_ids(file: str, records: Iterable[int]) -> list[bytes]:
     """Return the 16-byte ids of documents by record number in `file` (a name relative to the recipe).
 
-    An id is xxh3-128 of (blake2b-128 of the file's name, record number): safe against collisions between
-    names, and cheap per record.
+    An id is the xxh3-128 of (blake2b-128 of the file's name, record number). The strong hash of the name
+    prevents collisions between files; the fast hash keeps the cost per record low.
     """
     seed = hashlib.blake2b(file.encode(), digest_size=16, person=b"shardkit-doc-v1").digest()
     return [xxhash.xxh3_128_digest(seed + struct.pack("<q", record)) for record in records]
@@ -67,7 +67,7 @@ def id_bytes(document_ids: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
 
 
 def text_digests(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
-    """Return uint8[n, 16], the xxh3-128 of each text's UTF-8."""
+    """Return uint8[n, 16], the xxh3-128 of the UTF-8 bytes of each text."""
     data = texts.buffers()[2]
     text = memoryview(data) if data is not None else memoryview(b"")
     digests = [xxhash.xxh3_128_digest(text[a:b]) for a, b in pairwise(text_offsets(texts).tolist())]
@@ -79,7 +79,7 @@ def content_ranks(
 ) -> npt.NDArray[np.uint8]:
     """Return uint8[n, 16], ranks that break ties in duplicate removal; the lowest-ranked document stays.
 
-    A rank is half of the text's digest, then half of the document id, which matters for equal texts only.
+    A rank is half of the text's digest, then half of the document id, which only decides between equal texts.
     """
     return np.concatenate([digests[:, :8], id_bytes(document_ids)[:, :8]], axis=1)
 
@@ -92,11 +92,12 @@ def pack_strings(
     first: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]] = (),
     align: int = 1,
 ) -> npt.NDArray[np.uint8]:
-    """Return the payload of `rows`, one row per document: its strings in the columns `names`, concatenated.
+    """Concatenate the strings of each document in the columns `names`; return the bytes of all documents.
 
-    Sets each row's field of the same name to the string's bytes (-1 for null), and `size` to the total bytes,
-    rounded up to a multiple of `align`. Each entry of `first` has bytes of all documents and the number of
-    bytes per document; they are put before the strings.
+    `rows` has one row per document. Sets its fields `names` to the sizes of the strings in bytes (-1 for
+    null), and `size` to the document's total bytes, rounded up to a multiple of `align`. Each entry of
+    `first` has bytes of all documents and int64[n], the number of these bytes per document, to put before the
+    strings.
     """
     pieces = list(first)
     for name in names:

@@ -1,9 +1,9 @@
 """Writes the tables of dropped documents in `dropped/`; tables of `duplicates/` share parts of this code.
 
 `shardkit.formats.dropped_table` has the formats. A split's file is written while the split is cleaned, and is
-published unchanged. Rows have a text if their hash is among the lowest of the split, or their value among the
-nearest to the bound. This is known only at the end of the split, so `Lowest` holds these rows back. Memory
-does not grow with the size of a split.
+published unchanged. A row has a text if its hash is among the lowest of the split, or its value among the
+nearest to the rule's bound. This is known only at the end of the split, so `Lowest` holds back the candidates
+for a text. Memory does not grow with the size of a split.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ ROW_GROUP_DOCUMENTS = 1 << 15
 
 OF_DOCUMENT = ("document_id", "source", "file", "record", "id", "url")
 
-_TEXTS_OF_RULE = 16  # texts per rule and split, chosen by hash; and as many chosen by distance to the bound
+_TEXTS_OF_RULE = 16  # rows with a text, per rule and split: 16 chosen by hash, 16 by distance to the bound
 
 
 class Lowest:
-    """Holds back the `count` rows with the lowest values of a column."""
+    """Holds back, of all rows added so far, the `count` rows with the lowest values in a column."""
 
     def __init__(self, column: str, count: int) -> None:
         self._column, self._count = column, count
         self.held: pa.Table | None = None
 
     def exchange(self, rows: pa.Table) -> pa.Table:
-        """Add rows; return the rows, new or held before, that are not among the lowest any more."""
+        """Add `rows`. Return the rows, new or earlier, that are no longer held back: not among the lowest."""
         if self.held is None and rows.num_rows <= self._count:
             self.held = rows.combine_chunks()
             return rows.slice(0, 0)
@@ -52,7 +52,7 @@ class Lowest:
 
 
 class RemovedFile:
-    """Writes a Parquet table of removed documents, in row groups of equal size for batches of any size."""
+    """Writes a Parquet table of removed documents in row groups of equal size, whatever batches it gets."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._schema = schema
@@ -84,14 +84,14 @@ class RemovedFile:
 
 
 class DroppedFile:
-    """Writes what filters drop from one split."""
+    """Writes the table of the documents that filters drop from one split."""
 
     def __init__(self, path: Path) -> None:
         self._file = RemovedFile(path, DROPPED_SCHEMA)
         self._samples: dict[str, tuple[Lowest, Lowest]] = {}
 
     def write(self, dropped: Dropped) -> None:
-        """Add what one rule dropped from a batch."""
+        """Add the documents that one rule dropped from a batch."""
         rows = _dropped_rows(dropped)
         if dropped.rule not in self._samples:
             self._samples[dropped.rule] = Lowest("hash", _TEXTS_OF_RULE), Lowest("distance", _TEXTS_OF_RULE)
@@ -113,9 +113,9 @@ class DroppedFile:
 
 
 def _dropped_rows(dropped: Dropped) -> pa.Table:
-    """Return rows of DROPPED_SCHEMA plus `hash` and `distance`, the distance of the value to the bound.
+    """Return one row per dropped document: DROPPED_SCHEMA plus `hash` and `distance` (of value to bound).
 
-    Only rows that may be among the lowest of the batch by hash or distance have their text.
+    Only rows whose hash or distance may be among the lowest of the split have their text.
     """
     rows, values = pa.array(dropped.rows), dropped.values
     count = len(rows)
@@ -129,7 +129,7 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
     bound = np.nan if dropped.bound is None else dropped.bound
     distance = np.abs(numbers - bound)
     lowest = np.argsort(dropped.hashes)[:_TEXTS_OF_RULE]
-    # Twice as many: up to half of the nearest may be held back by hash.
+    # Twice as many as are written: up to half of the nearest rows may be held back for their hash instead.
     nearest = np.argsort(distance, kind="stable")[: 2 * _TEXTS_OF_RULE]
     judged = {
         "rule": pa.array([dropped.rule] * count),
@@ -145,13 +145,13 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
 
 
 def described(documents: pa.RecordBatch) -> dict[str, pa.Array]:
-    """Return the first columns of the tables of dropped and duplicate documents, which describe them."""
+    """Return the columns that identify documents in a table of removed documents, and their size `bytes`."""
     columns = {name: documents.column(name) for name in OF_DOCUMENT}
     return columns | {"bytes": pa.array(np.diff(text_offsets(documents.column("text"))))}
 
 
 def beginnings(documents: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.Array:
-    """Return the beginnings of the texts of the documents `rows`, and null for the others."""
+    """Return string[documents]: the beginning of the text of each document in `rows`, null for all others."""
     texts = documents.column("text").take(pa.array(rows))
     short = pc.utf8_slice_codeunits(texts, 0, TEXT_CHARACTERS).cast(pa.string())
     places, wanted = np.zeros(documents.num_rows, np.int64), np.zeros(documents.num_rows, np.bool_)

@@ -12,14 +12,14 @@ import pyarrow as pa
 
 from shardkit.card import Count
 
-SAMPLE = 100  # one in this many documents is judged by every rule independently
+SAMPLE = 100  # one in 100 documents is judged by all rules, even after one has dropped it, for statistics
 EXCERPTS = 3  # number of dropped documents per rule whose beginning is reported
 EXCERPT_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Excerpt:
-    """The beginning of a dropped document; documents with the lowest hashes are chosen."""
+    """The beginning of a dropped document. Reports show the documents with the lowest hashes."""
 
     hash: int
     file: str
@@ -29,11 +29,12 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Documents that one rule dropped: `rows`, int64[n], of `documents`, a batch of DOCUMENT_SCHEMA.
+    """The n documents of a batch that one rule dropped.
 
-    The batch has the texts as the rule judged them. It is kept whole, because selecting the rows would copy
-    their texts. `hashes`, uint64[n], choose a sample. `values` [n] are the values that the rule compared,
-    `bound` is its threshold, one number or float64[n], and `labels`, object[n], are the labels it judged.
+    `documents` is the whole batch, with the texts that the rule judged, and `rows`, int64[n], are the offsets
+    of the dropped documents in it: selecting them would copy texts. `hashes`, uint64[n], choose a sample.
+    `values` [n] are the values that the rule compared with `bound`, its threshold (one number or float64[n]).
+    `labels`, object[n], are the labels that the rule judged.
     """
 
     rule: str
@@ -51,14 +52,15 @@ class Filtered:
 
     `stays`, bool[n], marks the kept documents of the batch. `removed` has the documents that each rule
     dropped, `dropped` their counts by rule, `cut` the bytes that each edit removed, `counts` further
-    statistics of editors. `alone` counts, among `sampled` documents, how many fail each rule, whether or not
-    they fail others too. `excerpts` has up to EXCERPTS excerpts per rule. `annotations`, if requested, has
-    the value of every rule for every document of the batch, and under "dropped" the rule that dropped the
-    document; `failed` has bool[n] per rule, whether each document fails it. `side_rows` has rows for files
-    next to the dataset, by file name. `languages`, object[n], has the labels of the kept documents if the
-    pass has a language filter; `scores`, float64[n, scores], the scores of a `buckets` filter. If settings
-    differ by language, `by_language` counts the documents of each language by the rule that dropped them, ""
-    for kept ones; documents dropped before the language was known are not counted.
+    statistics of editors. `sampled` documents were judged by all rules, and `alone` counts how many of them
+    fail each rule, whether or not they fail others too. `excerpts` has up to EXCERPTS excerpts per rule.
+    `annotations`, if requested, has the value of every rule for every document of the batch, and under
+    "dropped" the rule that dropped the document. `failed` has bool[n] per rule: whether each document fails
+    it. `side_rows` has rows for files next to the dataset, by file name. `languages`, object[kept], has the
+    languages of the kept documents if the pass has a language filter. `scores`, float64[kept, scores], has
+    their scores if it has a `buckets` filter. If settings differ by language, `by_language` counts the
+    documents of each language by the rule that dropped them, with "" for kept documents. Documents dropped
+    before their language was known are not counted there.
     """
 
     kept: pa.RecordBatch

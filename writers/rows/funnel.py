@@ -9,10 +9,10 @@
 
 `Funnel.check` checks all of these for a whole build; a build that does not add up is not published.
 
-`FilterCounts` adds to the ledger the results of a build's filters: counts per rule, in order and alone, cuts,
-statistics and excerpts. Each cleaned split has one in its commit; the sum of all is in the dataset's card. It
-does not depend on how documents are divided among splits or workers, because it consists of sums and of
-excerpts chosen by the lowest hashes.
+`FilterCounts` has the results of a build's filters: how many documents each rule dropped, how many it would
+drop alone, bytes cut by edits, statistics and excerpts. The commit of each cleaned split has one, and the
+card has the sum of all. The sum does not depend on how documents are divided among splits or workers, because
+it consists of sums and of excerpts chosen by the lowest hashes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardkit.writers.rows.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Counts of tokens that a loss mask selects for training: tokenized, packed, and cropped ones, and
-    repetitions, which packing masks before it crops."""
+    """Counts of tokens that a loss mask selects for training: all (`tokenized`), those in rows (`packed`),
+    and those lost: `cropped`, or masked as repetitions (`repeated`). Packing masks before it crops."""
 
     tokenized: int
     packed: int
@@ -42,12 +42,12 @@ class Trained:
 
 @dataclass(slots=True)
 class Funnel:
-    """The whole build's counts. `stages` has one ledger per source of the recipe for each stage, in order.
+    """Counts of the whole build. `stages` has, for each stage in order, one ledger per source.
 
-    `removed` has the counts of duplicate removal, by the reason that later stages record as `dropped`. The
-    `histograms` are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`). `source_languages`
-    has documents and tokens of each source by language, if the recipe has a language filter. `trained` is set
-    for builds with a loss mask.
+    `removed` has counts of duplicates by reason; ledgers must have as many dropped documents. `packed`
+    has counts of rows, such as "tokens" and "padding". `histograms` are "lengths" (of documents),
+    "row_padding" and "row_pieces". `source_languages` has documents and tokens of each source by language, if
+    the recipe has a language filter. `trained` is set for builds with a loss mask.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -71,7 +71,7 @@ class Funnel:
 
     @property
     def _left_out(self) -> int:
-        """The number of tokens that are in no row: cropped, or removed when groups were joined."""
+        """The number of tokens that are in no row: they were cropped, or removed when groups were joined."""
         return self.packed.get("cropped", 0) + self.packed.get("joined", 0)
 
     def source(self, number: int) -> Ledger:
@@ -131,7 +131,7 @@ def _sum(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def _joined(ledgers: Sequence[Ledger]) -> Ledger:
-    """Join the ledgers of consecutive stages: read by the first, kept by the last, lost by any of them."""
+    """Combine ledgers of consecutive stages: `read` of the first, `kept` of the last, losses of all."""
     joined = Ledger(read=ledgers[0].read, kept=ledgers[-1].kept)
     for ledger in ledgers:
         for reason, lost in ledger.dropped.items():
@@ -150,7 +150,7 @@ def _same(what: str, before: object, after: object) -> None:
 
 @dataclass
 class FilterCounts:
-    """Sums of the counts in `Filtered`; `reasons` and `edits` have the names of rules and edits, in order."""
+    """Sums of the counts in `Filtered`. `reasons` and `edits` name all rules and edits, in recipe order."""
 
     reasons: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class FilterCounts:
 
     @classmethod
     def of_rules(cls, reasons: Iterable[str], edits: Iterable[str]) -> FilterCounts:
-        """Create zero counts for rules and edits, "<filter>/<name>", in the order of the recipe."""
+        """Create zero counts for rules and edits; names are "<filter>/<name>", in the order of the recipe."""
         return cls(_distinct(reasons), _distinct(edits))
 
     def add(self, other: FilterCounts | Filtered) -> None:
@@ -181,7 +181,7 @@ class FilterCounts:
 
 
 def filters_card(passes: Iterable[Sequence[FilterCounts]]) -> FilterFacts | None:
-    """Sum the counts of each pass over its splits for the card. Returns None without filters."""
+    """Return the card's entry about filters; None without filters. `passes` has counts per pass and split."""
     totals = [total for splits in passes if (total := _total(splits)).reasons or total.edits]
     if not totals:
         return None
@@ -214,12 +214,12 @@ def _rules(total: FilterCounts) -> Iterator[RuleFacts]:
 
 
 def _languages(total: FilterCounts, reasons: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return counts by language, most documents first: kept documents, then reasons in their order."""
+    """Return counts of documents by language, largest first: the kept ones under "", then each reason."""
     order = sorted(total.by_language.items(), key=lambda item: (-item[1].total(), item[0]))
     names = ("", *reasons)
     return {label: {name: counts[name] for name in names if counts[name]} for label, counts in order}
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names without repetitions: a filter that a recipe uses twice is counted once."""
+    """Return the names without repetitions, because a filter that a recipe uses twice is counted once."""
     return tuple(dict.fromkeys(names))

@@ -5,7 +5,7 @@ record bytes where a record could not be decoded). `Ledger.check` checks this at
 
 Each entry of the quarantine is a JSON line with file, record number, byte offset in the decompressed file,
 reason and error. With `max_bad_fraction` 0 the first entry stops the build. A split whose task failed is one
-entry, FAILED_SPLIT, with its stored bytes; `max_failed_splits` limits the number of these entries.
+entry with the reason FAILED_SPLIT and the stored size of the split; `max_failed_splits` limits their number.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 
 FAILED_SPLIT = "failed_split"
 
-_SNIPPET_BYTES = 160  # enough to recognize the record, too little to leak a corpus into logs
+_SNIPPET_BYTES = 160  # bytes of a record in errors: enough to recognize it, too little to leak a corpus
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one task, or merged counts of many tasks."""
+    """Counts of the documents that one task, or several, read, kept, dropped (by rule) and quarantined."""
 
     read: Count = field(default_factory=Count)
     kept: Count = field(default_factory=Count)
@@ -46,11 +46,11 @@ class Ledger:
     quarantined: dict[str, Count] = field(default_factory=dict)
 
     def drop(self, reason: str, documents: int, bytes: int) -> None:
-        """Count documents that a rule removed."""
+        """Add documents that a rule dropped to the counts; `reason` is the rule."""
         self.dropped[reason] = self.dropped.get(reason, Count()) + Count(documents, bytes)
 
     def quarantine(self, reason: str, documents: int, bytes: int) -> None:
-        """Count records that could not be read."""
+        """Add records that could not be read to the counts; `reason` is the kind of error."""
         self.quarantined[reason] = self.quarantined.get(reason, Count()) + Count(documents, bytes)
 
     def merge(self, other: Ledger) -> None:
@@ -123,7 +123,7 @@ def _printable(text: str) -> str:
 
 
 class Quarantine:
-    """Collects bad records into a JSON-lines file; the first one raises BuildError if none is allowed."""
+    """Writes unreadable records to a JSON-lines file, if `path` is given; the first may stop the build."""
 
     def __init__(self, path: Path | None = None, *, max_bad_fraction: float = 0.0) -> None:
         self.first: BadRecord | None = None
@@ -132,11 +132,11 @@ class Quarantine:
 
     @property
     def allows_none(self) -> bool:
-        """Whether the first entry stops the build."""
+        """Whether no record may be unreadable, so that the first entry stops the build."""
         return self._max_bad_fraction == 0
 
     def add(self, bad: BadRecord) -> None:
-        """Write an entry; raises BuildError if the recipe allows none."""
+        """Write an entry. Raises BuildError if `max_bad_fraction` is 0: no record may be unreadable."""
         # Names of fields and members may contain bytes that are not UTF-8, and lone surrogates.
         bad = replace(bad, error=_printable(bad.error), snippet=_printable(bad.snippet))
         self.first = self.first or bad
@@ -161,8 +161,8 @@ def check_bad_fraction(
 ) -> None:
     """Raise BuildError if more than `max_bad_fraction` of the records, or of the bytes, were unreadable.
 
-    Bytes are checked too, because the lost rest of a compressed file is a single entry of any size. Splits
-    whose tasks failed do not count.
+    Bytes are checked too, because a damaged compressed file loses any number of bytes but is a single entry.
+    Splits whose tasks failed do not count. `where` names the file; `first` is its first bad record.
     """
     reasons = {name: lost for name, lost in ledger.quarantined.items() if name != FAILED_SPLIT}
     bad = sum(reasons.values(), Count())

@@ -27,8 +27,9 @@ from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
 Ids = npt.NDArray[np.uint32]
 
-CACHE_BYTES = 256 << 20  # gigatoken's word cache grows without limit: after this growth, it is loaded again
-# Encode this many texts of a process one by one: importing awkward takes 0.2 s and saves 1 to 8 us per text.
+CACHE_BYTES = 256 << 20  # gigatoken's word cache has no limit: if memory grows by this, load gigatoken again
+# A process encodes its first texts one by one: batch calls need awkward, which saves 1 to 8 us per text, but
+# takes 0.2 s to import.
 _FIRST_TEXTS = 20_000
 
 
@@ -41,7 +42,7 @@ class EncodingError(BuildError):
 
 
 class Gigatoken:
-    """The fast engine; reads Arrow's buffers without a copy and runs on the calling thread."""
+    """Encodes with `gigatoken`, the fast engine, without copies of texts and without threads of its own."""
 
     def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         added = [
@@ -62,7 +63,7 @@ class Gigatoken:
             raise MissingExtraError("gigatoken", "write", "tokenizing") from error
         try:
             return gigatoken.Tokenizer.from_json(self._data)
-        except BaseException as error:  # RuntimeError or ValueError: it does not support a part of the file
+        except BaseException as error:  # RuntimeError or ValueError: a part of the file is not supported
             raise BuildError(f"gigatoken cannot load this tokenizer ({reason_of(error)})") from error
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
@@ -94,14 +95,14 @@ class Gigatoken:
         except BaseException as error:
             reason_of(error)
             self._tokenizer = self._load()
-            return self._one_by_one(texts)  # the batch call does not tell which text failed; this does
+            return self._one_by_one(texts)  # unlike the batch call, this reports which text failed
         ids: Ids = np.asarray(encoded.content.data)
         offsets: npt.NDArray[np.int64] = np.asarray(encoded.offsets.data, np.int64)
         return ids, np.diff(offsets)
 
 
 class HuggingFace:
-    """Encodes with `tokenizers`: slow, correct by definition. One text per call, so it starts no threads."""
+    """Encodes with `tokenizers`: slow, correct by definition. One text per call, as batches start threads."""
 
     def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         try:
@@ -123,7 +124,7 @@ class HuggingFace:
                 f"tokenizer.path: {path} cannot be loaded by tokenizers: {reason_of(error)}"
             ) from error
         self.path = path
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is plain characters, no eos
+        self._tokenizer.encode_special_tokens = True  # encode "<|endoftext|>" in a text as plain characters
         self.tokenizer = self._tokenizer
 
     def vocabulary(self) -> dict[str, int]:
@@ -204,9 +205,9 @@ OwnEngine = HuggingFace | SentencePiece | Tiktoken
 
 
 def _joined(encoded: Iterable[Sequence[int]], path: Path, library: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-    """Return all ids and the number of ids of each text.
+    """Concatenate the ids of texts; return all ids and the number of ids of each text.
 
-    Raises EncodingError if the library cannot encode a text.
+    Raises EncodingError if `library` cannot encode a text, when its ids are taken from `encoded`.
     """
     parts: list[Ids] = [np.zeros(0, np.uint32)]
     try:
@@ -223,7 +224,7 @@ def _refusal(error: BaseException, path: Path, library: str, row: int = 0) -> En
 
 
 class Marked:
-    """Encodes texts in which a special token counts as special only in parts flagged `SPECIAL`."""
+    """Encodes texts made of flagged parts: a special token is only special in a part flagged `SPECIAL`."""
 
     def __init__(self, config: dict[str, Any], plain: HuggingFace) -> None:
         import tokenizers
@@ -240,7 +241,7 @@ class Marked:
         self._spelled = re.compile("|".join(map(re.escape, special_tokens(config))) or r"(?!)")
 
     def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """Return the ids of one text, given as parts, and whether each id is trained on."""
+        """Return the ids of one text, given as (part, flags), and uint8 per id: 1 if it is trained on."""
         if not any(self._spelled.search(part) for part, flags in parts if not flags & SPECIAL):
             return self._run(self._tokenizer, parts)
         found = []
@@ -255,7 +256,7 @@ class Marked:
         return np.concatenate([ids for ids, _ in found]), np.concatenate([mask for _, mask in found])
 
     def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """Return ids of a text and whether each is trained on.
+        """Encode the parts as one text; return the ids, and uint8 per id: 1 if it is trained on.
 
         An id is trained on if it shares a character with a part flagged `TRAINED`.
         """
@@ -273,12 +274,12 @@ class Marked:
 
 
 def hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:
-    """Return the config with Unigram pieces renamed, so that text never matches special tokens or `marks`.
+    """Return the tokenizer's config with Unigram pieces renamed that spell special tokens or `marks`.
 
-    All ids stay the same. SentencePiece does not match control symbols in text either. Scores stay, because
-    the lowest score decides the cost of an unknown character. The added tokens of renamed pieces are
-    removed: special ones are not searched for in text, and without a piece of their name they would get new
-    ids.
+    So text never matches them, just as SentencePiece does not match control symbols in text. All ids stay the
+    same. Scores stay too, because the lowest score decides the cost of an unknown character. The added tokens
+    with the names of renamed pieces are removed: special ones are not searched for in text, and without a
+    piece of their name they would get new ids.
     """
     vocabulary = config["model"].get("vocab")
     if not isinstance(vocabulary, list):

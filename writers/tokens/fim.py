@@ -28,7 +28,10 @@ _WHOLE = float(1 << 64)
 
 
 def cut_documents(document_ids: list[bytes], seed: int, config: FimConfig) -> Cuts:
-    """Return int64[n, 3]: 0 for an uncut document, 1 for PSM, 2 for SPM; then two cuts in units of 2^-63."""
+    """Return int64[n, 3], for each document its order and the places of two cuts.
+
+    The order is 0 for an uncut document, 1 for PSM, 2 for SPM. A place is a fraction of the text, times 2^63.
+    """
     drawn, order, first, second = (
         keyed_hashes(document_ids, seed, f"fim-{what}") for what in ("draw", "order", "first", "second")
     )
@@ -40,13 +43,13 @@ def cut_documents(document_ids: list[bytes], seed: int, config: FimConfig) -> Cu
 
 
 def ordered(text: str, cut: npt.NDArray[np.int64]) -> tuple[str, str, str]:
-    """Return (prefix, middle, suffix) of a text cut at two places; all places are equally likely."""
+    """Return (prefix, middle, suffix) of a text, given its row of `cut_documents`; cuts are uniform."""
     places = sorted((int(value) * (len(text) + 1)) >> 63 for value in cut[1:])
     return text[: places[0]], text[places[0] : places[1]], text[places[1] :]
 
 
 def original(parts: tuple[str, str, str]) -> str:
-    """Return the original text of a document, given its three parts in the order they were written.
+    """Return the original text of a document from the texts that follow P, S and M.
 
     PSM writes (prefix, suffix, middle); SPM writes ("", suffix, prefix + middle).
     """
@@ -57,9 +60,9 @@ def original(parts: tuple[str, str, str]) -> str:
 def encode_fim(
     encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch, heads: Sequence[str]
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Encode documents, cutting some of them; an EncodingError carries the row of the document.
+    """Encode documents, some of them rearranged; return all ids and the number of ids per document.
 
-    `heads` has one text per document to put before it; it is never cut.
+    `heads` has a text per document that is put before it and never cut. EncodingError has the document's row.
     """
     prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
     cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)

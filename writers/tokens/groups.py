@@ -1,6 +1,6 @@
-"""Groups: documents with one value of a field, such as a repository's files, follow each other as one text.
+"""Groups: documents with the same value of a field, such as a repository's files, are joined to one text.
 
-A model learns from them how files of a repository depend on each other. Groups are written as in StarCoder2
+A model learns from groups how files of a repository depend on each other. They are written as in StarCoder2
 (Lozhkov et al. 2024, arXiv 2402.19173, section 5.1), with the header that the recipe sets:
 
     <repo_name>NAME<file_sep>PATH\\nTEXT<file_sep>PATH\\nTEXT...<|endoftext|>
@@ -30,12 +30,12 @@ from shardkit.writers.tokens.tokenizer import Encoder, EncodingError, Tokens
 
 _WHOLE = float(1 << 64)
 Encode = Callable[[pa.RecordBatch, Sequence[str]], tuple[Tokens, npt.NDArray[np.int64]]]
-"""Encodes documents, each with a text before its own; returns all ids and the number of ids per document."""
+"""Encodes documents, each after a given text. Returns all ids and the number of ids per document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """How tokenized documents are joined: the id of the separator, and whether each document has a bos."""
+    """How tokenized documents are joined: the id of the separator token, and whether documents have a bos."""
 
     config: GroupConfig
     separator_id: int | None
@@ -44,11 +44,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Documents ordered so that all documents of a group are adjacent.
+    """Documents ordered so that all documents of a group are adjacent; arrays have this order.
 
-    `order` has the row of each document in the table. `starts` and `lengths` locate the tokens that are kept;
-    `left_out` is the total number of tokens removed. `firsts` are the documents that begin a group or stand
-    alone.
+    `order` has the row of each document in the table. `starts` and `lengths` locate its tokens that are kept;
+    `left_out` is the total number of tokens removed. `firsts` has the positions of documents that begin a
+    group or are in no group.
     """
 
     order: Int64s
@@ -60,7 +60,7 @@ class Joined:
 
 
 def _fields(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
-    """Return a metadata field of each document as text; None for a document without the field."""
+    """Return the field `name` of each document's metadata as text, or None if a document does not have it."""
     if name is None:
         return [None] * len(metadata)
     found = (None if row is None else orjson.loads(row).get(name) for row in metadata.to_pylist())
@@ -72,9 +72,9 @@ def _keys(values: Sequence[str]) -> list[bytes]:
 
 
 def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int) -> UInt64s:
-    """Return uint64[n], the place of each document in the order of training.
+    """Return uint64[n], the hash of each document that training order sorts by.
 
-    It is a hash of the document's group value if it has one, else of its id.
+    It is the hash of the document's group value if it has one, else of its id.
     """
     placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, "shuffle")
     if group is None:
@@ -88,9 +88,10 @@ def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int
 def encode_grouped(
     encoder: Encoder, group: GroupConfig, seed: int, encode: Encode, documents: pa.RecordBatch
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Encode documents with `encode` and add headers; an EncodingError carries the row of the document.
+    """Encode documents with `encode` and add headers; return all ids and the number of ids per document.
 
-    Documents without the field `group.by`, or without any token of text, get no header.
+    Documents without the field `group.by`, or whose text has no token, get no header. An EncodingError has
+    the row of the document.
     """
     values, titles = (_fields(documents.column("metadata"), name) for name in (group.by, group.title))
     rows = [row for row, value in enumerate(values) if value is not None]
@@ -106,7 +107,7 @@ def encode_grouped(
     ids, lengths = encode(documents, heads)
     parts = _split(ids, lengths)
     for row, alone in _encoded(encoder, {row: head for row, head in enumerate(heads) if head}).items():
-        if np.array_equal(parts[row], alone):  # the document has only a title: its text adds no token
+        if np.array_equal(parts[row], alone):  # the text adds no token to the title: remove the title too
             parts[row] = parts[row][:0]
     none: Tokens = np.zeros(0, encoder.dtype)
     begin, separator = (
@@ -126,7 +127,7 @@ def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
 
 
 def _encoded(encoder: Encoder, texts: Mapping[int, str]) -> dict[int, Tokens]:
-    """Return the ids of texts by row; an EncodingError carries the row."""
+    """Return the ids of each text, by the row of its document; an EncodingError has the row."""
     rows = list(texts)
     try:
         ids, lengths = encoder.encode(list(texts.values()))
@@ -169,7 +170,7 @@ def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s
 
 @kernel
 def _separators(tokens: Tokens, starts: Int64s, lengths: Int64s, wanted: Bools, separator: int) -> Int64s:
-    """Return the number of tokens before the first separator of each wanted document; 0 for the others."""
+    """Return the number of tokens before the first separator in each `wanted` document; 0 for the others."""
     found = np.zeros(len(starts), np.int64)
     for document in range(len(starts)):
         if wanted[document]:

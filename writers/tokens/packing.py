@@ -11,9 +11,9 @@ every piece that continues a document, so that each row begins with it. `pack_be
 a document after its first L, as packing in TRL does ("bfd"); the second drops all that does not fit, so that
 no row is padded, as nanochat does.
 
-Best fit keeps open rows in one stack for each number of free tokens, and a two-level bit set finds the first
-stack that is not empty: a piece costs L / 4096 words at worst and some nanoseconds in practice. All packing
-is arithmetic on lengths, without the GIL.
+Best fit keeps open rows in one stack for each number of free tokens. A two-level bit set finds the stack with
+the least sufficient number: this scans L / 4096 words per piece at worst, some nanoseconds in practice. All
+packing is arithmetic on lengths, without the GIL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shardkit.writers.tokens.tokenizer import Tokens
 
 WINDOW_PIECES = 10_000
 
-# Position of the lowest set bit of a word: multiply the isolated bit by a de Bruijn sequence.
+# The position of the lowest set bit of a word: isolate the bit, multiply it by a de Bruijn sequence, and look
+# up the top 6 bits in this table.
 _DE_BRUIJN = 0x03F79D71B4CB0A89
 _BIT_INDEX = np.zeros(64, np.int64)
 
@@ -55,7 +56,7 @@ class Placement:
 
     @property
     def repeated_bos(self) -> int:
-        """The number of pieces with a repeated bos before them."""
+        """The number of pieces that have a repeated bos before them in their row."""
         return int((self.start > 0).sum()) if self.row_bos else 0
 
     @property
@@ -64,7 +65,7 @@ class Placement:
         return self.rows * self.sequence_length - int(self.length.sum()) - self.repeated_bos
 
     def moved(self, rows: Int64s) -> Placement:
-        """Return the placement with row r moved to `rows[r]`, and pieces sorted by (row, column)."""
+        """Return the placement with row r renumbered to `rows[r]`, and pieces sorted by (row, column)."""
         row = rows[self.row]
         order = _by_row(row, self.column, self.rows)
         columns = (self.document, self.start, self.length, row, self.column)
@@ -72,7 +73,7 @@ class Placement:
         return Placement(self.sequence_length, self.rows, *moved, row_bos=self.row_bos)
 
     def divided(self, lengths: Int64s, firsts: Int64s) -> Placement:
-        """Convert this placement of texts into one of the documents that the texts consist of.
+        """Convert this placement of texts, which consist of documents, to a placement of the documents.
 
         Text number i consists of documents `firsts[i]` to `firsts[i + 1]`, exclusive. `lengths` has the
         length of each document, at least 1. A piece of a text becomes pieces of its documents, in order.
@@ -101,7 +102,7 @@ def pack_best_fit(
     if window < 1:
         raise ValueError(f"a window needs at least one piece, not {window}")
     lengths = np.ascontiguousarray(lengths, np.int64)
-    if row_bos:  # count the repeated bos in: pieces k = 1, 2, ... of a document begin with it, at k * L
+    if row_bos:  # add each repeated bos to the length of its document: all pieces but the first begin with it
         lengths = lengths + np.maximum(0, -(-(lengths - sequence_length) // (sequence_length - 1)))
     lengths = lengths.view()
     lengths.flags.writeable = False  # read-only, like arrays from files: Numba compiles for one array type
@@ -119,7 +120,7 @@ def pack_best_fit_truncate(lengths: Int64s, sequence_length: int, window: int = 
 
 
 def pack_best_fit_crop(lengths: Int64s, sequence_length: int) -> Placement:
-    """Fill rows one by one with the longest documents that fit, then with the shortest one left, cropped.
+    """Fill rows one by one: with the longest documents that fit, then with the start of the shortest one.
 
     Every document is one piece that begins with its first token; only the last row is padded.
     """
@@ -174,7 +175,7 @@ def _lowest_bit(word: np.uint64) -> int:
 
 @kernel
 def _first_at_least(words: UInt64s, summary: UInt64s, start: int) -> int:
-    """Return the smallest member >= `start` of the bit set, or -1; bit i of `summary`: word i is not 0."""
+    """Return the least member >= `start` of a bit set, or -1; bit i of `summary` tells if word i is not 0."""
     all_ones = ~np.uint64(0)
     index = start >> 6
     bits = words[index] & (all_ones << np.uint64(start & 63))
@@ -207,7 +208,7 @@ def _clear_bit(words: UInt64s, summary: UInt64s, i: int) -> None:
 
 @kernel
 def _best_fit(lengths: Int64s, size: int, window: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
-    """Cut whole rows off the long documents, then pack the remainders window by window."""
+    """Cut pieces of a whole row off long documents, then pack the remainders window by window."""
     whole, count = int64(0), 0
     for length in lengths:
         long = length // size if length >= size else 0  # avoid divisions, the slowest operation of this loop
@@ -253,7 +254,11 @@ def _best_fit(lengths: Int64s, size: int, window: int) -> tuple[int, Int64s, Int
 
 @kernel
 def _new_buckets(size: int, pieces: int) -> _Buckets:
-    """Return empty stacks of open rows: bit set, summary, top of each stack, row under each row, counts."""
+    """Return empty stacks of open rows, one per number of free tokens, as a tuple of arrays.
+
+    They are: bit set of the stacks with rows; its summary; the top row of each stack; for each row, the row
+    under it; space for counts.
+    """
     words = np.zeros((size >> 6) + 2, np.uint64)
     summary = np.zeros((len(words) >> 6) + 1, np.uint64)
     tops, counts = np.full(size + 1, -1, np.int32), np.empty(size + 1, np.int32)
@@ -262,7 +267,7 @@ def _new_buckets(size: int, pieces: int) -> _Buckets:
 
 @kernel
 def _longest_first(rests: Int32s, counts: Int32s) -> tuple[Int32s, Int32s]:
-    """Return a stable order by decreasing size, and the sizes in that order, by a counting sort."""
+    """Return the stable order of remainders by decreasing size, and their sizes in it, by a counting sort."""
     counts[:] = 0
     for rest in rests:
         counts[rest] += 1
@@ -287,7 +292,7 @@ def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: In
     used = int64(0)
     for k in range(len(sizes)):
         rest = sizes[k]
-        # All pieces before this one are at least as long, so one of over half a row always needs a new row.
+        # All pieces before this one are at least as long, so a piece of over half a row needs a new row.
         free = -1 if 2 * rest > size else _first_at_least(words, summary, rest)
         if free < 0:
             free, target = size, used
@@ -299,7 +304,7 @@ def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: In
                 _clear_bit(words, summary, free)
         row[k], column[k] = rows + target, size - free
         left = free - rest
-        # Lone eos tokens come last in this order; a row that takes one is closed.
+        # A remainder of one token is a lone eos. These come last, and a row takes only one: it stays closed.
         if left > 0 and rest > 1:
             under[target] = top[left]
             if top[left] < 0:
@@ -316,7 +321,7 @@ def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: In
 
 @kernel
 def _lone_eos_first(sizes: Int32s, rows: int, used: int, row: Int64s, column: Int64s) -> None:
-    """Move one-token remainders to the start of their rows, and the other pieces one place to the right.
+    """Move one-token remainders to the start of their rows, and the other pieces there one column up.
 
     A remainder of one token is a lone eos. After the end of another document it would look like padding.
     """
@@ -335,11 +340,12 @@ def _lone_eos_first(sizes: Int32s, rows: int, used: int, row: Int64s, column: In
 
 @kernel
 def _best_fit_crop(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
-    """Pack as `pack_best_fit_crop` describes; equally long documents stay in order."""
+    """Pack as `pack_best_fit_crop` describes; documents of equal length are taken in order."""
     count, most = len(lengths), size + 1
     document, row, column = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     piece = np.empty(count, np.int64)
-    # `up` holds each length that is left; `down` holds `most` - length, to search for the longest that fits.
+    # `up` has the lengths of the documents not placed yet; `down` has `most` - length for each of them, so
+    # that `_first_at_least` finds the longest that fits.
     up, up_summary, _, _, ends = _new_buckets(most, 0)
     down, down_summary, _, _, _ = _new_buckets(most, 0)
     order, sizes = _longest_first(np.minimum(lengths, most).astype(np.int32), ends)
@@ -394,7 +400,7 @@ def _concat(lengths: Int64s, size: int, bos: int) -> tuple[int, Int64s, Int64s, 
 
 @kernel
 def _by_row(row: Int64s, column: Int64s, rows: int) -> Int64s:
-    """Return the order by (row, column): a counting sort by row, then an insertion sort within each row."""
+    """Return the order of pieces by (row, column): a counting sort by row, then an insertion sort in rows."""
     ends = np.zeros(rows + 1, np.int64)
     for r in row:
         ends[r + 1] += 1
@@ -424,7 +430,8 @@ def _copy_pieces(
 ) -> None:
     flat = out.reshape(-1)
     for i in range(len(sources)):
-        # Two views indexed from 0 let the compiler vectorize this: four times as fast as sums as indices.
+        # Views that begin at 0 let the compiler vectorize the loop; with sums as indices it takes four times
+        # as long.
         target, source = flat[rows[i] * out.shape[1] + columns[i] :], tokens[sources[i] :]
         for k in range(lengths[i]):
             target[k] = source[k]

@@ -18,8 +18,8 @@ and would find them in text, so those pieces get a name that no text has (`hide_
 `sentencepiece` finds no control symbol in text, but the user-defined symbols of its models are tokens
 wherever they are spelled.
 
-Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
-what the engine holds (shardkit.writers.tokens.engines).
+Encoding uses one core per process (no hidden thread pools), and memory for the engine and for a piece of
+`ENCODE_BYTES` of text with its ids.
 """
 
 from __future__ import annotations
@@ -84,13 +84,14 @@ PARITY_BYTES = 2 << 20  # maximum size of the parity sample; `tokenizers` encode
 PARITY_LEAST_BYTES = 1 << 17  # minimum size of the parity sample
 PARITY_PART = 256  # 1/256 of all text is sampled; encoding it with `tokenizers` takes about 2 % of a build
 PARITY_CHARACTERS = 1 << 13  # maximum sample of one document, so that one book is not the whole sample
-_SCANNED = 16  # scan up to this multiple of a file's share of the sample for characters not seen so far
+_SCANNED = 16  # a file is scanned for new characters up to this multiple of its share of the sample
 _AROUND = 48  # characters of context sampled on each side of a character not seen so far
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
-_PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols that never combine; new emoji come every year
+_PICTOGRAPHS = range(0x1F000, 0x1FB00)  # symbols that never combine, such as emoji; new ones come every year
 
-# Where engines have differed: white space, line ends, digits, apostrophes, combining marks, scripts, emoji.
+# Texts on which engines have differed: white space, line ends, digits, apostrophes, combining marks, scripts,
+# emoji.
 _PROBES = (
     " ", "  a", "a \n\n b\t\tc  ", "x\r\n\r\ny", "1234567890 3.14 1,000", "I'll WE'VE don\u2019t o'Clock",
     "e\u0301 \u1e9b\u0323 \ufb01", "\u4f60\u597d\uff0c\u4e16\u754c", "\u0645\u0631\u062d\u0628\u0627",
@@ -100,11 +101,11 @@ _PROBES = (
 
 
 class EosInTextError(EncodingError):
-    """A text was encoded to the eos or bos id."""
+    """The ids of a text contain the eos or bos id."""
 
 
 class Encoder:
-    """Encodes text with one tokenizer file; `eos` ends documents, and `bos`, if given, begins them.
+    """Encodes text with one tokenizer file. `eos` and `bos` are the tokens that end and begin documents.
 
     If `engine` is None, the file's own library is used. `vocab_size` is the greatest id plus one; `dtype` is
     uint16 if all ids fit, else uint32; `digest` is the blake2b-128 of the file's bytes. Texts with a
@@ -183,7 +184,7 @@ class Encoder:
         return [*_PROBES, *(text for form in forms for text in form)]
 
     def special_id(self, token: str, key: str) -> int:
-        """Return the id of a special token; raises RecipeError naming `key` if there is no such token."""
+        """Return the id of a special token. Raises RecipeError, which names `key`, if it does not exist."""
         special = {t["content"]: t["id"] for t in self._config.get("added_tokens") or () if t.get("special")}
         if token not in special:
             raise RecipeError(
@@ -192,7 +193,7 @@ class Encoder:
         return int(special[token])
 
     def sparing(self, unlike: Ranges) -> Encoder:
-        """Return a copy of this encoder that gives texts with a character in `unlike` to the own library."""
+        """Return a copy that encodes texts with a character in `unlike` by the tokenizer's own library."""
         other = copy(self)
         other._unlike = _table_of(unlike) if unlike and self.engine == "gigatoken" else None
         return other
@@ -203,8 +204,8 @@ class Encoder:
         """Encode texts, some of which have marks (shardkit.writers.inputs.chat).
 
         Returns all ids; the number of ids of each text; uint8 per id, 1 if it is trained on; bool per text,
-        whether its last part is trained on. Texts with marks are encoded by `tokenizers`: their ids are the
-        tokenizer's own for the text with its special tokens. Texts without marks are trained on as a whole.
+        whether its last part is trained on. Texts with marks are encoded by `tokenizers`, which recognizes
+        the special tokens that their marks flag. Texts without marks are trained on as a whole.
         """
         rows = np.flatnonzero(marks.is_valid().to_numpy(zero_copy_only=False))
         with _rows_from(np.flatnonzero(marks.is_null().to_numpy(zero_copy_only=False))):
@@ -278,7 +279,7 @@ class Encoder:
 
 @contextmanager
 def _rows_from(rows: Sequence[int] | Int64s) -> Iterator[None]:
-    """Translate the row of an EncodingError within a subset of texts to the row among all texts."""
+    """Convert the row in an EncodingError: the block encodes a subset of texts, which has the rows `rows`."""
     try:
         yield
     except EncodingError as error:
@@ -286,7 +287,7 @@ def _rows_from(rows: Sequence[int] | Int64s) -> Iterator[None]:
 
 
 def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
-    """Return ranges of the characters whose texts the two engines may encode differently.
+    """Return ranges of characters such that the two engines may encode a text with one of them differently.
 
     These are combining marks that the engines order differently; canonical compositions that only one engine
     makes; runs of characters of one category whose first or last character the engines classify differently;
@@ -310,13 +311,14 @@ def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[tuple[int, int
     """Return the code points that Python does not know, ranges of the others, and a test text per range.
 
     The text for a combining or composed character reveals the combining class: it puts the character before
-    a mark of the lowest class and after one of the most frequent class. A run of one category gets a text for
-    each of its ends, whose neighbors reveal whether it is a letter, a digit, a space or a sign.
+    a mark of the lowest class and after one of the most frequent class. A run of one category has a text for
+    its first and one for its last character. The neighbors of the character in the text reveal whether it is
+    a letter, a digit, a space or a sign.
     """
     young = np.zeros(CODE_POINTS, np.bool_)
     ranges: list[tuple[int, int]] = []
     texts: list[str] = []
-    young[ASSIGNED:0xF0000] = True  # the loop below clears some tags; private use begins at 0xF0000
+    young[ASSIGNED:0xF0000] = True  # the loop below clears assigned tags; private use begins at 0xF0000
     codes = [*range(0x80, 0xD800), *range(0xE000, ASSIGNED), *range(0xE0000, 0xE1000)]
     young[0xD800:0xE000] = False
     for category, run in groupby(codes, key=lambda code: unicodedata.category(chr(code))):
@@ -383,14 +385,14 @@ def load_encoder(
     bos: str | None = None,
     encoding: Encoding | None = None,
 ) -> Encoder:
-    """Return an Encoder, cached for later tasks of the process while the file's bytes stay the same."""
+    """Return an Encoder for a tokenizer file. It is cached in this process while the file stays the same."""
     digest = _digest_of_version(path, file_version(path.stat()))
     return _load_encoder(path, digest, eos, engine, bos, encoding).sparing(unlike)
 
 
 @lru_cache(maxsize=4)
 def _digest_of_version(path: Path, version: FileVersion) -> str:
-    """Return `tokenizer_digest`, cached while the version of the file stays the same."""
+    """Return `tokenizer_digest(path)`, cached per version of the file (its size, times and inode)."""
     return tokenizer_digest(path)
 
 
@@ -411,7 +413,10 @@ def _load_encoder(
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The engine that the whole build uses, how much text was compared, and why gigatoken was rejected."""
+    """The engine that the whole build uses, how much text was compared, and why gigatoken was rejected.
+
+    `differences` is the number of texts with different ids. `reason` is None if gigatoken is used.
+    """
 
     engine: Engine
     documents: int
@@ -432,9 +437,10 @@ def check_parity(
 ) -> Parity:
     """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
 
-    Texts with characters in `unlike` (`unlike_characters`) cannot differ: the file's own library encodes them
-    in any case. The sample depends on the files' contents and order only. Warns (RuntimeWarning) if the build
-    has to use the file's own library. Call it once per build and pass the engine to every tokenize task.
+    Texts with characters in `unlike` (from `unlike_characters`) cannot differ, because the tokenizer file's
+    own library always encodes them. The sample depends only on the contents and order of `documents`. Warns
+    (RuntimeWarning) if the build has to use the own library. Call it once per build and pass the engine to
+    every tokenize task.
     """
     reference = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
     own = reference.engine
@@ -460,7 +466,7 @@ def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
     try:
         right, _ = reference.encode([text])
     except EosInTextError:
-        return True  # tokenizing the document fails with either engine, and names the file and record
+        return True  # not a difference: tokenizing the document fails with either engine
     except EncodingError:
         return False  # a document that the file's own library cannot encode must fail the build
     try:
@@ -476,12 +482,12 @@ def _fall_back(path: Path, parity: Parity) -> Parity:
 
 
 def sample_bytes(text_bytes: int) -> int:
-    """Return the size of the sample that both engines encode, in bytes, for a total size of all text."""
+    """Return the size in bytes of the sample for `check_parity`, given the size of all text."""
     return max(PARITY_LEAST_BYTES, min(PARITY_BYTES, text_bytes // PARITY_PART))
 
 
 def sample_texts(documents: Sequence[Artifact], sample_bytes: int) -> Iterator[str]:
-    """Yield texts to compare engines on, an equal share from each file.
+    """Yield texts for the comparison of engines, of the same size from each file.
 
     Half of `sample_bytes` are the beginnings of the first documents of each file. The other half are
     characters that no earlier text had, each with its neighbors, from the rest of these and later documents.
@@ -516,7 +522,7 @@ def _texts_of(file: Artifact) -> Iterator[str]:
 
 
 def _new_characters(text: str, seen: npt.NDArray[np.bool_], most_bytes: int) -> Iterator[str]:
-    """Yield the parts of a text around characters not in `seen`, up to `most_bytes`; adds them to `seen`."""
+    """Yield windows of a text around characters not in `seen`, about `most_bytes` in all; update `seen`."""
     codes = _code_points(text)
     at = 0
     while most_bytes > 0 and len(new := np.flatnonzero(~seen[codes[at:]])):
