@@ -305,11 +305,7 @@ def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool)
     problems = []
     if ended.status not in wanted:
         problems.append(f"ended with {ended.status}, not {wanted}: {said(ended)}")
-<<<<<<< HEAD
-    if ended.status in (1, 130, -signal.SIGTERM) and "run the same command again" not in said(ended):
-=======
     if ended.status in (1, 130, -signal.SIGTERM) and "the same command" not in said(ended):
->>>>>>> en6
         problems.append(f"does not say what to do: {said(ended)}")
     if "Traceback" in ended.errors:
         problems.append(f"a traceback: {ended.errors[-800:]}")

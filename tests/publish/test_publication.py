@@ -387,7 +387,7 @@ def test_a_full_disk_is_said_and_made_good(
 
     with monkeypatch.context() as patch:
         patch.setattr(Placer, "place", full)
-        with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
+        with pytest.raises(BuildError, match=r"No space left on device.*run the same command again"):
             old.publish(tmp_path / "out")
     old.publish(tmp_path / "out")
     assert verify(tmp_path / "out").ok

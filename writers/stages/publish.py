@@ -283,7 +283,7 @@ def publish(
     except (RefusedError, TransferError) as error:
         raise BuildError(f"output {error}") from error
     except (ShardkitError, OSError) as error:
-        raise BuildError(f"output {error}; try again: the same command continues the build") from error
+        raise BuildError(f"output {error}; run the same command again to continue the build") from error
 
 
 def _heard_by(listener: Listener[StageProgress] | None) -> TransferListener:
