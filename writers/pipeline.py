@@ -46,6 +46,7 @@ from shardkit.writers.inputs.files import identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
 from shardkit.writers.recipe.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.rows.dropped_file import DROPPED_FILE
@@ -118,9 +119,10 @@ def build(
         with clock as listener, open_runner(recipe, work, execution, listener) as runner:
             runner.seconds["scan"] = scanned
             _keep_cuts(cuts, runner.journal.work)
-            built = _run_steps(inputs, runner)
+            documents, built = _run_steps(inputs, runner)
             _publish_all(built, targets, runner, listener, replace=replace)
-            ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
+            times, costs = clock.times(runner.seconds), tuple(step_costs(documents))
+            ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, times, costs)
             if recipe.work is None:
                 runner.journal.remove()
         found = [dataset.facts for dataset in built]
@@ -148,7 +150,7 @@ def build_unpublished(
     clock = StageClock(_listener(progress, recipe, work), time.perf_counter())
     execution = Execution(workers=workers).for_text(text_bytes(splits), recipe.memory)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
-        return _run_steps(inputs, runner)
+        return _run_steps(inputs, runner)[1]
 
 
 def _listener(
@@ -161,14 +163,17 @@ def _listener(
     return WholeBuild(make_listener(True), stages, work.local)
 
 
-def _run_steps(inputs: BuildInputs, runner: Runner) -> list[BuiltDataset]:
-    """Place the files that tasks read, run all steps, and return the datasets, ready to publish."""
+def _run_steps(inputs: BuildInputs, runner: Runner) -> tuple[Documents, list[BuiltDataset]]:
+    """Place the files that tasks read, and run all steps.
+
+    Returns the documents that are left, and the datasets, ready to publish.
+    """
     inputs = place_files(inputs, runner.journal)
     documents = run_build(inputs, runner.run)
     check_unchanged(inputs.splits, documents.input_hashes)
     for scores in inputs.scores:
         check_unchanged(scores.splits, scores.hashes)
-    return [_describe(inputs, documents, one) for one in documents.outputs]
+    return documents, [_describe(inputs, documents, one) for one in documents.outputs]
 
 
 def _first_folder(targets: Sequence[Path | RemoteOutput]) -> Path | None:
@@ -347,7 +352,7 @@ def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
     funnel = Funnel(
         _ledgers(documents, "writing", [ledger for one in written for ledger in one.ledgers]),
         [0 for _ in documents.recipe.inputs],
-        documents.pending,
+        {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
         None,
         {"documents": sum(shard.samples for one in shards for shard in one)},
     )
@@ -384,7 +389,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
     funnel = Funnel(
         _ledgers(documents, "tokenizing", [one.ledger for one in tokenized]),
         tokens,
-        documents.pending,
+        {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
         recipe.pack.sequence_length if recipe.output.format in ("mds", "wds") else None,
         packed,
         {"lengths": lengths, "row_padding": row_padding, "row_pieces": row_pieces},

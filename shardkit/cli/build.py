@@ -145,7 +145,7 @@ def _write_timings(path: Path, result: BuildResult) -> None:
     if path.suffix == ".html":
         data = render_times(result)
     else:
-        names = ("output", "fingerprint", "total_seconds", "tasks", "tasks_reused", "stages")
+        names = ("output", "fingerprint", "total_seconds", "tasks", "tasks_reused", "stages", "costs")
         facts = result.to_dict()
         data = json.dumps({name: facts[name] for name in names}, indent=2).encode() + b"\n"
     try:

@@ -63,9 +63,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "steps": {"steps": ["exact", LONG, "lines", LONG, {"near": 0.8}, SCORES, "pii"]},
     "steps-outputs": {
         "steps": [LONG, "url", SCORES, BUCKETS, "exact", LONG],
-        "outputs": [MDS | {"where": {"quality": "3"}}, PARQUET],
-        "split": {"validation": 5},
+        "outputs": [MDS | {"where": {"quality": ["2", "3"]}}, PARQUET],
+        "split": {"validation": 60},
     },
+    "steps-again": {"steps": ["url", "exact", "lines", "exact", {"near": 0.8}, LONG, "exact"]},
     "steps-chat": {"inputs": [CHAT], "steps": ["exact", LONG]},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
     "limit": {"limit": 50},
@@ -198,7 +199,7 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
 # what a pass of filters behind duplicate removal writes.
 FROM_DATA = {
     *("filter_left", "filter_left-2"),
-    *("scores", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
+    *("scores", "split_rows", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
     *("verify", "side_files"),
 }
 FROM_INDEX = {"bands", "shingles", "near_lost", "near_kept"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import shardkit
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.report.costs import StepCost, better_place
 from support.small_build import EOS, text_of, train_bpe, tree
 from support.small_models import model_bytes
 
@@ -33,6 +35,7 @@ def keep(batch, remainder):
 """
 PYTHON: Step = {"python": {"file": "filters.py", "function": "keep", "parameters": {"remainder": 0}}}
 LENGTH: Step = {"length": {"min_words": 4}}
+EDIT: Step = {"repeated_lines": {}}
 
 
 @pytest.fixture
@@ -96,12 +99,48 @@ def test_steps_in_the_order_of_the_short_form_give_its_bytes(
     assert tree(folder / "again") == short
 
 
+def test_exact_finds_again_what_other_steps_made_equal(folder: Path) -> None:
+    line = "a long line that stands at the end of many documents " * 12
+    rows = [{"text": f"{text_of(n % 6)}\n{line}" if n > 5 else text_of(n % 6), "id": n} for n in range(12)]
+    for file in folder.glob("part-*.jsonl"):
+        file.unlink()
+    (folder / "part-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps: list[Step] = ["exact", {"lines": {"min_characters": 500}}, "exact", {"near": 0.9}]
+    inputs = [{"path": "part-*.jsonl"}]
+    result = run(folder, "out", steps=steps, inputs=inputs)
+    once = run(folder, "once", steps=steps[:2], inputs=inputs)
+    assert [cost.step for cost in result.costs] == ["exact", "lines", "exact", "near"]
+    assert result.costs[0].dropped == 0
+    assert result.funnel.kept.documents < once.funnel.kept.documents
+    twice = result.funnel.dropped["exact_duplicate"].documents
+    assert twice == result.costs[2].dropped == once.funnel.kept.documents - result.funnel.kept.documents
+    table = pq.read_table(folder / "out" / "duplicates").to_pylist()
+    assert sum(row["reason"] == "exact_duplicate" for row in table) == twice
+    copies = pq.read_table(folder / "out" / "provenance", columns=["copies"]).column("copies")
+    assert max(copies.to_pylist()) == 2
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"near": 0.8}, "exact"],
+        [{"near": 0.8}, "lines", LENGTH, "exact"],
+        ["lines", {"near": 0.8}, PYTHON, "exact"],
+    ],
+)
+def test_any_order_adds_up_and_leaves_no_equal_texts(folder: Path, steps: list[Step]) -> None:
+    left = texts_of(folder, "out", steps=steps)
+    assert len(set(left)) == len(left) > 10
+
+
 def kept_by(steps: Sequence[Step], rows: Sequence[dict[str, Any]]) -> list[str]:
     """The texts that steps leave in plain Python; rows are in the order of priority."""
     left = list(rows)
     for step in steps:
         if step == LENGTH:
             left = [row for row in left if len(row["text"].split()) >= 4]
+        elif step == EDIT:
+            left = [row | {"text": "\n".join(dict.fromkeys(row["text"].split("\n")))} for row in left]
         elif step == PYTHON:
             left = [row for row in left if len(row["text"]) % 3 != 0]
         else:
@@ -122,6 +161,8 @@ def kept_by(steps: Sequence[Step], rows: Sequence[dict[str, Any]]) -> list[str]:
         ["url", PYTHON, "exact", LENGTH],
         [PYTHON, "url", LENGTH, "exact"],
         ["url", "exact", PYTHON, LENGTH],
+        ["exact", EDIT, "exact"],
+        ["exact", "exact", LENGTH, EDIT, "exact"],
     ],
 )
 def test_steps_leave_what_plain_python_leaves(folder: Path, steps: list[Step]) -> None:
@@ -238,8 +279,9 @@ def test_a_pass_that_leaves_nothing_names_its_filters(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"steps": [{"near": 0.8}, "exact"]}, "steps: exact stands behind near; .* url, exact, lines, near"),
-        ({"steps": ["exact", "exact"]}, "steps: exact stands behind exact"),
+        ({"steps": ["exact", "url"]}, "steps: url must come before exact; only filters may precede it"),
+        ({"steps": ["near", "exact", "near"]}, "steps: near is listed twice; only exact can be repeated"),
+        ({"steps": ["exact", "lines", {"exact": {"text": "normalized"}}]}, "exact is listed twice with diff"),
         ({"steps": ["exact"], "filters": ["gopher_quality"]}, "filters: `steps` lists all of it in order"),
         ({"steps": ["exact"], "dedup": {"near": 0.8}}, "dedup: `steps` lists all of it in order"),
         ({"steps": ["exact", "pii"], "annotate": True}, "annotate: the filter pii stands behind"),
@@ -255,3 +297,37 @@ def test_mistakes_are_named_with_their_place(keys: dict[str, Any], message: str)
     recipe = {"inputs": "a.jsonl", "tokenizer": {"path": "t", "eos": "e"}, "output": "o"}
     with pytest.raises(RecipeError, match=message):
         recipe_from_mapping(recipe | keys, folder=Path("/x"))
+
+
+def test_a_result_says_what_each_filter_judged_dropped_and_took(folder: Path) -> None:
+    result = run(folder, "out", steps=[LENGTH, "url", PYTHON, "exact", {"length": {"max_words": 100}}])
+    costs = result.costs
+    assert [cost.step for cost in costs] == ["length", "url", "python", "exact", "length"]
+    dropped = {reason: count.documents for reason, count in result.funnel.dropped.items()}
+    assert costs[0].documents == result.funnel.read.documents
+    for before, after in pairwise(costs):
+        assert after.documents == before.documents - before.dropped
+    assert costs[-1].documents - costs[-1].dropped == result.funnel.kept.documents
+    assert costs[1].dropped == dropped["url_duplicate"]
+    assert costs[2].dropped == dropped["python/rejected"]
+    assert all((cost.seconds is None) == (cost.step in ("url", "exact")) for cost in costs)
+    assert result.to_dict()["costs"][2]["documents"] == costs[2].documents
+
+
+def test_the_filter_that_would_save_most_behind_later_steps_is_named() -> None:
+    costs = [
+        StepCost("length", 1000, 100, 2.0),
+        StepCost("python", 900, 0, 90.0),
+        StepCost("exact", 900, 500),
+        StepCost("near", 400, 200),
+    ]
+    advice = better_place(costs)
+    assert advice is not None
+    assert advice.startswith("python took 90 s of CPU for 900 documents, 78% of which later steps removed")
+    assert "(most by exact and near)" in advice
+    assert advice.endswith("it would take about 20 s")
+    behind = [*costs[:1], *costs[2:], StepCost("python", 200, 0, 20.0)]
+    assert better_place(behind) is None, "nothing stands behind it"
+    assert better_place([StepCost("python", 900, 0, 9.0), *costs[2:]]) is None, "less than ten seconds"
+    edited = [*costs[:2], StepCost("pii", 900, 1, 1.0, edits=True), *costs[2:]]
+    assert better_place(edited) is None, "it would judge other texts"

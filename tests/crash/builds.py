@@ -44,6 +44,8 @@ STAGES = (
         "line_losers",
         "lines",
         "filter_left-2",
+        "url_left-2",
+        "exact-2",
         "signatures",
         "parts",
     ),
@@ -59,6 +61,7 @@ steps:
   - exact
   - lines: {min_characters: 20}
   - length: {min_words: 3}
+  - exact
   - near: {small_shingles: 0}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}

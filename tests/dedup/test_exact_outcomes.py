@@ -18,7 +18,14 @@ from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
 from shardkit.writers.dedup.urls import URL_KEYS
 from shardkit.writers.exchange.exchange import Limits, RunWriter, exchange
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.stages.exact import EQUAL_TEXTS, EQUAL_URLS, ExactDuplicates, keys_left, remove_equal
+from shardkit.writers.stages.exact import (
+    EQUAL_TEXTS,
+    EQUAL_URLS,
+    URL_LEFT,
+    ExactDuplicates,
+    keys_left,
+    remove_equal,
+)
 from support.task_folders import TaskFolders, commit_folder
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
@@ -198,7 +205,7 @@ def test_urls_are_compared_first_and_those_who_stay_stand_for_what_lost_to_them(
     known = sum(url is not None for url in urls)
     by_url, tables = remove_equal(run, EQUAL_URLS, URL_KEYS, cleaned, known, keep, memory_bytes, limits)
     removals = [SplitRemovals({"url_duplicate": table}) for table in tables]
-    left = keys_left(run, cleaned, removals, memory_bytes, limits)
+    left = keys_left(run, URL_LEFT, cleaned, removals, memory_bytes, limits)
     by_text, texts_tables = remove_equal(
         run, EQUAL_TEXTS, WEIGHTED_KEYS, left, count, "first", memory_bytes, limits
     )

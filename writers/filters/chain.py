@@ -8,6 +8,7 @@ that editors cut plus its size when it was kept or dropped; `_run` asserts this 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,15 @@ from shardkit.writers.filters.by_language import ByLanguage, FilterByLanguage
 from shardkit.writers.filters.fasttext import LanguageConfig, LanguageFilter, unknown_languages
 from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.filters.scores import REFUSED, ScoreLookup, ScoresConfig, ScoresFilter
-from shardkit.writers.rows.filtered import EXCERPT_CHARACTERS, EXCERPTS, SAMPLE, Dropped, Excerpt, Filtered
+from shardkit.writers.rows.filtered import (
+    EXCERPT_CHARACTERS,
+    EXCERPTS,
+    SAMPLE,
+    Dropped,
+    Excerpt,
+    FilterCost,
+    Filtered,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class FilterChain:
         ]
         self._scores = [config for _, config in steps if isinstance(config, ScoresConfig)]
         self._annotate, self._seed = annotate, seed
+        self.costs = {step.name: FilterCost() for step in self._steps}  # of all batches so far
         self.reasons = tuple(f"{step.name}/{reason}" for step in self._steps for reason in step.work.reasons)
         editors = [(step.name, step.work) for step in self._steps if isinstance(step.work, Editor)]
         self.edits = tuple(f"{name}/{edit}" for name, editor in editors for edit in editor.edits)
@@ -163,7 +173,9 @@ class FilterChain:
             alive = codes == 0
             if not self._annotate:
                 batch.wanted = alive
+            began = time.thread_time()
             rules, edit = self._run(step, batch)
+            judged, seconds = int(alive.sum()), time.thread_time() - began
             if edit is not None:
                 _book(result.cut, step.name, edit.cut, alive)
                 _book(result.counts, step.name, edit.counts, alive)
@@ -172,6 +184,7 @@ class FilterChain:
                 chosen = np.flatnonzero(found == number)
                 codes[chosen] = first + number
                 _drop(result, self.reasons[first + number - 1], rules[number - 1], batch, chosen, hashes)
+            self.costs[step.name].add(FilterCost(judged, judged - int((codes == 0).sum()), seconds))
             first += len(step.work.reasons)
             if step.name == self._language:
                 result.languages = batch.languages

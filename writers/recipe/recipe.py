@@ -50,6 +50,7 @@ from shardkit.writers.recipe.steps import (
     FilterPass,
     StepEntry,
     filter_named,
+    is_short,
     moves_of,
     removal_of,
     step_named,
@@ -402,8 +403,8 @@ class Recipe(StrictModel):
         found["filters"] = [config.entry(name) for name, config in self.filter_chain()]
         if "steps" in found:
             found["steps"] = [entry for step in self.steps for entry in step.contents()]
-        if len(self.passes) == 1:
-            found.pop("steps", None)  # `steps` has the default order, which `filters` and `dedup` express
+        if is_short(self.moves):
+            found.pop("steps", None)  # `filters` and `dedup` express the same order
         return found
 
     def filter_chain(self) -> FilterPass:

@@ -72,29 +72,40 @@ def filter_named(name: str) -> dict[str, object]:
 
 
 def moves_of(steps: Sequence[StepEntry]) -> tuple[FilterPass | str, ...]:
-    """Return passes of filters and names of schemes, in order. The first item is a pass, perhaps empty."""
+    """Return passes of filters and names of schemes, in order. The first item is a pass, perhaps empty.
+
+    `exact` compares keys that a pass writes. If a step other than `url` follows the last pass, an empty pass
+    is inserted before `exact`.
+    """
     moves: list[FilterPass | str] = [()]
     for step in steps:
-        if step.scheme is not None:
-            moves.append(step.scheme)
-            continue
         before = moves[-1]
-        if isinstance(before, str):
-            moves.append(step.filters())
-        else:
-            moves[-1] = (*before, *step.filters())
+        if step.scheme is None:
+            moves[-1:] = [before, step.filters()] if isinstance(before, str) else [(*before, *step.filters())]
+            continue
+        if step.scheme == "exact" and isinstance(before, str) and before != "url":
+            moves.append(())
+        moves.append(step.scheme)
     return tuple(moves)
 
 
 def removal_of(steps: Sequence[StepEntry], given: DedupConfig) -> DedupConfig:
-    """Return the settings `given` with the schemes of `steps`. Raises ValueError if they are out of order."""
-    schemes = DedupConfig.schemes()
-    named = [step.scheme for step in steps if step.scheme is not None]
-    places = [schemes.index(name) for name in named]
-    for number, (before, place) in enumerate(pairwise(places)):
-        if place <= before:
-            raise ValueError(
-                f"steps: {named[number + 1]} stands behind {named[number]}; each way to find duplicates runs "
-                f"once, in the order {', '.join(schemes)}, with filters anywhere between"
-            )
-    return given.model_copy(update={step.scheme: getattr(step, step.scheme) for step in steps if step.scheme})
+    """Return `given` with the schemes of `steps`. Raises ValueError if their order is not possible."""
+    found: dict[str, Any] = {}
+    for step in steps:
+        if (scheme := step.scheme) is None:
+            continue
+        settings = getattr(step, scheme)
+        if scheme == "url" and found:
+            raise ValueError(f"steps: url must come before {next(iter(found))}; only filters may precede it")
+        if scheme in found and scheme != "exact":
+            raise ValueError(f"steps: {scheme} is listed twice; only exact can be repeated")
+        if found.setdefault(scheme, settings) != settings:
+            raise ValueError("steps: exact is listed twice with different settings; use the same ones")
+    return given.model_copy(update=found)
+
+
+def is_short(moves: Sequence[FilterPass | str]) -> bool:
+    """Whether `filters` and `dedup` express this order: all filters first, then schemes in default order."""
+    behind = [DedupConfig.schemes().index(move) if isinstance(move, str) else -1 for move in moves[1:]]
+    return -1 not in behind and all(first < second for first, second in pairwise(behind))

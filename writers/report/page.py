@@ -16,6 +16,7 @@ from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts
 from shardkit.order.token_mask import LONGEST_PERIOD
 from shardkit.settings import TRAIN
 from shardkit.units import format_bytes
+from shardkit.writers.report.costs import better_place
 from shardkit.writers.report.dedup import render_dedup
 from shardkit.writers.report.html import (
     STYLE,
@@ -503,6 +504,25 @@ def _code(digest: str) -> str:
     return f"<td><code>{text(digest)}</code></td>"
 
 
+def _costs(result: BuildResult) -> str:
+    rows = [
+        [
+            cell(cost.step),
+            number(f"{cost.documents:,}"),
+            number(f"{cost.dropped:,}"),
+            number(percent(cost.dropped, cost.documents)),
+            number("" if cost.seconds is None else f"{cost.seconds:,.2f}"),
+            number(f"{1e6 * cost.seconds / cost.documents:,.0f}" if cost.seconds and cost.documents else ""),
+        ]
+        for cost in result.costs
+    ]
+    head = ("step", ">documents", ">removed", ">share", ">CPU s", ">us a document")
+    advice = better_place(result.costs)
+    note = f'<p class="note">{text(advice)}.</p>' if advice else ""
+    found = table(head, rows, caption="What each step judged, removed and took")
+    return section("Filters and duplicate removal", found, note)
+
+
 def render_times(result: BuildResult) -> bytes:
     """Render the times and counts of each stage in a run as one HTML page in the style of `report.html`."""
     rows = [
@@ -532,4 +552,6 @@ def render_times(result: BuildResult) -> bytes:
     )
     found = table(head, rows, caption=f"Stages in {result.total_seconds:,.1f} s")
     parts = [facts(told, caption="This run"), section("Stages", found, note)]
+    if result.costs:
+        parts.append(_costs(result))
     return html_page("Build times", ["<h1>Build times</h1>", *parts])

@@ -23,6 +23,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
 from shardkit.writers.execution.progress import StageProgress
+from shardkit.writers.report.costs import StepCost, better_place
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.publish import REPORT_NAME
 
@@ -116,6 +117,7 @@ class Ran:
     tasks: int
     tasks_reused: int
     stages: tuple[StageTime, ...]
+    costs: tuple[StepCost, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,6 +146,7 @@ class BuildResult(Described):
     tasks_reused: int
     up_to_date: bool = False
     stages: tuple[StageTime, ...] = ()
+    costs: tuple[StepCost, ...] = ()
     steps: tuple[FunnelStep, ...] = ()
     others: tuple[BuildResult, ...] = ()
     """The other datasets of a recipe with several outputs or a split, in the recipe's order."""
@@ -170,6 +173,7 @@ class BuildResult(Described):
             tasks_reused=0 if ran is None else ran.tasks_reused,
             up_to_date=ran is None,
             stages=() if ran is None else ran.stages,
+            costs=() if ran is None else ran.costs,
             steps=tuple(card.funnel_steps()),
         )
 
@@ -203,6 +207,7 @@ class BuildResult(Described):
                 "funnel": self.funnel.to_dict(),
                 "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
                 "stages": [stage.to_dict() for stage in self.stages],
+                "costs": [asdict(cost) for cost in self.costs],
                 "steps": [asdict(step) for step in self.steps],
                 "others": [other.to_dict() for other in self.others],
                 "total_seconds": round(self.total_seconds, 3),
@@ -247,9 +252,18 @@ class BuildResult(Described):
         return f"Dataset {self.location}", [
             *facts,
             ("time", self._time()),
+            *self._costs(),
             ("report", f"{self.location}/{REPORT_NAME}"),
             *next_steps,
         ]
+
+    def _costs(self) -> Facts:
+        filters = [cost for cost in self.costs if cost.seconds is not None and cost.seconds >= 1]
+        filters.sort(key=lambda cost: -(cost.seconds or 0.0))
+        shown = [f"{cost.step} {cost.seconds:,.0f} s" for cost in filters[:_MOST_STEPS]]
+        advice = better_place(self.costs)
+        facts = [("filters", f"CPU of all workers: {', '.join(shown)}")] if shown else []
+        return [*facts, ("order", advice)] if advice else facts
 
     def _shards(self) -> str:
         return f"{counted(self.shards, 'shard')} ({self.format})"

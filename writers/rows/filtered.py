@@ -46,6 +46,21 @@ class Dropped:
     labels: npt.NDArray[np.object_] | None = None
 
 
+@dataclass(slots=True)
+class FilterCost:
+    """What one filter judged and dropped in some batches, and the CPU seconds that it took."""
+
+    documents: int = 0
+    dropped: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: FilterCost) -> None:
+        """Add the cost of other batches."""
+        self.documents += other.documents
+        self.dropped += other.dropped
+        self.seconds += other.seconds
+
+
 @dataclass
 class Filtered:
     """The result of filters for a batch: the kept documents, edited, and counts by "<filter>/<name>".

@@ -292,7 +292,9 @@ def _clean(
         if version_now(part.input) != before:
             raise BuildError(f"{part.path}: changed while it was read; run the build again")
     made = files.result(ledger)
-    return Cleaned(made.ledger, made.filters, made.languages, made.urls, found, hashes)
+    return Cleaned(
+        made.ledger, made.filters, made.languages, made.urls, made.costs, fields=found, inputs=hashes
+    )
 
 
 def _read(

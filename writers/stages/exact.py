@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -80,24 +81,25 @@ def drop_equal_urls(documents: Documents, build: Build) -> Documents:
     return _without(URL_DUPLICATE, removed, documents)
 
 
-def drop_equal_texts(documents: Documents, build: Build) -> Documents:
+def drop_equal_texts(stages: EqualTexts, documents: Documents, build: Build) -> Documents:
     """Remove all but one of the documents with the same text.
 
-    Of documents with equal URLs, only the kept one is compared; it also represents those removed for it.
+    Of documents that an earlier step found to be duplicates, only the kept ones are compared; these also
+    represent the removed ones.
     """
     run, memory_bytes, limits = build.run, build.memory_bytes, build.limits
     step = documents.step_with(KEYS.file)
     table, written = KEYS, step.commits
-    if URL_DUPLICATE in documents.lost:
-        table, written = WEIGHTED_KEYS, keys_left(run, written, documents.removals, memory_bytes, limits)
-    removed = remove_equal(
-        run, EQUAL_TEXTS, table, written, step.kept.documents, "first", memory_bytes, limits
-    )
+    if stages.left is not None:
+        table = WEIGHTED_KEYS
+        written = keys_left(run, stages.left, written, documents.removals, memory_bytes, limits)
+    removed = remove_equal(run, stages, table, written, step.kept.documents, "first", memory_bytes, limits)
     return _without(EXACT_DUPLICATE, removed, documents)
 
 
 def keys_left(
     run: RunTasks,
+    stage: Stage[..., Left],
     written: Sequence[Commit],
     removals: Sequence[SplitRemovals],
     memory_bytes: int,
@@ -106,8 +108,8 @@ def keys_left(
     """Write the WEIGHTED_KEYS of the remaining documents, with one task per split; return the commits."""
     tasks = []
     for commit, removed in zip(written, removals, strict=True):
-        piece = exchange(run, URL_LEFT, KEYS, [commit], readers=1, limits=limits).slice(0, 1 << 64)
-        tasks.append(URL_LEFT.task(commit.name, piece.bytes, piece, removed, memory_bytes))
+        piece = exchange(run, stage, KEYS, [commit], readers=1, limits=limits).slice(0, 1 << 64)
+        tasks.append(stage.task(commit.name, piece.bytes, piece, removed, memory_bytes))
     [left] = run(tasks)
     return left
 
@@ -220,6 +222,27 @@ EQUAL_TEXTS = EqualStages(
 )
 
 
+@dataclass(frozen=True)
+class EqualTexts(EqualStages):
+    """The stages of one step over texts. `left` writes the keys of documents that earlier steps left."""
+
+    left: Stage[[Slice, SplitRemovals, int], Left] | None
+
+    @property
+    def all(self) -> Sequence[Stage[..., Any]]:
+        """The stages, in order."""
+        return (*(() if self.left is None else (self.left,)), self.find, self.sort)
+
+
+def equal_texts(nth: int, *, is_first: bool) -> EqualTexts:
+    """Return the stages of the `nth` step over equal texts, from 1; see `texts_step`."""
+    find, sort, left = EQUAL_TEXTS.find, EQUAL_TEXTS.sort, URL_LEFT
+    if nth > 1:
+        name = str(nth)
+        find, sort, left = find.step(name), sort.step(name), left.step(name)
+    return EqualTexts(find, sort, None if is_first else left)
+
+
 def url_needs(n: Needs) -> None:
     """Add the requests and bytes of comparing URLs."""
     if "url" in n.corpus.dedup:
@@ -227,14 +250,16 @@ def url_needs(n: Needs) -> None:
 
 
 def text_needs(n: Needs) -> None:
-    """Add the requests and bytes of comparing texts, and of stage `url_left` before it."""
+    """Add the requests and bytes of every step over texts, and of stage `url_left` before it."""
     c = n.corpus
     if "exact" not in c.dedup:
         return
-    if "url" in c.dedup:
-        read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
-        n.add(URL_LEFT, c.splits, 2 * c.splits, read, files=1, written=written)
-    _add(n, EQUAL_TEXTS, WEIGHTED_KEYS if "url" in c.dedup else KEYS)
+    for nth in range(1, 2 + c.shape.repeated):
+        stages = equal_texts(nth, is_first=nth == 1 and "url" not in c.dedup)
+        if stages.left is not None:
+            read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
+            n.add(stages.left, c.splits, 2 * c.splits, read, files=1, written=written)
+        _add(n, stages, KEYS if stages.left is None else WEIGHTED_KEYS)
 
 
 def _add(n: Needs, stages: EqualStages, table: Table) -> None:
@@ -249,11 +274,13 @@ def _stages_of_urls(recipe: Recipe) -> Sequence[Stage[..., Any]]:
     return () if recipe.dedup.url is None else (EQUAL_URLS.find, EQUAL_URLS.sort)
 
 
-def _stages_of_texts(recipe: Recipe) -> Sequence[Stage[..., Any]]:
-    if recipe.dedup.exact is None:
-        return ()
-    return (*((URL_LEFT,) if recipe.dedup.url is not None else ()), EQUAL_TEXTS.find, EQUAL_TEXTS.sort)
+def texts_step(nth: int, *, is_first: bool) -> Step:
+    """Return the step over equal texts that is the `nth` of a build, from 1.
+
+    `is_first`: no duplicates were removed before.
+    """
+    stages = equal_texts(nth, is_first=is_first)
+    return Step(lambda recipe: stages.all, partial(drop_equal_texts, stages), text_needs)
 
 
 URLS_STEP = Step(_stages_of_urls, drop_equal_urls, url_needs)
-TEXTS_STEP = Step(_stages_of_texts, drop_equal_texts, text_needs)

@@ -31,6 +31,7 @@ from shardkit.writers.execution.stage import RunTasks, Stage, Task
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.documents import DOCUMENTS_FILE
+from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.inputs import BuildInputs
@@ -74,6 +75,7 @@ class Filtering:
     filters: FilterCounts
     languages: Sequence[str] | None = None
     urls: int = 0
+    costs: Mapping[str, FilterCost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class Documents:
     removals: Sequence[SplitRemovals] = ()
     pending: Mapping[str, Count] = field(default_factory=dict)
     lost: Mapping[str, Sequence[Count]] = field(default_factory=dict)
+    compared: Sequence[tuple[int, int]] = ()
+    """How many documents each step of duplicate removal compared, and removed."""
     beside: Sequence[Commit] = ()
     single: int = 0
     """Number of documents left by the last step that compared URLs or texts for equality."""
@@ -247,12 +251,15 @@ class Documents:
         """Return the documents without those in `tables`, which a step removed for this reason."""
         lost = [table.lost for table in tables]
         removals = [own.also(reason, table) for own, table in zip(self.removals, tables, strict=True)]
-        return replace(
-            self,
-            removals=removals,
-            pending={**self.pending, reason: sum(lost, Count())},
-            lost={**self.lost, reason: lost},
-        )
+        pending = {**self.pending, reason: sum(lost, Count())}
+        return replace(self.losing(reason, lost), removals=removals, pending=pending)
+
+    def losing(self, reason: str, lost: Sequence[Count]) -> Documents:
+        """Return the documents with what a step over all of them took from each split booked."""
+        before = self.lost.get(reason, [Count()] * len(lost))
+        added = [one + more for one, more in zip(before, lost, strict=True)]
+        compared = self.left.documents, sum(one.documents for one in lost)
+        return replace(self, lost={**self.lost, reason: added}, compared=[*self.compared, compared])
 
     def rewritten(self, step: Written, left: Sequence[SplitTable]) -> Documents:
         """Return the documents as `step` rewrote them; those that were removed before are not in its files.

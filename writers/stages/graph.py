@@ -45,7 +45,7 @@ from shardkit.writers.stages.tokenize import tokenizer_task
 FIRST: Sequence[Step] = (scores.STEP, clean.STEP)
 REMOVING: Mapping[str, Step] = {  # keys are the names under `dedup` and in `steps` of a recipe
     "url": exact.URLS_STEP,
-    "exact": exact.TEXTS_STEP,
+    "exact": exact.texts_step(1, is_first=True),
     "lines": lines.STEP,
     "near": near.STEP,
 }
@@ -54,13 +54,16 @@ MAKING: Sequence[Step] = (buckets.STEP, split.STEP, rows.STEP, text.STEP, remove
 
 def steps_of(recipe: Recipe) -> list[Step]:
     """Return the steps of a recipe's build that filter documents and remove duplicates, in order."""
-    found, passes = [*FIRST], 0
+    found = [*FIRST]
+    schemes: list[str] = []
     for number, move in enumerate(recipe.moves[1:], 1):
-        if isinstance(move, str):
-            found.append(REMOVING[move])
-        else:
-            passes += 1
-            found.append(filter_left.step_of(number, passes))
+        if not isinstance(move, str):
+            found.append(filter_left.step_of(number, number - len(schemes)))
+            continue
+        is_first = not schemes
+        schemes.append(move)
+        equal = move == "exact"
+        found.append(exact.texts_step(schemes.count(move), is_first=is_first) if equal else REMOVING[move])
     return found
 
 

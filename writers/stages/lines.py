@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
 from shardkit.writers.dedup.rewriting import left_of
@@ -23,9 +21,9 @@ def cut_lines(documents: Documents, build: Build) -> Documents:
         build.run, documents.described(), documents.removals, config, build.memory_bytes, limits=build.limits
     )
     cut = [commit.ledger() for commit in files]
-    left = documents.rewritten(Written("cutting lines", files, cut), [left_of(commit) for commit in files])
     lost = [one.dropped.get(DUPLICATE_LINES, Count()) for one in cut]
-    return replace(left, lost={**documents.lost, DUPLICATE_LINES: lost})
+    step = Written("cutting lines", files, cut)
+    return documents.losing(DUPLICATE_LINES, lost).rewritten(step, [left_of(commit) for commit in files])
 
 
 def needs(n: Needs) -> None:

@@ -57,9 +57,11 @@ class Shape:
     """Number of datasets of tokens that store whole documents (format tokens)."""
     passes: int = 0
     """Number of passes of filters after duplicate removal."""
+    repeated: int = 0
+    """Number of `exact` steps after the first one."""
     has_buckets: bool = False
     side_files: int = 0
-    """Number of files with scores and annotations that cleaning writes per split."""
+    """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Shape:
@@ -73,9 +75,10 @@ class Shape:
             parts=0 if recipe.split is None else len(recipe.split.parts),
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
             passes=len(recipe.passes) - 1,
+            repeated=max(0, recipe.moves.count("exact") - 1),
             stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
-            side_files=recipe.annotate + sum(kind in first for kind in (ScoresConfig, BucketsConfig)),
+            side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
         )
 
 

@@ -94,7 +94,7 @@ class PassFiles:
     """Writes the files of a pass into `folder` and counts documents; `schema` is the documents' schema."""
 
     def __init__(self, folder: Path, settings: PassSettings, chain: FilterChain, schema: pa.Schema) -> None:
-        self._counts = FilterCounts.of_rules(chain.reasons, chain.edits)
+        self._counts, self._costs = FilterCounts.of_rules(chain.reasons, chain.edits), chain.costs
         self._stack = ExitStack()
         enter = self._stack.enter_context
         self._keys = enter(_KeyFiles(folder, settings))
@@ -133,7 +133,7 @@ class PassFiles:
     def result(self, ledger: Ledger) -> Filtering:
         """Return the counts of all documents written so far."""
         labels = None if self._languages is None else self._languages.labels
-        return Filtering(ledger, self._counts, labels, self._keys.urls)
+        return Filtering(ledger, self._counts, labels, self._keys.urls, self._costs)
 
     def __enter__(self) -> Self:
         return self

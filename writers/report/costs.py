@@ -1,0 +1,84 @@
+"""What the filters of a build cost in CPU, and which of them would cost less behind later steps.
+
+Costs are of this machine and in the result of a build only: a dataset does not depend on them. A statistic
+that several filters use, such as the words of a text, is counted for the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.rows.filtered import FilterCost
+from shardkit.writers.stages.flow import Documents
+
+WORTH_SECONDS = 10.0  # of CPU that a better place of a filter must save to be named
+WORTH_SHARE = 0.2  # of the CPU of all filters
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A filter or a way to find duplicates, in the order of the build.
+
+    `documents` is how many it judged, `dropped` how many of these it removed, `seconds` the CPU time of a
+    filter, in all workers together; None for duplicate removal, whose stages have times of their own. A
+    filter that `edits` changes what later steps see.
+    """
+
+    step: str
+    documents: int
+    dropped: int
+    seconds: float | None = None
+    edits: bool = False
+
+
+def step_costs(documents: Documents) -> list[StepCost]:
+    """Return the filters and the duplicate removal of a build in their order."""
+    passes = (step.filtering for step in documents.written if step.filtering)
+    compared = iter(documents.compared)
+    found: list[StepCost] = []
+    for move in documents.recipe.moves:
+        if isinstance(move, str):
+            found.append(StepCost(move, *next(compared)))
+            continue
+        totals: dict[str, FilterCost] = {}
+        for split in next(passes):
+            for name, cost in split.costs.items():
+                totals.setdefault(name, FilterCost()).add(cost)
+        settings = dict(move)
+        found += [
+            StepCost(name, cost.documents, cost.dropped, cost.seconds, _edits(name, settings[name]))
+            for name, cost in totals.items()
+        ]
+    return found
+
+
+def _edits(name: str, settings: FilterSettings) -> bool:
+    return settings.may_edit and name != "python"
+
+
+def better_place(
+    costs: Sequence[StepCost], *, worth_seconds: float = WORTH_SECONDS, worth_share: float = WORTH_SHARE
+) -> str | None:
+    """Return a sentence on the filter that would save most behind later steps; None if none saves enough.
+
+    Behind them it would judge what they leave: seconds x (judged - dropped by later steps) / judged.
+    """
+    total = sum(cost.seconds or 0.0 for cost in costs)
+    best, sentence = max(worth_seconds, worth_share * total), None
+    for number, cost in enumerate(costs):
+        later = [one for one in costs[number + 1 :] if one.dropped]
+        if cost.seconds is None or cost.edits or not cost.documents or any(one.edits for one in later):
+            continue
+        dropped = sum(one.dropped for one in later)
+        saved = cost.seconds * dropped / cost.documents
+        if saved > best:
+            best = saved
+            names = " and ".join(one.step for one in sorted(later, key=lambda one: -one.dropped)[:2])
+            sentence = (
+                f"{cost.step} took {cost.seconds:,.0f} s of CPU for {cost.documents:,} documents, "
+                f"{dropped / cost.documents:.0%} of which later steps removed (most by {names}); behind "
+                f"these (`steps` in the recipe) it would take about {cost.seconds - saved:,.0f} s"
+            )
+    return sentence
