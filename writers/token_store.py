@@ -309,8 +309,8 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
     tokens = packed["tokens"] + packed.get("cropped", 0)
     if (packed["documents"], tokens) != (card.funnel.kept.documents, card.tokens):
         raise BuildError(
-            f"{packed['documents']:,} documents of {tokens:,} tokens were packed, but the store has "
-            f"{card.funnel.kept.documents:,} of {card.tokens:,}; run shardkit verify"
+            f"packed {packed['documents']:,} documents with {tokens:,} tokens in total, but the store has "
+            f"{card.funnel.kept.documents:,} documents with {card.tokens:,} tokens; run shardkit verify"
         )
     trained = sum(part.trained for part in parts)
     booked = trained + sum(part.cropped_trained for part in parts) + packed.get("repeated", 0)

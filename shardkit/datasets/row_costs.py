@@ -171,7 +171,11 @@ def count_row_costs(dataset: OpenDataset, ids: DocumentIds, *, progress: bool = 
 def row_length(dataset: OpenDataset) -> int:
     """Return the number of tokens per row. Raises ShardError if rows do not have one length."""
     if (length := dataset.sequence_length) is None:
-        raise ShardError(dataset.location, "has no rows of tokens of one length, which row costs need")
+        raise ShardError(
+            dataset.location,
+            "row costs need token rows that all have the same length, but this dataset has no fixed sequence "
+            "length",
+        )
     return length
 
 

@@ -30,7 +30,9 @@ from shardkit.files import map_path
 from shardkit.hashing import new_hash
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, ShardInfo
 
-BLOCK_BYTES = 1 << 16  # rows take a few KiB; smaller blocks would enlarge blocks.bin, larger ones each read
+# A row has a few KiB. Smaller blocks would make blocks.bin larger; larger blocks would make each row read
+# more bytes.
+BLOCK_BYTES = 1 << 16
 _CHECKSUM_BYTES = 8
 _SEAL_BYTES = 16
 _FILE_HASH = "xxh3_128"
@@ -99,7 +101,9 @@ class BlockFile:
         np.cumsum(blocks * _CHECKSUM_BYTES + _SEAL_BYTES, out=self._starts[1:])
         if stated.bytes != self.size:
             problem = f"has {stated.bytes:,} bytes, but the checksums of its shards take {self.size:,}"
-            raise ShardError(where, f"{problem}: it belongs to another dataset; upload this one again")
+            raise ShardError(
+                where, f"{problem}: the file belongs to a different dataset; upload this dataset again"
+            )
 
     @property
     def size(self) -> int:

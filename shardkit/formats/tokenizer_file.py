@@ -352,7 +352,10 @@ def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str
         merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     special = encoding.special_ids(ranks)
     if wrong := [token for token, number in special.items() if not _is_id(number)]:
-        raise RecipeError(f"tokenizer.encoding: the id of {wrong[0]!r} is {special[wrong[0]]}")
+        raise RecipeError(
+            f"tokenizer.encoding: {wrong[0]!r} has id {special[wrong[0]]}; ids must be integers from 0 to "
+            f"{_MOST_IDS - 1:,}"
+        )
     gpt2 = encoding.plain == _GPT2_PLAIN
     split = {
         "type": "Split",

@@ -132,11 +132,12 @@ class Arrangement:
     def uses(
         self, datasets: Mapping[tuple[int, ...], Sequence[int] | None], capacity: int
     ) -> tuple[Order | JoinedUses, Sequence[int] | None]:
-        """Return when the shards of the datasets in a cache are needed, and the lanes to plan for.
+        """Return the order in which the run needs shards, and the lanes to prefetch for (None: all lanes).
 
-        `datasets` has an item per dataset: the numbers of its streams, and the lanes to read (None: all).
-        `capacity`: of the cache, in bytes. Shards are numbered through all datasets; uses are in positions of
-        the run.
+        The order is for the shards of all datasets that share a cache. `datasets` maps the stream numbers of
+        each dataset to the lanes that this process reads from it (None: all). `capacity` is the cache size in
+        bytes. Shards are numbered consecutively across the datasets; the time of a use is a position in the
+        run.
         """
         if self.mixture is None:
             [lanes] = datasets.values()

@@ -211,7 +211,10 @@ class WorkBalance:
         self.step_sizes = step_sizes
         largest = max(model.linear * n + model.quadratic * n * n for n in (each.length for each in costs))
         if largest >= 1 << 62:
-            raise ValueError(f"rows cost up to {largest:,} by {self._model}: make both coefficients smaller")
+            raise ValueError(
+                f"with {self._model}, a row can cost up to {largest:,}, but costs must be below 2**62: make "
+                "both coefficients smaller"
+            )
         # Scales costs so that all sums stay below 2**61. Rows of less than 2**18 tokens lose no bits.
         self._shift = max(0, (largest * MAX_ROWS).bit_length() - 61)
         sizes = [] if step_sizes is None else [size for _, size in step_sizes.changes]
@@ -261,7 +264,11 @@ class WorkBalance:
     def _placed(
         self, plan: BatchPlan, order: SampleOrder, start: int, count: int, every: int
     ) -> Iterator[tuple[Located, Ints, Ints]]:
-        """Yield, for groups of batches, (located rows before balancing, the row at each place, work)."""
+        """Yield (locations of the rows in the unbalanced order, balanced assignment, work).
+
+        Each item is for one group of batches. `assignment[batch, rank, i]` is the index, in the unbalanced
+        batch, of the i-th row that the rank gets.
+        """
         size = plan.global_batch
         # The shares of a step's later batches depend on the earlier ones, so begin at the step's first batch.
         begin = start if self.step_sizes is None else self._first_of_step(start, size)

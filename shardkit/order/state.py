@@ -204,7 +204,10 @@ def _entries(streams: object) -> list[dict[str, object]]:
         if all(isinstance(each, list) and len(each) == len(columns[0]) > 0 for each in columns):
             return [dict(zip(streams, entry, strict=True)) for entry in zip(*columns, strict=True)]
     names = ", ".join(_STREAM)
-    raise StateError(f"a state's streams must be lists of {names}, of equal length; got {streams!r:.200}")
+    raise StateError(
+        f"`streams` in a state must map each of {names} to a list, with one entry per stream; got "
+        f"{streams!r:.200}"
+    )
 
 
 def _from_version_1_or_2(data: dict[str, Any]) -> dict[str, Any]:

@@ -217,7 +217,10 @@ def make_contents(
         files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
     if (blocks := manifest.blocks) is not None and (stated := _named(files, blocks.basename)) != blocks:
         if stated is not None:
-            raise ShardError(index_file, f"has other sizes or hashes of {blocks.basename} than {CARD_NAME}")
+            raise ShardError(
+                index_file,
+                f"states a size or hash for {blocks.basename} that differs from the one in {CARD_NAME}",
+            )
         files.append(blocks)
     if len(files) > MAX_FILES:
         raise ShardError(

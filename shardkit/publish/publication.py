@@ -490,4 +490,8 @@ def _read_marker(target: Store) -> _Marker | None:
     except ObjectNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, ShardError) as error:
-        raise StoreError(where, f"cannot be read ({error}); remove it if you trust this place") from error
+        raise StoreError(
+            where,
+            f"is not a valid marker of an unfinished transfer ({error}); if no other transfer is writing to "
+            "this target, delete the marker and run the command again",
+        ) from error

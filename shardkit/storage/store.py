@@ -375,7 +375,10 @@ def open_source(where: str, data: bytes | Path) -> BinaryIO:
 
 
 def hash_object(store: Store, key: str, names: Iterable[str]) -> dict[str, str]:
-    """Return {name: hex digest} of an object, reading it once. Raises ValueError for an unknown name."""
+    """Read an object once and return {hash name: hex digest} for the hashes in `names`.
+
+    Raises ValueError for an unknown hash name.
+    """
     hashers = {name: new_hash(name) for name in names}
     buffer = memoryview(bytearray(_READ_BYTES))
     with store.open(key) as body:

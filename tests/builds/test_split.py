@@ -204,7 +204,7 @@ def test_a_part_does_not_depend_on_parts_after_it(inputs: list[dict[str, str]], 
 @pytest.mark.parametrize(
     ("split", "problem"),
     [
-        ({"train": 0.1}, "train is the name of the rest"),
+        ({"train": 0.1}, "'train' cannot be a part"),
         ({"a": 0.5, "b": 0.5}, "the shares of the parts add up to 1 or more"),
         ({"validation": 2.0}, "write a share such as 0.1% or 0.001, or a number of documents, not 2.0"),
         ({"validation": "all"}, "write a share such as 0.1%"),

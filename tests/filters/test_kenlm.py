@@ -226,9 +226,8 @@ def test_an_ngram_without_its_context_is_refused(tmp_path: Path) -> None:
     lines[count] = f"ngram 2={int(lines[count][8:]) - 1}"
     del lines[at]
     (tmp_path / "model.arpa").write_text("\n".join(lines) + "\n")
-    with pytest.raises(
-        RecipeError, match=f"line {first:,}: the first 2 words of this 3-gram are not a 2-gram"
-    ):
+    message = f"line {first:,}: the first 2 words of this 3-gram are not listed among the model's 2-grams"
+    with pytest.raises(RecipeError, match=message):
         load_model(tmp_path / "model.arpa", normalized=True)
 
 

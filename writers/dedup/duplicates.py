@@ -162,9 +162,11 @@ def _ranks(documents: pa.RecordBatch) -> tuple[_U64, _U64]:
 
 
 def _scores(keys: _U64) -> _U64:
-    """Return the scores that choose the stored texts (lowest first): the keys without their last bit.
+    """Return one score per document; the texts of the documents with the lowest scores are stored.
 
-    Documents beyond _TEXTS_OF_GROUP of one key get the highest score.
+    The score is the key without its last bit, which only marks removed documents, so a removed duplicate and
+    its kept document get the same score. Of the documents with equal keys, all after the first
+    _TEXTS_OF_GROUP get the highest score.
     """
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]

@@ -18,7 +18,11 @@ _OUTCOMES_FILE = "outcomes.bin"
 
 
 class RewrittenRows:
-    """Writes rows.npy, and outcomes.bin: new rows and copy counts of documents that represent several."""
+    """Writes two files about the remaining documents.
+
+    rows.npy has the former row of each one; outcomes.bin has the new row and the copy count of each one that
+    also represents removed duplicates.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._rows = RowsWriter(folder / ROWS_FILE, np.int64)

@@ -140,9 +140,10 @@ def _scattered(
 def with_overrides(
     steps: Sequence[tuple[str, FilterSettings]], given: Overrides
 ) -> tuple[tuple[str, FilterSettings], ...]:
-    """Return an entry's filters (name, settings) with the settings by language that are `given`.
+    """Return the (name, settings) pairs of a recipe entry's filters with overrides applied.
 
-    Raises ValueError for a key that no filter of the entry has.
+    `given` are the per-language overrides. Raises ValueError for a key that is not a setting of any of these
+    filters.
     """
     _check_keys(steps, given)
     return tuple((name, _differing(name, config, given)) for name, config in steps)

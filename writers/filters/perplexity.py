@@ -120,7 +120,9 @@ def _load(path: Path, _version: FileVersion, normalized: bool) -> KenlmScorer:
             with _opened(path, head) as file:
                 model = read_arpa(iter(lambda: file.read(_PIECE_BYTES), b""))
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-        raise RecipeError(f"{where}: not a KenLM model, binary or ARPA, or a damaged one: {error}") from None
+        raise RecipeError(
+            f"{where}: the file is damaged or is not a KenLM model (binary or ARPA): {error}"
+        ) from None
     return KenlmScorer(model, where, normalized=normalized)
 
 

@@ -81,7 +81,10 @@ class ScoresConfig(FilterSettings):
 
 
 class ScoresFilter:
-    """Drops documents by joined scores. With `missing: refuse`, FilterChain raises the error, not this."""
+    """Drops documents by scores that are looked up by document id.
+
+    With `missing: refuse`, this filter only marks documents without scores; FilterChain raises the error.
+    """
 
     def __init__(self, config: ScoresConfig, lookup: ScoreLookup | None) -> None:
         self._config, self._lookup = config, lookup

@@ -129,7 +129,10 @@ class _Loop(LoopContext):
 
 @dataclass
 class _Site:
-    """The notes of the whole run about one loop; each list has one entry per start of an iteration."""
+    """What the whole run (the rendering of all messages) recorded for one template loop.
+
+    Each list has one entry per iteration, recorded when the iteration starts.
+    """
 
     first: int  # number of the loop's first message
     lengths: list[int] = field(default_factory=list)  # length of the text written so far

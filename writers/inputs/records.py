@@ -383,10 +383,11 @@ class RecordSink:
             raise SuspectDataError(damage.problem, sound, lost, self.records) from None
 
     def confirmed_pieces(self, file: BinaryIO, begins: Callable[[bytes], bool]) -> Iterator[bytes]:
-        """Return `pieces` of a file whose gzip members each begin with a record, see `ConfirmedMembers`.
+        """Yield, like `pieces`, the content of a file in which every gzip member starts with a record.
 
-        `begins` recognizes the first line of a record. After a ContainerError that `resumes`, call next()
-        again.
+        A gzip member is yielded only once its checksum is verified (see `ConfirmedMembers`). `begins` tests
+        whether a line starts a record. After a ContainerError whose `resumes` is true, the caller may keep
+        iterating and gets the next intact member.
         """
         self.look_at(file)
         if self.compression != "gzip":

@@ -77,7 +77,9 @@ _PREFIX = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
 _KEY_BYTES = 24  # maximum size of a token whose vector is cached
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _KEPT, _KEPT_BYTES = 1 << 15, 64 << 20  # maximum number, and total size, of cached token vectors
-_ROWS = 1024  # number of row numbers that are listed before the rows are added: their cache misses overlap
+# Size of the buffer of row numbers: they are collected first and the rows are then summed in one loop, so
+# that cache misses overlap.
+_ROWS = 1024
 _SEGMENT_BYTES = 512  # size of the piece of text whose tokens are listed before their vectors are added
 
 

@@ -125,7 +125,10 @@ def _joined(known: KenlmModel, unigrams: UInt64s, sections: list[_Section]) -> K
         lacking = _link(model, row, section.words, count)
         if lacking >= 0:
             line = f"line {section.line + lacking:,}"
-            raise ValueError(f"{line}: the first {row} words of this {row + 1}-gram are not a {row}-gram")
+            raise ValueError(
+                f"{line}: the first {row} words of this {row + 1}-gram are not listed among the model's "
+                f"{row}-grams"
+            )
     data.flags.writeable = False
     return model
 

@@ -111,7 +111,8 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
             gap = at
             while flags[character_at(data, at)[0]] & _SPACE:
                 at = character_at(data, at)[1]
-            if at - gap > 1 or (at > gap and data[gap] != 32):  # for spaCy, such white space is a token
+            # spaCy makes a token of any white space other than a single space.
+            if at - gap > 1 or (at > gap and data[gap] != 32):
                 count, pending = count + 1, boolean(False)
                 continue
             first = at

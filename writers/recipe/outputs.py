@@ -195,7 +195,10 @@ class SplitConfig(StrictModel):
     @model_validator(mode="after")
     def _leave_something(self) -> Self:
         if TRAIN in self.parts:
-            raise ValueError(f"{TRAIN} is the name of the rest; list only the parts that are taken from it")
+            raise ValueError(
+                f"{TRAIN!r} cannot be a part: it always gets the documents that are in no other part; list "
+                "only the other parts"
+            )
         if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
             raise ValueError("the shares of the parts add up to 1 or more; nothing is left to train on")
         return self

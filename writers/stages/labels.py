@@ -102,7 +102,10 @@ def read_scores(file: Artifact, rows: RowFiles, scores: int) -> npt.NDArray[np.v
 
 @dataclass(frozen=True)
 class BucketLabels:
-    """The file of scores of a split; `rows` map the remaining documents to its rows."""
+    """Computes the bucket labels of a split's remaining documents.
+
+    `scores`: the split's score file; `rows`: for each remaining document, its row in that file.
+    """
 
     buckets: Buckets
     scores: Artifact

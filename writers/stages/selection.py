@@ -74,7 +74,10 @@ class Selection:
         languages: Sequence[str | None] | None,
         removed: Removed,
     ) -> Sequence[object]:
-        """Return each document's value of a name, or None for a document without a value."""
+        """Return the value of the field `name` for each document; None where a document has no value.
+
+        The field is source, language, copies or a metadata field.
+        """
         if name == "source":
             return [source] * documents.num_rows
         if name == "language":

@@ -169,7 +169,9 @@ class Tiktoken:
         try:
             import tiktoken
         except ImportError as error:
-            raise MissingExtraError("tiktoken", "tiktoken", "byte pairs with ranks") from error
+            raise MissingExtraError(
+                "tiktoken", "tiktoken", "encoding with a tiktoken vocabulary file"
+            ) from error
         ranks = read_ranks(path, path.read_bytes())
         self._special = encoding.special_ids(ranks)
         self._names = {token.decode(errors="surrogateescape"): rank for token, rank in ranks.items()}

@@ -84,7 +84,8 @@ PARITY_BYTES = 2 << 20  # maximum size of the parity sample; `tokenizers` encode
 PARITY_LEAST_BYTES = 1 << 17  # minimum size of the parity sample
 PARITY_PART = 256  # 1/256 of all text is sampled; encoding it with `tokenizers` takes about 2 % of a build
 PARITY_CHARACTERS = 1 << 13  # maximum sample of one document, so that one book is not the whole sample
-_SCANNED = 16  # a file is scanned for new characters up to this multiple of its share of the sample
+# The search for new characters in a file stops after this many times the file's share of the parity sample.
+_SCANNED = 16
 _AROUND = 48  # characters of context sampled on each side of a character not seen so far
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
 _BEYOND_ASCII = np.uint64(0x8080808080808080)

@@ -164,7 +164,7 @@ class Run:
                     "that list with --without"
                 )
         if first.fingerprint not in {stream.fingerprint for stream in settings.streams}:
-            raise StateError(f"{first.location} is not a stream of the state")
+            raise StateError(f"the loader state has no stream that reads {first.location}")
         return cls(
             settings,
             [by_fingerprint[stream.fingerprint] for stream in settings.streams],

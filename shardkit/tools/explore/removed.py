@@ -71,7 +71,7 @@ def show_removed(explored: Explored, params: Params) -> dict[str, object]:
     table, place = params.get("table", ""), Place.parse(params.get("at", ""))
     folder = {"dropped": explored.dropped, "duplicates": explored.duplicates}.get(table)
     if folder is None:
-        raise PageNotFoundError(f"there is no table {table[:40]!r}; the tables are dropped and duplicates")
+        raise PageNotFoundError(f"there is no table {table[:40]!r}; use 'dropped' or 'duplicates'")
     line = read_line(folder, place)
     [document] = _plain(explored, [line])
     page: dict[str, object] = {"table": table, "document": document}

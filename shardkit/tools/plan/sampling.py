@@ -31,7 +31,9 @@ from shardkit.writers.stages.needs import Shape
 DEFAULT_SHARE = Fraction(1, 100)
 _UNCUT = 1 << 62  # split size in bytes that keeps files whole: finding splits would read the whole file
 _PART = 4  # the small builds read 1/_PART of the sample's bytes
-_LEAST_TEXT_BYTES = 16 << 20  # minimum bytes that the large build reads more; below, the time is noise
+# Minimum difference in bytes read between the large and the small build; below it, the time difference is
+# noise.
+_LEAST_TEXT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

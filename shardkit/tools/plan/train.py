@@ -131,8 +131,9 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     lanes_per_node = tuple(len(batch_lanes.of_part(part)) for part in parts)
     most_lanes = max(lanes_per_node)
-    # The factor is at least 1, because each lane is fetched at least once. The sum may be below `lanes`: if
-    # the batch size does not divide the lanes, `of_part` compares only some batches and may miss lanes.
+    # fetch_factor is at least 1, because each lane is fetched at least once. The sum of lanes_per_node may
+    # still be below `lanes`: if the batch size does not divide the lanes, `of_part` compares only some
+    # batches and may miss lanes.
     fetch_factor = max(Fraction(1), Fraction(sum(lanes_per_node), lanes))
     fetched_per_second = bytes_per_second * most_lanes / lanes
     fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
