@@ -290,6 +290,9 @@ def test_a_pass_that_leaves_nothing_names_its_filters(folder: Path) -> None:
             {"steps": [{"near": {"similarty": 0.8}}]},
             r"steps\[0\]\.near\.similarty: unknown key; did you",
         ),
+        ({"steps": ["exact"], "order": "cheapest"}, "order: `steps` lists the steps in their order"),
+        ({"order": "cheapest"}, "order: cheapest needs dedup.exact"),
+        ({"order": "cheapest", "dedup": {"exact": True, "url": True}}, "not possible with dedup.url"),
         ({"filters": ["exact"]}, r"filters\[0\]: there is no filter 'exact'; .*`steps`"),
     ],
 )
@@ -331,3 +334,40 @@ def test_the_filter_that_would_save_most_behind_later_steps_is_named() -> None:
     assert better_place([StepCost("python", 900, 0, 9.0), *costs[2:]]) is None, "less than ten seconds"
     edited = [*costs[:2], StepCost("pii", 900, 1, 1.0, edits=True), *costs[2:]]
     assert better_place(edited) is None, "it would judge other texts"
+
+
+SLOW: dict[str, Step] = {
+    "classifier": {"classifier": {"model": "model.bin", "label": "eng_Latn", "threshold": 0.3}},
+    "language": {"language": {"model": "model.bin", "threshold": 0.25}},
+    "unigram": {"unigram_log_prob": {"frequencies": "words.csv", "logprobs_threshold": -12.0}},
+}
+
+
+@pytest.mark.parametrize(
+    ("filters", "behind"),
+    [
+        ([LENGTH, SLOW["classifier"]], ["classifier"]),
+        (
+            [SLOW["language"], LENGTH, SLOW["classifier"], SLOW["unigram"]],
+            ["language", "classifier", "unigram_log_prob"],
+        ),
+        ([SLOW["classifier"], EDIT, SLOW["language"], LENGTH], ["language"]),
+        ([SLOW["language"], {"length": {"min_words": 2}, "by_language": {"deu_Latn": {"min_words": 6}}}], []),
+        ([LENGTH], []),
+    ],
+)
+def test_the_cheapest_order_leaves_the_same_texts_and_puts_slow_filters_behind(
+    folder: Path, filters: list[Step], behind: list[str]
+) -> None:
+    labels = ("eng_Latn", "deu_Latn", "zho_Hans")
+    model = model_bytes(labels=[f"__label__{one}".encode() for one in labels], seed=9)
+    (folder / "model.bin").write_bytes(model)
+    (folder / "words.csv").write_text("word,count\ndocument,40\nsays,30\nwords,20\nmore,20\nand,10\n")
+    dedup = {"exact": True, "near": 0.9, "lines": True}
+    keys: dict[str, Any] = {"filters": filters, "dedup": dedup}
+    given = texts_of(folder, "given", **keys)
+    assert texts_of(folder, "cheapest", **keys, order="cheapest") == given
+    text = {"inputs": "a", "output": {"path": "o", "format": "jsonl"}, "order": "cheapest"}
+    recipe = recipe_from_mapping(text | keys, folder=folder)
+    assert recipe.moves[1] == "exact"
+    assert [name for filters in recipe.passes[1:] for name, _ in filters] == behind

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ _Loaded = TypeVar("_Loaded")
 
 class FilterSettings(StrictModel):
     """Base class of all filters' settings."""
+
+    can_wait: ClassVar[bool] = False
+    """Whether `order: cheapest` runs the filter behind `exact`: it is slow, and decides by the text alone."""
 
     @model_validator(mode="after")
     def _some_value_passes(self) -> Self:

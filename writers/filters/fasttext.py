@@ -60,6 +60,8 @@ _SCORES_AT_ONCE = 1 << 22  # maximum scores (documents x labels) computed at a t
 class LanguageConfig(FilterSettings):
     """Settings of `language`: the languages to keep, and how certain the model must be."""
 
+    can_wait = True
+
     model: FieldName | None = Field(
         default=None,
         description="A fastText model file, .bin or .ftz, whose labels are languages, such as GlotLID; "
@@ -207,6 +209,8 @@ def language_model() -> Path:
 
 class ClassifierConfig(FilterSettings):
     """Settings of `classifier`: a fastText model of your own, and the label that decides."""
+
+    can_wait = True
 
     model: FieldName = Field(description="A fastText model file, .bin or .ftz.")
     label: FieldName = Field(description="The deciding label, without __label__.")

@@ -51,6 +51,8 @@ _ZSTD_WINDOW_BYTES = 1 << 27  # maximum window of a zstd file, which the decompr
 class PerplexityConfig(FilterSettings):
     """Settings of `perplexity`: bounds on a document's perplexity in a KenLM model of your own."""
 
+    can_wait = True
+
     model: FieldName = Field(description="A KenLM file, binary or ARPA; an ARPA file may be compressed.")
     words: Literal["normalized", "white_space"] = Field(
         default="normalized",
@@ -142,6 +144,8 @@ def _opened(path: Path, head: bytes) -> BinaryIO:
 
 class UnigramLogProbConfig(FilterSettings):
     """Settings of `unigram_log_prob`: datatrove's UnigramLogProbFilter with your own list of frequencies."""
+
+    can_wait = True
 
     frequencies: FieldName = Field(description="CSV with the columns word and count, plain or .gz.")
     logprobs_threshold: float = Field(

@@ -9,7 +9,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -49,6 +49,7 @@ from shardkit.writers.recipe.problems import describe_problems
 from shardkit.writers.recipe.steps import (
     FilterPass,
     StepEntry,
+    cheapest,
     filter_named,
     is_short,
     moves_of,
@@ -75,7 +76,7 @@ class Recipe(StrictModel):
     # These settings do not affect bytes of a dataset. `outputs`: a recipe of one dataset has only `output`.
     # `max_failed_splits`: which splits failed is in the ledger.
     not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
-    omitted_at_default = frozenset({"group", "limit", "split", "steps", "tokenizer"})
+    omitted_at_default = frozenset({"group", "limit", "order", "split", "steps", "tokenizer"})
 
     inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
@@ -99,6 +100,12 @@ class Recipe(StrictModel):
         description="In place of `filters` and `dedup`: filters and duplicate removal in the order in which "
         "they run, such as an expensive filter behind duplicate removal.",
         examples=[["gopher_quality", "exact", {"near": 0.8}, {"python": {"function": "my_filters:keep"}}]],
+    )
+    order: Literal["given", "cheapest"] = Field(
+        default="given",
+        description="given: all filters, then duplicate removal. cheapest: filters that are slow and decide "
+        "by the text alone (classifier, language, perplexity, unigram_log_prob) run behind `exact`, on what "
+        "it leaves; the same documents survive.",
     )
     annotate: bool = Field(
         default=False,
@@ -194,6 +201,7 @@ class Recipe(StrictModel):
             self.__dict__["output"] = self.outputs[0]
         if self.steps:
             self._take_steps()
+        self._check_order()
         places = [output.path for output in self.outputs]
         for number, place in enumerate(places):
             if any(_is_within(place, other) or _is_within(other, place) for other in places[:number]):
@@ -232,6 +240,11 @@ class Recipe(StrictModel):
             if given and [given] != [derived] and _plain(given) != _plain(derived):
                 raise ValueError(f"{key}: `steps` lists all of it in order; leave out {key} or `steps`")
         self.__dict__["filters"], self.__dict__["dedup"] = filters, dedup
+
+    def _check_order(self) -> None:
+        """Raise ValueError for an order of steps that is not possible."""
+        if self.order == "cheapest" and self.steps:
+            raise ValueError("order: `steps` lists the steps in their order; leave out order or `steps`")
         behind = [step for filters in self.passes[1:] for step in filters]
         if behind and self.annotate:
             raise ValueError(
@@ -424,6 +437,8 @@ class Recipe(StrictModel):
         """
         if self.steps:
             return moves_of(self.steps)
+        if self.order == "cheapest":
+            return cheapest(self.filter_chain(), self.dedup)
         return self.filter_chain(), *(name for name in self.dedup.schemes() if name in self.dedup.asked)
 
 

@@ -22,7 +22,9 @@ from shardkit.writers.dedup.config import (
     UrlDedupConfig,
 )
 from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.by_language import ByLanguage
 from shardkit.writers.filters.config import FilterEntry, entry_named
+from shardkit.writers.filters.fasttext import LanguageConfig
 
 FilterPass = tuple[tuple[str, FilterSettings], ...]
 """The (name, settings) of all filters that run in one pass, in order, with profiles expanded."""
@@ -109,3 +111,32 @@ def is_short(moves: Sequence[FilterPass | str]) -> bool:
     """Whether `filters` and `dedup` express this order: all filters first, then schemes in default order."""
     behind = [DedupConfig.schemes().index(move) if isinstance(move, str) else -1 for move in moves[1:]]
     return -1 not in behind and all(first < second for first, second in pairwise(behind))
+
+
+def cheapest(filters: FilterPass, dedup: DedupConfig) -> tuple[FilterPass | str, ...]:
+    """Return the moves of `filters` and `dedup` with slow filters behind `exact`; the same documents survive.
+
+    A filter is moved if it `can_wait`, if no editor follows it, which would change what it judges, and if no
+    later filter needs the languages that it finds. Raises ValueError if that would change what survives.
+    """
+    if dedup.exact is None or dedup.exact.text != "raw":
+        raise ValueError("order: cheapest needs dedup.exact with text: raw, which equal texts are removed by")
+    if dedup.url is not None:
+        raise ValueError(
+            "order: cheapest is not possible with dedup.url: if a filter drops the document that is kept of "
+            "several with one URL, another one would stay in its place; list the steps in `steps`"
+        )
+    editors = [number for number, (_, config) in enumerate(filters) if config.may_edit]
+    needs_languages = any(isinstance(config, ByLanguage) for _, config in filters)
+    first = 1 + editors[-1] if editors else 0
+    waits = [
+        number
+        for number, (_, config) in enumerate(filters)
+        if number >= first
+        and config.can_wait
+        and not (needs_languages and isinstance(config, LanguageConfig))
+    ]
+    stays = tuple(one for number, one in enumerate(filters) if number not in waits)
+    behind = tuple(filters[number] for number in waits)
+    later = tuple(name for name in dedup.schemes() if name in dedup.asked and name != "exact")
+    return (stays, "exact", behind, *later) if behind else (stays, "exact", *later)
