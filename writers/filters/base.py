@@ -71,11 +71,13 @@ class FilterSettings(StrictModel):
 
     def entry(self, name: str) -> dict[str, Any]:
         """Return these settings as plain data, in the form of an entry under `filters` in a recipe."""
-        return {name: self.model_dump(mode="json")}
+        return {name: self.content()}
 
 
 class WordSettings(FilterSettings):
     """Base class of settings of filters that count words."""
+
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"words"})
 
     words: Annotated[str, StringConstraints(pattern=r"^(whitespace|spacy:[a-z]{2,3})$")] = Field(
         default=WHITE_SPACE,
@@ -91,13 +93,6 @@ class WordSettings(FilterSettings):
 
             load_splitter(self.words)
         return super().build(folder)
-
-    def entry(self, name: str) -> dict[str, Any]:
-        """See FilterSettings.entry."""
-        own = self.model_dump(mode="json")
-        if self.words == WHITE_SPACE:
-            del own["words"]  # recipes written before this setting existed do not have the key
-        return {name: own}
 
 
 @dataclass(frozen=True, slots=True)

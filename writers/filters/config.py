@@ -132,7 +132,10 @@ class FilterEntry(StrictModel):
     bad_words: BadWordsConfig | None = Field(default=None, description="Drop documents with listed words.")
     stop_words: StopWordsConfig | None = Field(default=None, description="Require stop words of a language.")
     python: PythonConfig | None = Field(default=None, description="A Python function of your own.")
-    pii: PiiEditor | None = Field(default=None, description="Redact e-mail and IP addresses, phone numbers.")
+    pii: PiiEditor | None = Field(
+        default=None,
+        description="Redact e-mail and IP addresses, phone numbers; if set, cards, IBANs and access keys.",
+    )
     language: LanguageConfig | None = Field(default=None, description="Language identification by fastText.")
     classifier: ClassifierConfig | None = Field(
         default=None, description="A fastText classifier of your own."

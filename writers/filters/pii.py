@@ -1,11 +1,12 @@
-"""Redact e-mail addresses, public IP addresses and phone numbers, and count them.
+"""Redact e-mail addresses, public IP addresses, phone numbers and, on request, secrets, and count them.
 
 An e-mail address is a local part of at most 64 characters, "@" and a host with a dot and a top-level domain
 of letters, in upper or lower case (datatrove's pattern finds lower case only). An IP address is public if
 Python's `ipaddress` calls it global; IPv6 addresses must also be in 2000::/3, so that C++'s "a::b" does not
 match. A phone number is "+" and 8 to 15 digits that begin with a country code, or a North American number
 such as (212) 555-0123, 212-555-0123 or 212.555.0123, optionally after "1-"; it is not part of a longer number
-or word. Text that is already equal to a replacement is not redacted again.
+or word. Payment cards, IBANs and access keys are found by writers/filters/secrets.py. Text that is already
+equal to a replacement is not redacted again.
 
 Arrow's regular expressions select the few documents that can contain a match; only these are searched with
 Python's regular expressions. All patterns are bounded, so no text takes more than linear time.
@@ -24,7 +25,9 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shardkit.settings import FieldName, Listed
+from shardkit.writers.filters import secrets
 from shardkit.writers.filters.base import Edit, FilterSettings, above
+from shardkit.writers.filters.secrets import Spans
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 
-Spans = Iterator[tuple[int, int]]
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-][A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{0,63}\Z")
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9-])")
 _IPV4 = re.compile(r"(?<![\w.])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w]|\.\d)", re.ASCII)
@@ -47,11 +49,19 @@ class PiiEditor(FilterSettings):
     """Redacts matches of each kind; the k-th match in a document gets the k-th replacement, cyclically."""
 
     reasons: ClassVar = ("too_many_matches",)
-    edits: ClassVar = ("emails", "ip_addresses", "phones")
+    omitted_at_default: ClassVar = frozenset(
+        {"cards", "ibans", "access_keys", "card_replacement", "iban_replacement", "key_replacement"}
+    )
 
     emails: bool = Field(default=True, description="Redact e-mail addresses.")
     ip_addresses: bool = Field(default=True, description="Redact public IPv4 and IPv6 addresses.")
     phones: bool = Field(default=True, description="Redact phone numbers, international or North American.")
+    cards: bool = Field(default=False, description="Redact payment card numbers with a valid check digit.")
+    ibans: bool = Field(default=False, description="Redact IBANs with valid check digits.")
+    access_keys: bool = Field(
+        default=False,
+        description="Redact keys of AWS, GitHub, Google, npm, Slack, Stripe, and private keys (PEM).",
+    )
     email_replacement: Listed[FieldName] = Field(
         default=("email@example.com", "firstname.lastname@example.org"),
         min_length=1,
@@ -72,9 +82,24 @@ class PiiEditor(FilterSettings):
     phone_replacement: Listed[FieldName] = Field(
         default=("<PHONE>",), min_length=1, description="Replacements of phone numbers."
     )
+    card_replacement: Listed[FieldName] = Field(
+        default=("<CARD>",), min_length=1, description="Replacements of payment card numbers."
+    )
+    iban_replacement: Listed[FieldName] = Field(
+        default=("<IBAN>",), min_length=1, description="Replacements of IBANs."
+    )
+    key_replacement: Listed[FieldName] = Field(
+        default=("<KEY>",), min_length=1, description="Replacements of access keys."
+    )
     max_matches: int | None = Field(
         default=None, ge=0, description="Drop documents with more matches than this; null: no rule. dolma: 5."
     )
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """See Editor.edits. Kinds added after version 1 are named only if they are on, as in older cards."""
+        added = {"cards": self.cards, "ibans": self.ibans, "access_keys": self.access_keys}
+        return ("emails", "ip_addresses", "phones", *(name for name, is_on in added.items() if is_on))
 
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit."""
@@ -95,6 +120,12 @@ class PiiEditor(FilterSettings):
         if self.phones:
             phone = r"\+[1-9][0-9 .(-]|[2-9][0-9][0-9]\)? ?[ .-]?[2-9][0-9][0-9][.-][0-9]{4}"
             yield _Kind("phones", phone, find_phones, self.phone_replacement)
+        if self.cards:
+            yield _Kind("cards", secrets.CARD_CANDIDATE, secrets.find_cards, self.card_replacement)
+        if self.ibans:
+            yield _Kind("ibans", secrets.IBAN_CANDIDATE, secrets.find_ibans, self.iban_replacement)
+        if self.access_keys:
+            yield _Kind("access_keys", secrets.KEY_CANDIDATE, secrets.find_access_keys, self.key_replacement)
 
 
 @dataclass(frozen=True, slots=True)
