@@ -57,7 +57,7 @@ inputs:
   - {path: "first-*.jsonl", source: first}
 steps:
   - url
-  - length: {max_words: 41}
+  - length: {max_words: 60}
   - exact
   - lines: {min_characters: 20}
   - length: {min_words: 3}

@@ -103,7 +103,7 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], str, dict[str, Any]]] = {
         lambda: tar_of(
             {f"a.{name}.gz": gzip_of(b"a" * 1024, 60 << 20) for name in ("txt", "url", "id", "m")}
         ),
-        "after the 67,108,864 of others, more than max_record_bytes",
+        "after 67,108,864 bytes of other values, more than max_record_bytes",
         {"text": "txt.gz", "url": "url.gz", "id": "id.gz", "metadata": ["m.gz"]},
     ),
     "MDS": ("a.mds.zst", _mds_offsets, MAX_RECORD, {}),
