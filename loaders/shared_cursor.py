@@ -91,7 +91,7 @@ class Shared:
 
 
 class SharedCursor:
-    """Where iterations start, shared with workers. In each process only one thread at a time may use it."""
+    """The start of iterations, shared with workers. In each process only one thread at a time may use it."""
 
     def __init__(self, cursor: Cursor = (0, 0), settings: int = 0) -> None:
         self._create()

@@ -48,7 +48,7 @@ class Execution:
     """Number of worker processes, or of concurrent tasks on a Ray cluster; default: one per core, fewer if
     there is little text or memory."""
     engine: EngineName = "local"
-    """Where tasks run: processes on this machine, or a Ray cluster."""
+    """The engine that runs tasks: processes on this machine, or a Ray cluster."""
     ray_address: str | None = None
     """The Ray cluster, such as auto or ray://host:10001; default: $RAY_ADDRESS, else a cluster started on
     this machine."""

@@ -59,7 +59,7 @@ _LIST_HASHES = ("xxh64",)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TransferReport(Described):
-    """What a transfer did; with `dry_run`, what it would do.
+    """The result of a transfer, or with `dry_run` of one that was only planned.
 
     `sent` files were written to the target, `skipped` files were already there, and `deleted` files belonged
     only to an earlier dataset. `left` names files at the source that are not part of its dataset, at most

@@ -118,7 +118,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What was done, or with `dry_run` would be done; `sent` and `skipped` are {file name: bytes}.
+    """The files sent, or planned with `dry_run`; `sent` and `skipped` are {file name: bytes}.
 
     Threads fill it without a lock, because no two of them handle the same file.
     """

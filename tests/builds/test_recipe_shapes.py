@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "split": {"validation": 60},
     },
     "steps-again": {"steps": ["url", "exact", "lines", "exact", {"near": 0.8}, LONG, "exact"]},
+    "steps-late": {"steps": [LONG, {"near": 0.8}, "exact"]},
     "steps-chat": {"inputs": [CHAT], "steps": ["exact", LONG]},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
     "limit": {"limit": 50},

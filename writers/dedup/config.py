@@ -174,10 +174,8 @@ class NearDedupConfig(StrictModel):
         return f"field {self.scope.field}" if isinstance(self.scope, FieldScope) else self.scope
 
 
-class DedupConfig(StrictModel):
-    """Settings of duplicate removal; every scheme is off by default."""
-
-    omitted_at_default = frozenset({"url"})
+class DedupSchemes(StrictModel):
+    """The schemes of duplicate removal, in their default order; all are off by default."""
 
     url: Annotated[UrlDedupConfig | None, Shorthand(switch=True)] = Field(
         default=None, description="true: remove documents with equal URLs; null: keep them.", examples=[True]
@@ -193,18 +191,25 @@ class DedupConfig(StrictModel):
         description="true, or the similarity: remove near-duplicates; null: keep them.",
         examples=[0.8, {"similarity": 0.8}],
     )
+
+    @classmethod
+    def schemes(cls) -> list[str]:
+        """Return the names of the schemes of duplicate removal: url, exact, lines, near."""
+        return list(DedupSchemes.model_fields)
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of the schemes that are set."""
+        return frozenset(name for name in self.schemes() if getattr(self, name) is not None)
+
+
+class DedupConfig(DedupSchemes):
+    """Settings of duplicate removal."""
+
+    omitted_at_default = frozenset({"url"})
+
     max_removed_fraction: Ratio = Field(
         default=0.9,
         description="A build fails if duplicate removal takes a larger share of the documents of an input; "
         "inputs of fewer than 1,000 documents are not checked.",
     )
-
-    @classmethod
-    def schemes(cls) -> list[str]:
-        """Return the names of the schemes of duplicate removal: url, exact, lines, near."""
-        return [name for name, info in cls.model_fields.items() if info.default is None]
-
-    @property
-    def asked(self) -> frozenset[str]:
-        """The names of the schemes that the recipe enables."""
-        return frozenset(name for name in self.schemes() if getattr(self, name) is not None)

@@ -92,6 +92,10 @@ class Stage(Generic[P, R]):
         """Return a stage named `<stage>-<name>` with the same work function."""
         return Stage(f"{self.name}-{name}", self.title, self.work)
 
+    def nth(self, number: int) -> Stage[P, R]:
+        """Return the stage for the step that runs it the `number`-th time in a build, from 1."""
+        return self if number == 1 else self.step(str(number))
+
     @cached_property
     def markers(self) -> Mapping[str, tuple[object, ...]]:
         """The markers of the work function's parameters, by name."""

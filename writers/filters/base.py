@@ -127,7 +127,7 @@ class Filter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What an editor did to a batch of n documents: new texts, rules that drop documents, and byte counts.
+    """An editor's result for a batch of n documents: new texts, rules that drop documents, and byte counts.
 
     `cut` maps each name in `Editor.edits` to int64[n], the UTF-8 bytes removed from each document; negative
     where a text grew. For each document, the sum over all names is its size before minus its size after.

@@ -129,7 +129,7 @@ class _Loop(LoopContext):
 
 @dataclass
 class _Site:
-    """What the whole run (the rendering of all messages) recorded for one template loop.
+    """Records of the whole run (the rendering of all messages) for one template loop.
 
     Each list has one entry per iteration, recorded when the iteration starts.
     """

@@ -9,18 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from shardkit.settings import Shorthand
-from shardkit.writers.dedup.config import (
-    DedupConfig,
-    ExactDedupConfig,
-    LinesDedupConfig,
-    NearDedupConfig,
-    UrlDedupConfig,
-)
+from shardkit.writers.dedup.config import DedupConfig, DedupSchemes
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.by_language import ByLanguage
 from shardkit.writers.filters.config import FilterEntry, entry_named
@@ -30,26 +21,13 @@ FilterPass = tuple[tuple[str, FilterSettings], ...]
 """The (name, settings) of all filters that run in one pass, in order, with profiles expanded."""
 
 
-class StepEntry(FilterEntry):
+class StepEntry(FilterEntry, DedupSchemes):
     """An entry of `steps`: one key, which names a filter or a scheme of duplicate removal, with settings."""
-
-    url: Annotated[UrlDedupConfig | None, Shorthand(switch=True)] = Field(
-        default=None, description="Remove documents of equal URLs."
-    )
-    exact: Annotated[ExactDedupConfig | None, Shorthand(switch=True)] = Field(
-        default=None, description="Remove equal texts."
-    )
-    lines: Annotated[LinesDedupConfig | None, Shorthand(switch=True)] = Field(
-        default=None, description="Cut repeated lines out of documents."
-    )
-    near: Annotated[NearDedupConfig | None, Shorthand(switch=True, number="similarity")] = Field(
-        default=None, description="Remove near-duplicates.", examples=[0.8]
-    )
 
     @property
     def scheme(self) -> str | None:
         """The name of this step's scheme of duplicate removal; None if the step is a filter."""
-        return next((name for name in DedupConfig.schemes() if getattr(self, name) is not None), None)
+        return next(iter(self.asked), None)
 
     def contents(self) -> list[dict[str, Any]]:
         """Return the step's settings that affect outputs as {name: settings}, one per filter of a profile."""
@@ -60,12 +38,12 @@ class StepEntry(FilterEntry):
 
 def step_named(name: str) -> dict[str, object]:
     """Return the entry for a step given by its name only. Raises ValueError if no filter or scheme has it."""
-    return {name: {}} if name in DedupConfig.schemes() else entry_named(name, "step", DedupConfig.schemes())
+    return {name: {}} if name in DedupSchemes.schemes() else entry_named(name, "step", DedupSchemes.schemes())
 
 
 def filter_named(name: str) -> dict[str, object]:
     """Return the entry for a filter given by its name only. Raises ValueError if there is no such filter."""
-    if name in DedupConfig.schemes():
+    if name in DedupSchemes.schemes():
         raise ValueError(
             f"there is no filter {name!r}; `dedup` has it, or `steps`, which lists filters and duplicate "
             "removal in the order in which they run"
@@ -109,7 +87,7 @@ def removal_of(steps: Sequence[StepEntry], given: DedupConfig) -> DedupConfig:
 
 def is_short(moves: Sequence[FilterPass | str]) -> bool:
     """Whether `filters` and `dedup` express this order: all filters first, then schemes in default order."""
-    behind = [DedupConfig.schemes().index(move) if isinstance(move, str) else -1 for move in moves[1:]]
+    behind = [DedupSchemes.schemes().index(move) if isinstance(move, str) else -1 for move in moves[1:]]
     return -1 not in behind and all(first < second for first, second in pairwise(behind))
 
 
@@ -120,7 +98,9 @@ def cheapest(filters: FilterPass, dedup: DedupConfig) -> tuple[FilterPass | str,
     later filter needs the languages that it finds. Raises ValueError if that would change what survives.
     """
     if dedup.exact is None or dedup.exact.text != "raw":
-        raise ValueError("order: cheapest needs dedup.exact with text: raw, which equal texts are removed by")
+        raise ValueError(
+            "order: cheapest needs dedup.exact with text: raw: only equal texts are judged alike"
+        )
     if dedup.url is not None:
         raise ValueError(
             "order: cheapest is not possible with dedup.url: if a filter drops the document that is kept of "
@@ -139,4 +119,4 @@ def cheapest(filters: FilterPass, dedup: DedupConfig) -> tuple[FilterPass | str,
     stays = tuple(one for number, one in enumerate(filters) if number not in waits)
     behind = tuple(filters[number] for number in waits)
     later = tuple(name for name in dedup.schemes() if name in dedup.asked and name != "exact")
-    return (stays, "exact", behind, *later) if behind else (stays, "exact", *later)
+    return stays, "exact", *([behind] if behind else []), *later

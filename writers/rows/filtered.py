@@ -48,7 +48,7 @@ class Dropped:
 
 @dataclass(slots=True)
 class FilterCost:
-    """What one filter judged and dropped in some batches, and the CPU seconds that it took."""
+    """The documents that one filter judged and dropped in some batches, and its CPU seconds."""
 
     documents: int = 0
     dropped: int = 0

@@ -26,6 +26,7 @@ __all__ = [
     "Count",
     "Ledger",
     "Quarantine",
+    "by_loss",
     "check_bad_fraction",
     "first_of",
     "snippet_of",
@@ -106,6 +107,12 @@ class BadRecord:
     def __str__(self) -> str:
         where = "" if self.byte_offset is None else f" (byte {self.byte_offset:,})"
         return f"{self.file}: record {self.record:,}{where}: {self.reason}: {self.error}"
+
+
+def by_loss(reasons: Mapping[str, Count]) -> str:
+    """Format counts by reason, most documents first, such as "12 by length/too_few_words"."""
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1].documents, item[0]))
+    return ", ".join(f"{count.documents:,} by {reason}" for reason, count in ordered)
 
 
 def first_of(entries: bytes) -> BadRecord | None:

@@ -52,6 +52,7 @@ from shardkit.writers.rows.ledger import (
     Count,
     Ledger,
     Quarantine,
+    by_loss,
     check_bad_fraction,
     first_of,
 )
@@ -102,7 +103,7 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
     splits = count_records(documents.splits, build.run)
     limit = recipe.max_failed_splits
     fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits") if limit else None
-    folder = Artifact(recipe.folder) if inputs.filter_folder is None else inputs.filter_folder
+    folder = inputs.folder_of_filters
     settings = [CleanSettings.of(recipe, source) for source in range(len(recipe.inputs))]
     made = []
     for split in splits:
@@ -161,9 +162,7 @@ def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
     message = f"no document is left of {total.read.documents:,} that were read"
     message += "; loosen or remove a filter" if total.dropped else ""
     for fate, reasons in (("dropped", total.dropped), ("quarantined", total.quarantined)):
-        by_loss = sorted(reasons.items(), key=lambda item: (-item[1].documents, item[0]))
-        lost = [f"{count.documents:,} by {reason}" for reason, count in by_loss]
-        message += f"; {fate}: {', '.join(lost)}" if lost else ""
+        message += f"; {fate}: {by_loss(reasons)}" if reasons else ""
     quarantines = (
         commit.files / QUARANTINE_FILE for commit in cleaned if commit.outputs[QUARANTINE_FILE].bytes
     )
@@ -227,16 +226,8 @@ def clean_split(
     at `filter_folder`. With `failure`, an error message, no record is read, and the whole split is counted as
     failed. Raises BuildError if more records are unreadable than `max_bad_fraction` allows.
     """
-    for name in filter_files:
-        if not Path(name).is_absolute():
-            (filter_folder / name).local()
-    chain = FilterChain(
-        settings.first_pass.filters,
-        filter_folder.path,
-        annotate=settings.annotate,
-        seed=settings.first_pass.seed or 0,
-        lookups=[table.open() for table in scores],
-    )
+    first = settings.first_pass
+    chain = first.chain(filter_files, filter_folder, scores, annotate=settings.annotate)
     try:
         return _clean(folder, split, settings, chain, masking, failure=failure)
     except SuspectFilesError as found:  # discard the split, read it without these

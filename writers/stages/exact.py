@@ -236,11 +236,8 @@ class EqualTexts(EqualStages):
 
 def equal_texts(nth: int, *, is_first: bool) -> EqualTexts:
     """Return the stages of the `nth` step over equal texts, from 1; see `texts_step`."""
-    find, sort, left = EQUAL_TEXTS.find, EQUAL_TEXTS.sort, URL_LEFT
-    if nth > 1:
-        name = str(nth)
-        find, sort, left = find.step(name), sort.step(name), left.step(name)
-    return EqualTexts(find, sort, None if is_first else left)
+    left = None if is_first else URL_LEFT.nth(nth)
+    return EqualTexts(EQUAL_TEXTS.find.nth(nth), EQUAL_TEXTS.sort.nth(nth), left)
 
 
 def url_needs(n: Needs) -> None:
@@ -255,7 +252,7 @@ def text_needs(n: Needs) -> None:
     if "exact" not in c.dedup:
         return
     for nth in range(1, 2 + c.shape.repeated):
-        stages = equal_texts(nth, is_first=nth == 1 and "url" not in c.dedup)
+        stages = equal_texts(nth, is_first=nth == 1 and c.shape.is_exact_first and "url" not in c.dedup)
         if stages.left is not None:
             read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
             n.add(stages.left, c.splits, 2 * c.splits, read, files=1, written=written)

@@ -27,9 +27,8 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.recipe.recipe import Recipe
-from shardkit.writers.rows.ledger import Ledger
+from shardkit.writers.rows.ledger import Ledger, by_loss
 from shardkit.writers.stages.flow import Build, Documents, Filtering, Step, Written
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.passes import PassFiles, PassSettings
@@ -53,16 +52,8 @@ def filter_left(
 
     `filter_files` and `filter_folder` are as in `clean_split`; `languages` are from an earlier pass.
     """
-    for name in filter_files:
-        if not Path(name).is_absolute():
-            (filter_folder / name).local()
-    chain = FilterChain(
-        settings.filters,
-        filter_folder.path,
-        seed=settings.seed or 0,
-        lookups=[table.open() for table in scores],
-        labels=None if languages is None else languages.labels,
-    )
+    known = None if languages is None else languages.labels
+    chain = settings.chain(filter_files, filter_folder, scores, labels=known)
     labels = None if languages is None else np.array(languages.labels, np.object_)[languages.read()]
     removed, ledger, start = removals.load(), Ledger(), 0
     with (
@@ -90,20 +81,16 @@ def filter_left(
 FILTER_LEFT = Stage("filter_left", "filter what is left", filter_left, cost=60)
 
 
-def _stage(nth: int) -> Stage[..., Filtering]:
-    return FILTER_LEFT if nth == 1 else FILTER_LEFT.step(str(nth))
-
-
 def step_of(number: int, nth: int) -> Step:
     """Return the step of the pass at index `number` of `Recipe.moves`, the `nth` after duplicate removal."""
-    stage = _stage(nth)
+    stage = FILTER_LEFT.nth(nth)
     return Step(lambda recipe: (stage,), partial(_filter, stage, number), needs)
 
 
 def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, build: Build) -> Documents:
     recipe, inputs = documents.recipe, build.inputs
     settings = PassSettings.of(recipe, number)
-    folder = Artifact(recipe.folder) if inputs.filter_folder is None else inputs.filter_folder
+    folder = inputs.folder_of_filters
     files, scores = inputs.files_of(settings.filters), settings.scores_of(recipe, documents.scores)
     tasks = []
     for at, described in enumerate(documents.described(languages=True)):
@@ -126,12 +113,10 @@ def _nothing_left(recipe: Recipe, number: int, found: Sequence[Filtering]) -> st
     total = Ledger()
     for one in found:
         total.merge(one.ledger)
-    lost = sorted(total.dropped.items(), key=lambda item: (-item[1].documents, item[0]))
-    reasons = ", ".join(f"{count.documents:,} by {reason}" for reason, count in lost)
     names = [name for name, _ in PassSettings.of(recipe, number).filters]
     return (
-        f"no document is left of {total.read.documents:,} after {', '.join(names)} (dropped: {reasons}); "
-        "loosen or remove a filter"
+        f"no document is left of {total.read.documents:,} after {', '.join(names)} "
+        f"(dropped: {by_loss(total.dropped)}); loosen or remove a filter"
     )
 
 
@@ -140,4 +125,4 @@ def needs(n: Needs) -> None:
     c = n.corpus
     text = c.text_bytes * DOCUMENTS
     for nth in range(1, c.shape.passes + 1):
-        n.add(_stage(nth), c.splits, *n.scans(text, c.splits), files=5, written=text)
+        n.add(FILTER_LEFT.nth(nth), c.splits, *n.scans(text, c.splits), files=5, written=text)

@@ -74,6 +74,11 @@ class BuildInputs:
             read_files=files | {name: digest for one in scores for name, digest in one.digests().items()},
         )
 
+    @property
+    def folder_of_filters(self) -> Artifact:
+        """The folder where tasks find the files of filters."""
+        return Artifact(self.recipe.folder) if self.filter_folder is None else self.filter_folder
+
     def files_of(self, filters: FilterPass) -> dict[str, str]:
         """Return the digests of the files of these filters by their paths in the recipe."""
         return {path: self.filter_files[path] for _, config in filters for path in config.files()}

@@ -59,6 +59,8 @@ class Shape:
     """Number of passes of filters after duplicate removal."""
     repeated: int = 0
     """Number of `exact` steps after the first one."""
+    is_exact_first: bool = True
+    """Whether no scheme but `url` precedes the first `exact` step."""
     has_buckets: bool = False
     side_files: int = 0
     """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
@@ -67,6 +69,7 @@ class Shape:
     def of(cls, recipe: Recipe) -> Shape:
         """Return the shape of a recipe's build."""
         first = {type(config) for _, config in recipe.passes[0]}
+        schemes = [move for move in recipe.moves if isinstance(move, str)]
         packed = [one for one in recipe.datasets() if not one.output.is_text]
         return cls(
             tokenized=len({(one.part, Selection.of(one)) for one in packed}),
@@ -76,6 +79,7 @@ class Shape:
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
             passes=len(recipe.passes) - 1,
             repeated=max(0, recipe.moves.count("exact") - 1),
+            is_exact_first=next((one for one in schemes if one != "url"), "exact") == "exact",
             stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),

@@ -12,7 +12,7 @@ and the .jsonl files that filters report. A task holds one batch and one run of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
 from shardkit.writers.exchange.exchange import RunWriter
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.chain import FilterChain
@@ -81,6 +82,31 @@ class PassSettings:
             text,
             url.drop_parameters if url is not None and "url" in later[:until] else None,
             recipe.seed if filters else None,
+        )
+
+    def chain(
+        self,
+        filter_files: Mapping[str, str],
+        filter_folder: Artifact,
+        scores: Sequence[ScoreTable],
+        *,
+        annotate: bool = False,
+        labels: Sequence[str] | None = None,
+    ) -> FilterChain:
+        """Open the filters of the pass; `annotate` and `labels` are as in `FilterChain`.
+
+        `filter_files` has the digests of the filters' files by path; relative paths start at `filter_folder`.
+        """
+        for name in filter_files:
+            if not Path(name).is_absolute():
+                (filter_folder / name).local()
+        return FilterChain(
+            self.filters,
+            filter_folder.path,
+            annotate=annotate,
+            seed=self.seed or 0,
+            lookups=[table.open() for table in scores],
+            labels=labels,
         )
 
     def scores_of(self, recipe: Recipe, tables: Sequence[ScoreTable]) -> list[ScoreTable]:
