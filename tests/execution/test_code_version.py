@@ -85,7 +85,7 @@ def test_every_module_that_a_task_runs_is_covered_or_left_out_for_a_reason(reach
             "shardkit.formats.mds.writer",
         ),
         *(
-            "shardkit.writers.filters.user",
+            "shardkit.writers.filters.user_code",
             "shardkit.writers.inputs.pages",
             "shardkit.formats.tar.writer",
         ),

@@ -10,65 +10,33 @@ of a task's identity, so changing the code runs the task again; changes to modul
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError
 from shardkit.settings import FieldName, Listed
 from shardkit.writers.filters.base import FilterSettings, Rule
-from shardkit.writers.kernels.numba_support import load_extensions
+from shardkit.writers.filters.user_code import UserCode
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from shardkit.writers.filters.batch import TextBatch
 
-
-def _function_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
-        raise ValueError(f"write module:function, such as my_filters:{_identifier(name)}, got {name!r}")
-    return name
+_KEY = "filters: python"
 
 
-def _identifier(name: str) -> str:
-    last = re.split(r"\W+", name)[-1]
-    return last if last.isidentifier() else "keep"
-
-
-class PythonConfig(FilterSettings):
+class PythonConfig(UserCode, FilterSettings):
     """Settings of `python`: a function that judges Arrow batches, and its arguments."""
 
-    function: Annotated[str, AfterValidator(_function_name)] = Field(
-        description="package.module:function; with `file`, the module is only a name for messages.",
-        examples=["my_filters:keep"],
-    )
-    file: FieldName | None = Field(
-        default=None, description="Python file that defines the function, instead of an installed module."
-    )
-    parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of the function.")
     reasons: Listed[FieldName] = Field(
         default=(), description="Reasons that the function may return; none: it returns what to keep."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_after_the_file(cls, data: Any) -> Any:
-        """Prefix a bare function name, such as `function: keep`, with a module name made from `file`."""
-        if isinstance(data, dict):
-            function, file = data.get("function"), data.get("file")
-            if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
-                module = Path(file).stem
-                return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
-        return data
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
@@ -87,17 +55,7 @@ class PythonConfig(FilterSettings):
 
     def files(self) -> tuple[str, ...]:
         """Return the function's source file, whose digest is part of the identity of a task."""
-        return (self.file if self.file is not None else self._installed(),)
-
-    def _installed(self) -> str:
-        module: Any = self.function.partition(":")[0]
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError) as error:  # a parent package is missing or fails
-            raise RecipeError(f"filters: python: {self.function}: {error}") from None
-        if found is None or not found.has_location or found.origin is None:
-            raise RecipeError(f"filters: python: {self.function}: no module {module} with a source file")
-        return found.origin
+        return (self.source_file(_KEY),)
 
 
 class PythonFilter:
@@ -105,9 +63,9 @@ class PythonFilter:
 
     def __init__(self, config: PythonConfig, folder: Path) -> None:
         self._config = config
-        self._name = f"filters: python: {config.function}"
+        self._name = f"{_KEY}: {config.function}"
         self.reasons = config.reasons or ("rejected",)
-        self._function = self._load(folder)
+        self._function = config.load(_KEY, folder)
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. Raises BuildError if the function fails or returns invalid values."""
@@ -150,26 +108,3 @@ class PythonFilter:
                 f"{self._name}: the function returned {values[codes.index(-1)]!r}; expected {wanted}"
             )
         return np.array(codes, np.int64)
-
-    def _load(self, folder: Path) -> Callable[..., object]:
-        module, _, name = self._config.function.partition(":")
-        load_extensions()
-        try:
-            made = _from_file(module, folder / self._config.file) if self._config.file else None
-            made = made or importlib.import_module(module)
-        except Exception as error:  # importing the user's code may raise anything
-            raise RecipeError(f"{self._name}: {type(error).__name__}: {error}") from error
-        function = getattr(made, name, None)
-        if not callable(function):
-            raise RecipeError(f"{self._name}: {made.__file__} has no function {name}")
-        called: Callable[..., object] = function
-        return called
-
-
-def _from_file(name: str, path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
