@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GROUPS = "sys/fs/cgroup"
 _MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
 
@@ -29,6 +30,14 @@ def available_bytes(system: Path = ROOT) -> int:
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
     free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([free, *_memory_limits(system)])
+
+
+def gpus(system: Path = ROOT) -> list[str]:
+    """Return the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    given = os.environ.get(GPUS_VARIABLE)
+    if given is not None:
+        return [name for name in given.split(",") if name.strip() not in ("", "-1")]
+    return [str(number) for number, _ in enumerate((system / "dev").glob("nvidia[0-9]*"))]
 
 
 def usable_cores(system: Path = ROOT) -> int:

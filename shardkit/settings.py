@@ -15,15 +15,18 @@ import numpy.typing as npt
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import core_schema
 
 from shardkit.files import is_remote, local_path
+from shardkit.units import parse_bytes
 
 T = TypeVar("T")
 
@@ -100,6 +103,23 @@ class _OneOrMany:
 
 Listed = Annotated[tuple[T, ...], _OneOrMany()]
 """A tuple setting; a single item may be written without brackets."""
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int | str):
+        raise ValueError(f"not a size: {value!r:.80}; give bytes, or text such as 64MiB")
+    return parse_bytes(value)
+
+
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp]?[iI]?[bB])?\s*$"},
+    ]
+}
+
+Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
+"""A number of bytes; text such as 64MiB is converted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,9 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         share = _share(inputs.splits, stored)
-        derived = _without_indexes(sample_recipe(recipe, sources, Path(folder), share))
+        derived = _without_indexes(
+            sample_recipe(recipe, sources, Path(folder), share)
+        ).without_costly_filters()
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = Work.at(Path(folder) / "work")
         small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())

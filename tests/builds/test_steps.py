@@ -371,3 +371,65 @@ def test_the_cheapest_order_leaves_the_same_texts_and_puts_slow_filters_behind(
     recipe = recipe_from_mapping(text | keys, folder=folder)
     assert recipe.moves[1] == "exact"
     assert [name for filters in recipe.passes[1:] for name, _ in filters] == behind
+
+
+OWN_STEPS = """
+import os, pathlib
+
+class Topics:
+    def __init__(self, words):
+        self.words = pathlib.Path(words).read_text().split()
+
+    def __call__(self, document):
+        found = [word for word in self.words if word in document.text]
+        document.metadata["topic"] = found[0] if found else "none"
+        document.metadata["score"] = len(found)
+        document.text = document.text.replace("added", "")
+        return document.metadata["topic"] != "none", "no topic"
+"""
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_step_of_the_user_adds_fields_that_later_steps_and_outputs_use(folder: Path, behind: bool) -> None:
+    (folder / "own.py").write_text(OWN_STEPS)
+    (folder / "words.txt").write_text("word11 word12 word13")
+    topics = {
+        "python": {
+            "file": "own.py",
+            "function": "Topics",
+            "data": {"words": "words.txt"},
+            "columns": ["topic", "score"],
+            "edits": True,
+            "batch_documents": 7,
+        }
+    }
+    buckets = {
+        "buckets": {"scores": [{"column": "score", "thresholds": [2]}], "labels": {"few": 0, "many": 1}}
+    }
+    steps = ["exact", topics, buckets] if behind else [topics, buckets, "exact"]
+    wanted = {"topic": ["word11", "word12"], "score": {"min": 2}}
+    output = {"path": "own", "format": "parquet", "where": wanted}
+    run(folder, "own", steps=steps, output=output)
+    rows = [
+        row for file in sorted((folder / "own").glob("*.parquet")) for row in pq.read_table(file).to_pylist()
+    ]
+    assert rows
+    for row in rows:
+        found = json.loads(row["metadata"])
+        words = [word for word in ("word11", "word12", "word13") if word in row["text"]]
+        assert found == {"topic": words[0], "score": len(words), "bucket": "many"}
+        assert len(words) >= 2
+        assert "added" not in row["text"]
+    dropped = [
+        row
+        for file in (folder / "own" / "dropped").glob("*.parquet")
+        for row in pq.read_table(file).to_pylist()
+    ]
+    assert {row["rule"] for row in dropped} == {"python/rejected"}
+
+
+def test_fields_of_a_step_must_be_named_in_the_recipe(folder: Path) -> None:
+    step = {"python": {"file": "filters.py", "function": "keep", "parameters": {"remainder": 0}}}
+    output = {"path": "x", "format": "jsonl", "where": {"topic": ["a"]}}
+    with pytest.raises(RecipeError, match="no input keeps a field 'topic'"):
+        run(folder, "x", steps=[step], output=output)

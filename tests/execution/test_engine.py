@@ -7,15 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
 
+from shardkit import limits
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.execution.engine import LocalEngine, default_workers
+from shardkit.writers.execution.resources import Resources
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution
@@ -82,6 +86,84 @@ def test_the_heaviest_task_starts_first(tasks: ModuleType, work: Work) -> None:
     with LocalEngine(1) as engine:
         run_all(engine, planned, work, lambda commit: heard.append(commit.name))
     assert heard == [f"square-{n}" for n in (4, 3, 2, 1, 0)]
+
+
+def overlapping(
+    tasks: ModuleType,
+    work: Work,
+    folder: Path,
+    resources: Resources,
+    *,
+    gpus: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Run six tasks that need these resources; return which GPUs each saw, and with which others it ran."""
+    place = folder / f"place-{resources.gpus}-{resources.cpus}"
+    place.mkdir()
+    planned = [
+        replace(make_task(tasks, "overlaps", place, 0.2, number=n), resources=resources) for n in range(6)
+    ]
+    with LocalEngine(4, gpus=gpus) as engine:
+        return [commit.result for commit in run_all(engine, planned, work)]
+
+
+@pytest.mark.parametrize(
+    ("amount", "at_once", "seen"),
+    [(1.0, 2, {"3", "5"}), (0.5, 4, {"3", "5"}), (2.0, 1, {"3,5"}), (0.0, 4, {""})],
+)
+def test_tasks_see_their_gpus_and_no_more_run_than_these_suffice_for(
+    tasks: ModuleType, work: Work, tmp_path: Path, amount: float, at_once: int, seen: set[str]
+) -> None:
+    results = overlapping(tasks, work, tmp_path, Resources(gpus=amount), gpus=["3", "5"])
+    assert max(len(one["seen"]) for one in results) <= at_once
+    assert {one["gpus"] for one in results} <= seen
+    assert len({one["pid"] for one in results}) <= at_once  # a process keeps its GPUs, and its model
+
+
+@pytest.mark.parametrize(("resources", "at_once"), [(Resources(cpus=2), 2), (Resources(cpus=9), 1)])
+def test_tasks_of_many_cores_run_beside_fewer_others(
+    tasks: ModuleType, work: Work, tmp_path: Path, resources: Resources, at_once: int
+) -> None:
+    results = overlapping(tasks, work, tmp_path, resources, gpus=[])
+    assert max(len(one["seen"]) for one in results) <= at_once
+
+
+def test_memory_that_a_task_asks_for_is_not_given_twice(
+    tasks: ModuleType, work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 10 << 30)
+    results = overlapping(tasks, work, tmp_path, Resources(memory=4 << 30), gpus=[])
+    assert max(len(one["seen"]) for one in results) <= 2
+
+
+def test_gpus_are_given_anew_when_a_later_stage_needs_other_shares(
+    tasks: ModuleType, work: Work, tmp_path: Path
+) -> None:
+    found = []
+    with LocalEngine(2, gpus=["0", "1"]) as engine:
+        for number, amount in enumerate((1.0, 0.0, 2.0, 0.5)):
+            one = make_task(tasks, "overlaps", tmp_path, 0, number=number)
+            [commit] = run_all(engine, [replace(one, resources=Resources(gpus=amount))], work)
+            found.append(commit.result["gpus"])
+    assert found[0] == "0"
+    assert found[2:] == ["0,1", "0"]
+
+
+def test_a_machine_without_gpus_says_so(tasks: ModuleType, work: Work, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"needs 1 GPU, but this machine has none.*--engine ray"):
+        overlapping(tasks, work, tmp_path, Resources(gpus=0.5), gpus=[])
+
+
+def test_gpus_are_those_that_the_environment_or_the_machine_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, names in (("2,GPU-8a", ["2", "GPU-8a"]), ("", []), ("-1", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert limits.gpus() == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert limits.gpus(tmp_path) == ["0", "1"]
 
 
 def test_workers_use_one_thread_and_leave_stdout_alone(

@@ -33,6 +33,7 @@ from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
 from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.ray_cluster import Head, slots_of, start_ray
 from shardkit.writers.execution.ray_node import check_of, run_on_node
+from shardkit.writers.execution.resources import Resources
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.stage import Fallback, Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
@@ -147,9 +148,13 @@ def test_as_many_tasks_fit_as_cpus_and_memory_of_each_living_node_allow() -> Non
     def node(cpus: float, memory: float, alive: bool = True) -> dict[str, Any]:
         return {"Alive": alive, "Resources": {"CPU": cpus, "memory": memory, "object_store_memory": 1e9}}
 
-    assert slots_of([node(4, 8e9), node(4, 3.5e9), node(8, 9e9, alive=False)], 1_000_000_000) == 4 + 3
-    assert slots_of([node(4, 9e8), {"Alive": True, "Resources": {"object_store_memory": 1e9}}], 10**9) == 0
-    assert slots_of([], 1) == 0
+    usual, with_gpu = Resources(memory=1_000_000_000), Resources(cpus=2, gpus=0.5, memory=1_000_000_000)
+    gpus = node(8, 9e9)
+    gpus["Resources"]["GPU"] = 1
+    assert slots_of([node(4, 8e9), gpus], with_gpu) == 2
+    assert slots_of([node(4, 8e9), node(4, 3.5e9), node(8, 9e9, alive=False)], usual) == 4 + 3
+    assert slots_of([node(4, 9e8), {"Alive": True, "Resources": {"object_store_memory": 1e9}}], usual) == 0
+    assert slots_of([], usual) == 0
 
 
 def test_a_straggler_takes_three_times_the_median_of_its_stage_and_a_minute() -> None:

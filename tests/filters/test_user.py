@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.execution.resources import Resources
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.pii import PiiEditor
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.rows.documents import with_metadata
+from shardkit.writers.rows.filtered import Filtered
 from shardkit.writers.stages.inputs import filter_files
 from support.filter_runs import documents
 
@@ -124,3 +129,271 @@ def test_a_changed_source_is_another_build(folder: Path) -> None:
     missing = {"filters": [{"python": {"function": "no_such_module_at_all:f"}}]}
     with pytest.raises(RecipeError, match="no_such_module_at_all:f: no module"):
         filter_files(recipe_from_mapping(data | missing, folder=folder))
+
+
+CONTRACT = """
+import asyncio
+import dataclasses
+import os
+
+from shardkit.writers.filters.base import Rule
+
+async def later(document, least=2):
+    await asyncio.sleep(0.001 * len(document.text))
+    return len(document.text) >= least, "short"
+
+def keep(document):
+    return "bad" not in document.text
+
+def text_only(text):
+    return text != "b"
+
+def topics(document):
+    document.metadata["topic"] = "long" if len(document.text) > 2 else None
+    document.metadata["letters"] = len(document.text)
+    document.text = document.text.upper()
+    return True
+
+def columns(batch, **more):
+    texts = batch.column("text").to_pylist()
+    return {"keep": [text != "b" for text in texts], "text": [text + "!" for text in texts],
+            "topic": [text[:1] for text in texts], "letters": [len(text) for text in texts]} | more
+
+async def batch_later(batch):
+    await asyncio.sleep(0)
+    return [text != "b" for text in batch.column("text").to_pylist()]
+
+def reason(document):
+    return "odd" if len(document.text) % 2 else None
+
+def none(document):
+    document.text = None
+    return True
+
+def half(document):
+    document.text = chr(0xD800)
+    return True
+
+def odd_field(document):
+    document.metadata["topic"] = object()
+    return True
+
+async def raises(document):
+    if document.text == "b":
+        raise ValueError("no")
+    await asyncio.sleep(30)
+    return True
+
+def silent(document):
+    pass
+
+@dataclasses.dataclass
+class Model:
+    model: str
+    least: "int" = 1
+    setups = 0
+
+    def setup(self):
+        with open(self.model) as file:
+            self.words = file.read().split()
+        Model.setups += 1
+
+    def __call__(self, document):
+        return document.text in self.words, "unknown"
+
+class OurContract:
+    reasons = ("first", "second")
+
+    def judge(self, batch):
+        is_a = [text == "a" for text in batch.texts.to_pylist()]
+        import numpy as np
+        return [Rule("first", np.array(is_a)), Rule("second", None)]
+
+class Broken:
+    def setup(self):
+        raise OSError("no disk")
+
+from datatrove.data import Document
+from datatrove.pipeline.filters import LambdaFilter, RegexFilter
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.formatters import PIIFormatter
+
+class Peer(BaseFilter):
+    name = "peer"
+
+    def __init__(self, least=2):
+        super().__init__()
+        self.least = least
+
+    def filter(self, doc):
+        assert isinstance(doc, Document)
+        doc.metadata["topic"] = doc.metadata.get("url", doc.id)
+        return (True, None) if len(doc.text) >= self.least else (False, "peer_short")
+
+instance = LambdaFilter(lambda doc: doc.text != "b")
+"""
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(CONTRACT)
+    (tmp_path / "words.txt").write_text("a bb")
+    return tmp_path
+
+
+def run(folder: Path, name: str, texts: list[str], **more: object) -> Filtered:
+    return FilterChain([("python", config(name, **more))], folder).apply(documents(texts))
+
+
+def kept(result: Filtered) -> list[str]:
+    texts: list[str] = result.kept.column("text").to_pylist()
+    return texts
+
+
+def fields(result: Filtered) -> list[object]:
+    return [None if one is None else json.loads(one) for one in result.kept.column("metadata").to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("later", ["bb", "ccc"]), ("keep", ["a", "bb", "ccc", "b"]), ("text_only", ["a", "bb", "ccc"])],
+)
+@pytest.mark.parametrize("size", [1, 2, 4096])
+def test_a_function_gets_what_its_first_parameter_names(
+    steps: Path, name: str, left: list[str], size: int
+) -> None:
+    assert kept(run(steps, name, ["a", "bb", "ccc", "b"], batch_documents=size)) == left
+    assert kept(run(steps, "batch_later", ["a", "b"], batch_documents=size)) == ["a"]
+
+
+def test_a_reason_that_the_recipe_does_not_list_becomes_a_label(steps: Path) -> None:
+    [dropped] = run(steps, "later", ["a", "bb"]).removed
+    assert dropped.rule == "python/rejected"
+    assert dropped.labels is not None
+    assert dropped.labels.tolist() == ["short"]
+    assert list(run(steps, "later", ["a", "bb"], reasons=["short"]).dropped) == ["python/short"]
+    assert kept(run(steps, "reason", ["a", "bb"], reasons=["odd"])) == ["bb"]
+
+
+def test_a_step_may_add_fields_and_edit_texts(steps: Path) -> None:
+    result = run(steps, "topics", ["a", "ccc"], edits=True, columns=["topic", "letters"])
+    assert kept(result) == ["A", "CCC"]
+    assert fields(result) == [{"topic": None, "letters": 1}, {"topic": "long", "letters": 3}]
+    assert result.cut == {"python/text": 0}
+    result = run(steps, "columns", ["a", "b", "cc"], edits=True, columns=["topic", "letters"])
+    assert kept(result) == ["a!", "cc!"]
+    assert result.cut == {"python/text": -3}
+    assert fields(result) == [{"topic": "a", "letters": 1}, {"topic": "c", "letters": 2}]
+
+
+def test_fields_are_added_to_those_that_inputs_keep() -> None:
+    batch = documents(["a", "b", "c", "d"])
+    metadata = pa.array(
+        ['{"x":12345678901234567890123,"y":"é"}', "{}", None, '{"topic":0,"x":1}'], pa.string()
+    )
+    batch = batch.set_column(batch.schema.get_field_index("metadata"), "metadata", metadata)
+    added = ['{"topic":"é"}', '{"topic":1}', '{"topic":null}', '{"topic":2}']
+    assert with_metadata(batch, added).column("metadata").to_pylist() == [
+        '{"x":12345678901234567890123,"y":"é","topic":"é"}',
+        '{"topic":1}',
+        '{"topic":null}',
+        '{"topic":2,"x":1}',
+    ]
+    assert with_metadata(batch, [None] * 4).column("metadata").equals(metadata)
+
+
+def test_a_class_is_made_once_per_process_with_its_files(steps: Path) -> None:
+    settings = {"data": {"model": "words.txt"}, "parameters": {"least": 2}}
+    assert kept(run(steps, "Model", ["a", "b", "bb"], **settings)) == ["a", "bb"]
+    chain = FilterChain([("python", config("Model", **settings))], steps)
+    assert [type(step.work._call.args[0]).setups for step in chain._steps] == [1]  # type: ignore[union-attr]
+    assert config("Model", **settings).files() == ("mine.py", "words.txt")
+    (steps / "words.txt").write_text("changed")
+    assert kept(run(steps, "Model", ["a", "changed"], **settings)) == ["changed"]
+
+
+def test_a_class_may_implement_our_own_contract(steps: Path) -> None:
+    chain = FilterChain([("python", config("OurContract"))], steps)
+    assert chain.reasons == ("python/first", "python/second")
+    assert kept(chain.apply(documents(["a", "b"]))) == ["b"]
+
+
+def test_filters_and_formatters_of_datatrove_run_as_they_are(steps: Path) -> None:
+    result = run(steps, "Peer", ["a", "bb"], columns=["topic"])
+    assert kept(result) == ["bb"]
+    assert result.removed[0].labels is not None
+    assert result.removed[0].labels[0] == "peer_short"
+    assert list(run(steps, "Peer", ["a"], parameters={"least": 3}, reasons=["peer_short"]).dropped) == [
+        "python/peer_short"
+    ]
+    assert kept(run(steps, "instance", ["a", "b"])) == ["a"]
+    assert kept(run(steps, "RegexFilter", ["a1", "b"], parameters={"regex_exp": "[0-9]"})) == ["b"]
+    edited = run(steps, "PIIFormatter", ["write to ada@lovelace.org"], edits=True)
+    assert "ada" not in kept(edited)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "problem"),
+    [
+        ("topics", {}, "it changed a text; set `edits: true`"),
+        ("columns", {"edits": True}, "it returned a field 'letters'; list it in `columns`"),
+        ("columns", {"edits": True, "columns": ["topic", "letters", "more"]}, "no field 'more'"),
+        (
+            "columns",
+            {"edits": True, "columns": ["topic", "letters"], "parameters": {"topic": [1]}},
+            "1 values for 2 documents .topic.",
+        ),
+        ("none", {"edits": True}, "it returned None as a text"),
+        ("half", {"edits": True}, "a text that is not valid"),
+        ("odd_field", {"columns": ["topic"]}, "a field has a value that is not JSON"),
+        ("raises", {}, "mine:raises: ValueError: no .*record 1, which begins 'b'"),
+        ("silent", {}, "returned None; expected true or false"),
+        ("keep", {"reasons": ["x"]}, "returned True; expected one of x or null"),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_what_a_step_must_not_do_is_named(
+    steps: Path, name: str, more: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(BuildError, match=problem):
+        run(steps, name, ["a", "b"], **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "problem"),
+    [
+        ("Broken", {}, "mine:Broken: OSError: no disk"),
+        ("Model", {}, "mine:Model: TypeError: .*missing 1 required"),
+        ("Document", {"parameters": {"text": "", "id": ""}}, "neither called nor has it a method `filter`"),
+        ("Model", {"data": {"model": "gone.txt"}}, "gone.txt: No such file"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_named(
+    steps: Path, name: str, more: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        run(steps, name, ["a"], **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"columns": ["text"]}, "'text' has another meaning"),
+        ({"columns": ["a", "a"]}, "a column is listed twice: a, a"),
+        ({"gpus": 1.5}, "gpus: 1.5: give a whole number"),
+        ({"data": {"x": "f"}, "parameters": {"x": 1}}, "x is in both"),
+        ({"batch_documents": 5000}, "less than or equal to 4096"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(more: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        config("keep", **more)
+
+
+def test_resources_do_not_belong_to_the_identity_of_a_build() -> None:
+    plain, placed = config("keep"), config("keep", gpus=0.5, cpus=4, memory="8GiB")
+    assert plain.content() == placed.content()
+    assert plain.content() == {"function": "mine:keep", "file": "mine.py", "parameters": {}, "reasons": []}
+    assert placed.resources == Resources(4, 0.5, 8 << 30)
+    assert placed.is_costly
+    assert not plain.is_costly

@@ -64,6 +64,16 @@ def nap(folder, place, seconds):
     time.sleep(seconds)
     return {}
 
+def overlaps(folder, place, seconds):
+    # Say which GPUs this process sees, and which tasks run meanwhile.
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    mine = Path(place) / f"{os.getpid()}:{own}"
+    mine.touch()
+    time.sleep(seconds)
+    seen = sorted(path.name for path in Path(place).iterdir())
+    mine.unlink()
+    return {"pid": os.getpid(), "gpus": own, "seen": seen}
+
 def environment(folder):
     print("to stdout")
     names = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS", "TOKENIZERS_PARALLELISM")

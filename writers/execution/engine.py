@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -113,18 +114,24 @@ class _Worker:
     process: WorkerProcess
     pipe: Connection
     task: Task | None = None
+    gpus: Sequence[str] = ()
+    """GPUs that the process sees, for all of its life: libraries look for them only once."""
+    gpu_share: float = 0.0
+    """Share of each of these GPUs that its tasks take."""
 
 
 @dataclass(slots=True)
 class LocalEngine(Closing):
     """Runs tasks in up to `workers` processes, started on demand and kept until the engine is closed.
 
-    `modules` are imported once, before worker processes are forked.
+    `modules` are imported once, before worker processes are forked. `gpus` are the names of the machine's
+    GPUs, as in CUDA_VISIBLE_DEVICES.
     """
 
     workers: int
     task_seconds: float = TASK_SECONDS
     modules: Sequence[str] = ()
+    gpus: Sequence[str] = field(default_factory=limits.gpus)
     _processes: Processes = field(init=False)
     _started: list[_Worker] = field(default_factory=list)
     _again: list[Task] = field(default_factory=list)  # tasks to run again because their process died
@@ -165,21 +172,77 @@ class LocalEngine(Closing):
     def _start_tasks(self, queue: TaskQueue, work: Work) -> None:
         """Send a task to each idle worker, and start more workers up to the limit."""
         while True:
-            idle = next((worker for worker in self._started if worker.task is None), None)
-            if idle is None and len(self._started) == self.workers:
+            if all(worker.task for worker in self._started) and len(self._started) == self.workers:
                 return
             task = self._again.pop() if self._again else queue.take()
             if task is None:
                 return
-            if idle is None:
-                idle = _Worker(*self._processes.start())
-                self._started.append(idle)
-            self._send(idle, task, work)
+            if not self._has_room(task):
+                self._again.append(task)
+                return
+            worker = self._idle_worker(task)
+            if worker is None:
+                self._again.append(task)
+                return
+            self._send(worker, task, work)
+
+    def _has_room(self, task: Task) -> bool:
+        """Return whether the cores and the memory of running tasks leave enough; a task alone has room."""
+        running = [worker.task.resources for worker in self._started if worker.task is not None]
+        if not running:
+            return True
+        cpus, memory = (sum(getattr(one, name) for one in running) for name in ("cpus", "memory"))
+        needed = task.resources
+        has_memory = not needed.memory or memory + needed.memory <= limits.memory_bytes() * 4 // 5
+        return has_memory and (needed.cpus == 1 or cpus + needed.cpus <= self.workers)
+
+    def _idle_worker(self, task: Task) -> _Worker | None:
+        """Return a worker for the task, started if necessary, with the GPUs it needs; None: it must wait.
+
+        Raises BuildError if the machine has too few GPUs.
+        """
+        idle = [worker for worker in self._started if worker.task is None]
+        number, share = _gpus_of(task)
+        if not number:
+            idle.sort(key=lambda worker: len(worker.gpus))
+            return idle[0] if idle else self._start(())
+        if number > len(self.gpus):
+            raise BuildError(
+                f"task {task}: needs {number} GPU{'s' if number > 1 else ''}, but this machine has "
+                f"{len(self.gpus) or 'none'}; make `gpus` of the filter smaller, or build on a Ray "
+                f"cluster that has GPUs (--engine ray)"
+            )
+        for worker in idle:
+            if len(worker.gpus) == number and worker.gpu_share == share:
+                return worker
+        for worker in [one for one in idle if one.gpus]:
+            self._retire(worker)  # its GPUs are needed in other shares
+        taken = Counter[str]()
+        for worker in self._started:
+            taken.update(dict.fromkeys(worker.gpus, worker.gpu_share))
+        free = [name for name in self.gpus if taken[name] + share <= 1]
+        if len(free) < number:
+            return None
+        if len(self._started) == self.workers:
+            self._retire(next(worker for worker in self._started if worker.task is None))
+        return self._start(free[:number], share)
+
+    def _start(self, gpus: Sequence[str], share: float = 0.0) -> _Worker:
+        worker = _Worker(*self._processes.start(), gpus=gpus, gpu_share=share)
+        self._started.append(worker)
+        return worker
+
+    def _retire(self, worker: _Worker) -> None:
+        worker.process.kill()
+        worker.process.wait()
+        worker.pipe.close()
+        self._started.remove(worker)
 
     def _send(self, worker: _Worker, task: Task, work: Work) -> None:
         worker.task = task
         try:
-            worker.pipe.send((task, task.digest, work, self.task_seconds))
+            environment = {limits.GPUS_VARIABLE: ",".join(worker.gpus)} if worker.gpus else {}
+            worker.pipe.send((task, task.digest, work, self.task_seconds, environment))
         except OSError:  # the worker died while idle
             raise self._death(worker) from None
 
@@ -233,6 +296,12 @@ class LocalEngine(Closing):
         return BuildError(
             f"task {worker.task}: its worker was killed by {signal.Signals(-code).name}{hint}; {RESUME}"
         )
+
+
+def _gpus_of(task: Task) -> tuple[int, float]:
+    """Return how many GPUs a task needs, and the share of each that it takes."""
+    gpus = task.resources.gpus
+    return (ceil(gpus), min(gpus, 1.0))
 
 
 def report(queue: TaskQueue, task: Task, commit: Commit | None, error: Exception | None, trace: str) -> None:

@@ -1,7 +1,8 @@
 """Runs tasks on a Ray cluster, or on a Ray that is started on this machine for the length of the build.
 
 Ray places the tasks. Tasks (some KB) and commits go through Ray; data goes through the work folder only. Each
-task requests one CPU and the recipe's `memory`, and tasks are spread over the nodes.
+task requests one CPU and the recipe's `memory`, or more if a filter needs more (`Task.resources`), and tasks
+are spread over the nodes.
 
 `WAITING_TASKS` more tasks than fit are submitted to Ray. So an autoscaling cluster sees the demand of the
 stage, and a stage of a million tasks needs no more memory than one of a few thousand. A task that is lost
@@ -27,7 +28,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from statistics import median
 from typing import Any, Self
 
@@ -45,6 +47,7 @@ from shardkit.writers.execution.ray_cluster import (
     start_ray,
 )
 from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck, check_of, run_on_node
+from shardkit.writers.execution.resources import Resources
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
@@ -256,7 +259,8 @@ class EngineRun:
         if not self.head.check():
             return
         nodes = self.ray.nodes()
-        self._slots = slots_of(nodes, self.memory_bytes)
+        needed = reduce(or_, (self._needs(tried.task) for tried in self._flying.values()), self._usual)
+        self._slots = slots_of(nodes, needed)
         if self._slots:
             self._told_no_node = False
             if now - self._moved > WAIT_SECONDS:
@@ -265,7 +269,9 @@ class EngineRun:
                     f"whole Ray cluster, or does a task hang? {RESUME}"
                 )
             return
-        needs = f"a CPU and {format_bytes(self.memory_bytes)} of memory, which a task needs"
+        gpus = f", {needed.gpus:g} GPUs" if needed.gpus else ""
+        cpus = "a CPU" if needed.cpus == 1 else f"{needed.cpus} CPUs"
+        needs = f"{cpus}{gpus} and {format_bytes(needed.memory)} of memory, which a task needs"
         if not self._told_no_node:
             self._told_no_node = True
             self._moved = now
@@ -318,12 +324,20 @@ class EngineRun:
                 self.ray.cancel(ref, force=True)
         tried.refs.clear()
 
+    @property
+    def _usual(self) -> Resources:
+        return Resources(memory=self.memory_bytes)
+
+    def _needs(self, task: Task) -> Resources:
+        return self._usual | task.resources
+
     def _submit(self, tried: _Try) -> None:
-        data = pickle.dumps((tried.task, tried.task.digest, self.work))
+        data, needed = pickle.dumps((tried.task, tried.task.digest, self.work)), self._needs(tried.task)
         remote = self._function.options(
             name=str(tried.task),  # shown by Ray's tools
-            num_cpus=1,
-            memory=self.memory_bytes,
+            num_cpus=needed.cpus,
+            num_gpus=needed.gpus,
+            memory=needed.memory,
             max_retries=0,
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": ONE_THREAD},

@@ -207,7 +207,8 @@ def serve(pipe: Connection, parent: int) -> None:
     PULSE.send = pipe.send
     try:
         while True:
-            task, digest, work, seconds = pipe.recv()  # unpickling imports the task's modules
+            task, digest, work, seconds, environment = pipe.recv()  # unpickling imports the task's modules
+            os.environ.update(environment)
             watch.install()
             with time_limit(seconds):
                 data = answer(task, digest, work)

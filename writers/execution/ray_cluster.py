@@ -18,6 +18,7 @@ from typing import Any
 from shardkit.errors import BuildError, MissingExtraError
 from shardkit.units import format_bytes
 from shardkit.writers.execution.ray_node import node_key
+from shardkit.writers.execution.resources import Resources
 
 OBJECT_STORE_BYTES = 100_000_000  # size of Ray's object store; only records of finished tasks use it
 
@@ -163,17 +164,23 @@ def connected_head() -> Head:
     return Head("" if proxy.is_connected() else import_ray().get_runtime_context().gcs_address)
 
 
-def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
-    """Return how many tasks of one CPU and `memory_bytes` fit on the living nodes in `ray.nodes()`."""
+def slots_of(nodes: Sequence[dict[str, Any]], needed: Resources) -> int:
+    """Return how many tasks that need these resources fit on the living nodes in `ray.nodes()`."""
+    amounts = {"CPU": needed.cpus, "memory": needed.memory, "GPU": needed.gpus}
     return sum(
-        min(int(resources.get("CPU", 0)), int(resources.get("memory", 0)) // memory_bytes)
+        min(int(resources.get(name, 0) / amount) for name, amount in amounts.items() if amount)
         for resources in (node["Resources"] for node in nodes if node["Alive"])
     )
 
 
 def described(nodes: Sequence[dict[str, Any]]) -> str:
-    """Return the CPUs and memory of the three largest living nodes as text, for messages."""
+    """Return the CPUs, memory and GPUs of the three largest living nodes as text, for messages."""
     living = [node["Resources"] for node in nodes if node["Alive"]]
-    sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
-    texts = [f"{cpus} CPUs with {format_bytes(memory)}" for cpus, memory in sizes[:3] if cpus]
+    names = "CPU", "memory", "GPU"
+    sizes = sorted({tuple(int(one.get(name, 0)) for name in names) for one in living}, reverse=True)
+    texts = [
+        f"{cpus} CPUs with {format_bytes(memory)}" + (f" and {gpus} GPUs" if gpus else "")
+        for cpus, memory, gpus in sizes[:3]
+        if cpus
+    ]
     return ", ".join(texts) if texts else "none with a CPU"

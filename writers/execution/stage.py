@@ -40,6 +40,7 @@ from shardkit.hashing import digest_of
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, task_key
 from shardkit.writers.execution.digests import deciding, markers_of
+from shardkit.writers.execution.resources import USUAL, Resources
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,13 +130,17 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call of the work function of a stage (`of`). If it fails and has no `fallback`, the build ends."""
+    """A call of the work function of a stage (`of`). If it fails and has no `fallback`, the build ends.
+
+    Engines start a task where its `resources` are free.
+    """
 
     of: Stage[..., Any]
     name: str
     args: Mapping[str, Any]
     weight: int = 0
     fallback: Fallback | None = None
+    resources: Resources = USUAL
     _digest: str = field(default="", init=False, repr=False, compare=False)
 
     @property

@@ -28,6 +28,7 @@ from pydantic import Field, StringConstraints, model_validator
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion, file_version
 from shardkit.settings import WHITE_SPACE, StrictModel
+from shardkit.writers.execution.resources import Resources
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,6 +69,16 @@ class FilterSettings(StrictModel):
     def may_edit(self) -> bool:
         """Whether the filter may change texts."""
         return isinstance(self, Editor)
+
+    @property
+    def resources(self) -> Resources:
+        """The resources of a machine that a task with this filter needs."""
+        return Resources()
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether judging a document costs so much that rehearsals and samples leave the filter out."""
+        return self.resources.gpus > 0
 
     def entry(self, name: str) -> dict[str, Any]:
         """Return these settings as plain data, in the form of an entry under `filters` in a recipe."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 
 from shardkit.settings import WHITE_SPACE
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
+from shardkit.writers.rows.documents import with_metadata
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.spacy_words import SpacyWords
+
+_PLAIN = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def load_splitter(words: str) -> SpacyWords:
@@ -63,6 +68,27 @@ class TextBatch:
         """The documents with their texts as edited so far."""
         number = self._documents.schema.get_field_index("text")
         return self._documents.set_column(number, self._documents.schema.field(number), self.texts)
+
+    def add_fields(self, fields: Mapping[str, Sequence[Any]]) -> None:
+        """Add fields to the metadata of the wanted documents; `fields` has one value per document by name.
+
+        Raises TypeError if a value is not plain data (JSON, NumPy scalars).
+        """
+        names = list(fields)
+        added = [
+            orjson.dumps(dict(zip(names, values, strict=True)), option=_PLAIN).decode() if wanted else None
+            for wanted, *values in zip(self.wanted.tolist(), *fields.values(), strict=True)
+        ]
+        self._documents = with_metadata(self._documents, added)
+
+    def numbers(self, name: str) -> npt.NDArray[np.float64]:
+        """Return float64[n], the scores or the values of a metadata field called `name`; NaN: no number."""
+        if name in self.scores:
+            return self.scores[name]
+        rows = self._documents.column("metadata").to_pylist()
+        found = [None if row is None else orjson.loads(row).get(name) for row in rows]
+        is_number = [isinstance(one, int | float) and not isinstance(one, bool) for one in found]
+        return np.array([one if good else np.nan for one, good in zip(found, is_number, strict=True)], float)
 
     def part(self, rows: npt.NDArray[np.int64]) -> TextBatch:
         """Return the documents at these row numbers as a batch of their own, cached until texts change."""

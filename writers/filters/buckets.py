@@ -150,7 +150,7 @@ class BucketsFilter:
         rules = []
         for name, model in zip(self.reasons, self._models, strict=True):
             if model is None:
-                values = batch.scores[name]
+                values = batch.numbers(name)
             else:
                 [rule] = model.judge(batch)
                 assert rule.values is not None

@@ -51,6 +51,7 @@ from shardkit.writers.rows.filtered import (
 class _Step:
     name: str
     work: Filter | Editor
+    is_costly: bool = False
 
 
 class FilterChain:
@@ -75,7 +76,7 @@ class FilterChain:
         self._steps = [
             _Step(name, ScoresFilter(config, next(left)))
             if isinstance(config, ScoresConfig) and lookups
-            else _Step(name, config.build(folder or Path()))
+            else _Step(name, config.build(folder or Path()), config.is_costly)
             for name, config in steps
         ]
         self._scores = [config for _, config in steps if isinstance(config, ScoresConfig)]
@@ -217,7 +218,10 @@ class FilterChain:
         languages: npt.NDArray[np.object_] | None,
         result: Filtered,
     ) -> None:
-        """Count each rule's failures in a sample of documents chosen by hash, regardless of other rules."""
+        """Count each rule's failures in a sample of documents chosen by hash, regardless of other rules.
+
+        Costly filters are left out, so that they judge no document that another rule dropped.
+        """
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
@@ -225,7 +229,7 @@ class FilterChain:
         batch = TextBatch(documents.take(pa.array(chosen)), stop_words=self._stop_words)
         batch.languages = None if languages is None else languages[chosen]
         for step in self._steps:
-            rules, _ = self._run(step, batch)
+            rules, _ = ((), None) if step.is_costly else self._run(step, batch)
             for rule in rules:
                 if rule.fails is not None and rule.fails.any():
                     result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
@@ -31,6 +32,8 @@ def _identifier(name: str) -> str:
 class UserCode(StrictModel):
     """The settings that name a function or class of the user, and its arguments."""
 
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"data"})
+
     function: Annotated[str, AfterValidator(_function_name)] = Field(
         description="package.module:function; with `file`, the module is only a name for messages.",
         examples=["my_filters:keep"],
@@ -39,6 +42,12 @@ class UserCode(StrictModel):
         default=None, description="Python file that defines the function, instead of an installed module."
     )
     parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of the function.")
+    data: dict[FieldName, FieldName] = Field(
+        default={},
+        description="Files that the code reads, such as a model: keyword arguments that get their paths. "
+        "Changing such a file runs the tasks again, as changing the code does.",
+        examples=[{"model": "topics.npz"}],
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -51,13 +60,24 @@ class UserCode(StrictModel):
                 return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
         return data
 
-    def source_file(self, key: str) -> str:
-        """Return the path of the file with the code, whose digest is part of the identity of a task.
+    @model_validator(mode="after")
+    def _named_once(self) -> Self:
+        if twice := sorted(self.parameters.keys() & self.data.keys()):
+            raise ValueError(f"{twice[0]} is in both `parameters` and `data`; rename one argument")
+        return self
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        """Return the keyword arguments; `folder` is the base of relative paths in `data`."""
+        return self.parameters | {name: str(folder / path) for name, path in self.data.items()}
+
+    def code_files(self, key: str) -> tuple[str, ...]:
+        """Return the paths of the code and its data, whose digests are part of the identity of a task.
 
         Raises RecipeError with the recipe's `key` if an installed module has no such file.
         """
-        if self.file is not None:
-            return self.file
+        return self.file or self._installed(key), *self.data.values()
+
+    def _installed(self, key: str) -> str:
         module = self.function.partition(":")[0]
         try:
             found = importlib.util.find_spec(module)
@@ -86,9 +106,11 @@ class UserCode(StrictModel):
 
 
 def _from_file(name: str, path: Path) -> ModuleType:
+    name = f"{name} ({path})"  # no installed module has this name
     found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses look up their module
     found.loader.exec_module(module)
     return module

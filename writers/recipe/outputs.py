@@ -9,7 +9,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    WithJsonSchema,
     model_validator,
 )
 
@@ -22,9 +21,9 @@ from shardkit.settings import (
     Listed,
     LocalPath,
     Place,
+    Size,
     StrictModel,
 )
-from shardkit.units import parse_bytes
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.recipe.inputs import TemplateVariables
 
@@ -41,20 +40,6 @@ def _known_compression(name: str) -> str:
             f"unknown compression {name!r}; write zstd, zstd:7 (with a level), gz, bz2, br or snappy"
         )
     return name
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, int | str):
-        raise ValueError(f"not a size: {value!r:.80}; give bytes, or text such as 64MiB")
-    return parse_bytes(value)
-
-
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 0},
-        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp]?[iI]?[bB])?\s*$"},
-    ]
-}
 
 
 PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
@@ -77,9 +62,6 @@ def short_split(given: object) -> object:
         settings = {key: given[key] for key in ("similarity",) if key in given}
         return {"parts": {key: value for key, value in given.items() if key not in settings}} | settings
     return given
-
-
-Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 class TiktokenConfig(StrictModel):

@@ -30,17 +30,18 @@ from shardkit.settings import (
     Place,
     Ratio,
     Shorthand,
+    Size,
     StrictModel,
 )
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
+from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe.inputs import GroupConfig, InputConfig
 from shardkit.writers.recipe.outputs import (
     OutputConfig,
     PackConfig,
-    Size,
     SplitConfig,
     TokenizerConfig,
     short_split,
@@ -261,15 +262,18 @@ class Recipe(StrictModel):
                 if twice := sorted(columns & config.columns.keys()):
                     raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}; rename one")
                 columns |= config.columns.keys()
+            if isinstance(config, PythonConfig):
+                columns |= {*config.columns}
             if not isinstance(config, BucketsConfig):
                 continue
             found += 1
-            if unknown := [one.column for one in config.scores if one.column and one.column not in columns]:
+            known = columns.union(*(config.metadata for config in self.inputs))
+            if unknown := [one.column for one in config.scores if one.column and one.column not in known]:
                 raise ValueError(
-                    f"filters: buckets: no `scores` filter before it has the column {unknown[0]!r}; add one"
+                    f"filters: buckets: no `scores` or `python` filter before it has the column "
+                    f"{unknown[0]!r}, and no input keeps it in `metadata`; add one"
                 )
-            taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
-            if config.field in taken:
+            if config.field in {"source", "language", "copies"} | (self._fields or set()):
                 raise ValueError(
                     f"filters: buckets.field: documents already have a field {config.field!r}; rename it"
                 )
@@ -283,9 +287,7 @@ class Recipe(StrictModel):
             raise ValueError(
                 "dedup.near.scope: languages are known only with the `language` filter; add it to filters"
             )
-        if not isinstance(scope, FieldScope) or any(config.path_fields for config in self.inputs):
-            return
-        if not any(scope.field in config.metadata for config in self.inputs):
+        if isinstance(scope, FieldScope) and self._fields is not None and scope.field not in self._fields:
             raise ValueError(
                 f"dedup.near.scope: no input keeps a field {scope.field!r}; add it to inputs[].metadata"
             )
@@ -302,10 +304,8 @@ class Recipe(StrictModel):
         if wrong := [pack for pack in packs if pack.row_bos or pack.crops]:
             key = "row_bos" if wrong[0].row_bos else f"strategy: {wrong[0].strategy}"
             raise ValueError(f"group: cannot be used with pack.{key}; use best_fit or concat without row_bos")
-        if any(config.path_fields for config in self.inputs):
-            return
-        kept = {field for config in self.inputs for field in config.metadata}
-        if missing := [name for name in self.group.fields if name not in kept]:
+        kept = self._fields
+        if kept is not None and (missing := [name for name in self.group.fields if name not in kept]):
             raise ValueError(f"group: no input keeps a field {missing[0]!r}; add it to inputs[].metadata")
 
     def _check_where(self) -> None:
@@ -322,13 +322,18 @@ class Recipe(StrictModel):
                     raise ValueError(
                         f"{key}: languages are known only with the `language` filter; add it to filters"
                     )
-                carried = {field for config in self.inputs for field in config.metadata}
-                own = name in ("source", "language", "copies") or any(
-                    config.path_fields for config in self.inputs
-                )
+                own = name in ("source", "language", "copies") or self._fields is None
                 own = own or (self.buckets is not None and self.buckets.field == name)
-                if not own and name not in carried:
+                if not own and name not in (self._fields or ()):
                     raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
+
+    @property
+    def _fields(self) -> set[str] | None:
+        """The fields of documents' metadata; None if inputs have `path_fields`, which may be any."""
+        if any(config.path_fields for config in self.inputs):
+            return None
+        steps = [config.columns for _, config in self.filter_chain() if isinstance(config, PythonConfig)]
+        return {name for names in (*(one.metadata for one in self.inputs), *steps) for name in names}
 
     def _all(self) -> tuple[OutputConfig, ...]:
         return self.outputs or (self.output,)
@@ -419,6 +424,14 @@ class Recipe(StrictModel):
         if is_short(self.moves):
             found.pop("steps", None)  # `filters` and `dedup` express the same order
         return found
+
+    def without_costly_filters(self) -> Recipe:
+        """Return the recipe without filters that cost too much to run them on a sample; see `is_costly`."""
+
+        def cheap(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(one for one in entries if not any(config.is_costly for _, config in one.filters()))
+
+        return self.model_copy(update={"filters": cheap(self.filters), "steps": cheap(self.steps)})
 
     def filter_chain(self) -> FilterPass:
         """Return (name, settings) of every filter in order, with profiles expanded."""

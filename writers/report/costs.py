@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.stages.flow import Documents
 
@@ -48,14 +47,10 @@ def step_costs(documents: Documents) -> list[StepCost]:
                 totals.setdefault(name, FilterCost()).add(cost)
         settings = dict(move)
         found += [
-            StepCost(name, cost.documents, cost.dropped, cost.seconds, _edits(name, settings[name]))
+            StepCost(name, cost.documents, cost.dropped, cost.seconds, settings[name].may_edit)
             for name, cost in totals.items()
         ]
     return found
-
-
-def _edits(name: str, settings: FilterSettings) -> bool:
-    return settings.may_edit and name != "python"
 
 
 def better_place(

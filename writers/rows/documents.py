@@ -12,6 +12,7 @@ Strings of documents move between splits as payloads of rows: see `pack_strings`
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import xxhash
 
@@ -135,3 +137,21 @@ def unpack_strings(
         columns[name] = pa.Array.from_buffers(pa.large_string(), len(rows), buffers).cast(pa.string())
         places = places + sizes
     return columns
+
+
+def with_metadata(documents: pa.RecordBatch, added: Sequence[str | None]) -> pa.RecordBatch:
+    """Return the documents with the fields of a JSON object added to each one's metadata; None adds nothing.
+
+    The other bytes of the metadata stay the same, unless it has a field of that name already.
+    """
+    texts = []
+    for one, more in zip(documents.column("metadata").to_pylist(), added, strict=True):
+        if one is None or more is None or more == "{}":
+            texts.append(one if more in (None, "{}") else more)
+        elif any(f"{orjson.dumps(name).decode()}:" in one for name in orjson.loads(more)):
+            whole = json.loads(one) | json.loads(more)
+            texts.append(json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
+        else:
+            texts.append(more if one == "{}" else f"{one[:-1]},{more[1:]}")
+    number = documents.schema.get_field_index("metadata")
+    return documents.set_column(number, documents.schema.field(number), pa.array(texts, pa.string()))

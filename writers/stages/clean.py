@@ -111,7 +111,8 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
         render = None if inputs.masking is None else inputs.masking.of_input(own.input)
         scores = own.first_pass.scores_of(recipe, documents.scores)
         args = split, own, inputs.files_of(own.first_pass.filters), folder, render, scores
-        made.append(replace(CLEAN.task(split.task_name, split.bytes, *args), fallback=fallback))
+        task, resources = CLEAN.task(split.task_name, split.bytes, *args), own.first_pass.resources
+        made.append(replace(task, fallback=fallback, resources=resources))
     beside, cleaned = build.run(build.beside, made)
     counts = [CLEAN.result(commit) for commit in cleaned]
     _check(recipe, splits, cleaned, counts)

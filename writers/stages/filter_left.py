@@ -10,6 +10,7 @@ The ledger: read = kept + dropped, with the reasons of earlier steps and of the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -95,11 +96,10 @@ def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, bui
     tasks = []
     for at, described in enumerate(documents.described(languages=True)):
         args = documents.file(at), settings, documents.removals[at], files, folder, scores
-        tasks.append(
-            stage.task(
-                described.name, described.bytes, *args, described.languages, build.memory_bytes, build.limits
-            )
+        task = stage.task(
+            described.name, described.bytes, *args, described.languages, build.memory_bytes, build.limits
         )
+        tasks.append(replace(task, resources=settings.resources))
     [commits] = build.run(tasks)
     found = [stage.result(commit) for commit in commits]
     if not sum(one.ledger.kept.documents for one in found):

@@ -22,6 +22,7 @@ from shardkit.writers.dedup.population import RowFiles, in_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.filters.buckets import BucketsConfig
+from shardkit.writers.rows.documents import with_metadata
 
 BUCKETS_FILE = "buckets.npy"
 
@@ -111,11 +112,11 @@ class BucketLabels:
     scores: Artifact
     rows: RowFiles
 
-    def open(self) -> list[bytes]:
-        """Return the text to append to each metadata object: the label as JSON, without the first brace."""
+    def open(self) -> list[str]:
+        """Return the object to add to each document's metadata, which has its label, as JSON."""
         found = read_scores(self.scores, self.rows, len(self.buckets.edges))
         labels, field = self.buckets.labels(found["values"]), self.buckets.config.field
-        texts = {label: orjson.dumps({field: label})[1:] for label in set(labels)}
+        texts = {label: orjson.dumps({field: label}).decode() for label in set(labels)}
         return [texts[label] for label in labels]
 
 
@@ -126,15 +127,5 @@ def marked_batches(
     added, start = None if labels is None else labels.open(), 0
     for number in range(reader.num_record_batches):
         batch = reader.get_batch(number)
-        yield batch if added is None else _mark(batch, added[start : start + batch.num_rows])
+        yield batch if added is None else with_metadata(batch, added[start : start + batch.num_rows])
         start += batch.num_rows
-
-
-def _mark(batch: pa.RecordBatch, added: Sequence[bytes]) -> pa.RecordBatch:
-    """Return the documents with a field appended to each metadata object; its other bytes stay the same."""
-    texts = []
-    for one, more in zip(batch.column("metadata").to_pylist(), added, strict=True):
-        begin = "{" if one in (None, "{}") else one[:-1] + ","
-        texts.append(begin + more.decode())
-    number = batch.schema.get_field_index("metadata")
-    return batch.set_column(number, batch.schema.field(number), pa.array(texts, pa.string()))

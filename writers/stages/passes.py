@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Self
@@ -30,6 +32,7 @@ from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
 from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import RecipeKey
+from shardkit.writers.execution.resources import Resources
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.scores import ScoresConfig
@@ -108,6 +111,11 @@ class PassSettings:
             lookups=[table.open() for table in scores],
             labels=labels,
         )
+
+    @property
+    def resources(self) -> Resources:
+        """The resources that a task with these filters needs."""
+        return reduce(or_, (config.resources for _, config in self.filters), Resources())
 
     def scores_of(self, recipe: Recipe, tables: Sequence[ScoreTable]) -> list[ScoreTable]:
         """Return the tables of this pass's `scores` filters; `tables` has those of all passes in order."""
