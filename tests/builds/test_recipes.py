@@ -45,6 +45,7 @@ PROFILES = {
     "c4",
     "chat-midtraining",
     "starcoder",
+    "toxicity",
     "continue-pretraining",
     "dclm",
     "demo",
@@ -619,6 +620,23 @@ def test_dclm_keeps_the_best_tenth_of_what_is_not_a_duplicate(folder: Path) -> N
     facts = json.loads((result.output / "dataset.json").read_text())["buckets"]
     assert (facts["sampled"], facts["documents"]) == (40, 40)
     assert len(facts["edges"]["quality.hq"]) == 9
+
+
+def test_toxicity_removes_what_its_model_finds_and_marks_what_its_list_has(folder: Path) -> None:
+    pytest.importorskip("floret", reason="it trains")
+    train(folder, "toxicity.bin", ("other", "toxic"))
+    shutil.copytree(FOLDER / "lists", folder / "lists", dirs_exist_ok=True)
+    (folder / "lists" / "bad_words_en.txt").write_text("parrot\nold mill\n")
+    clean, marked = essay(0), essay(1) + " Parrot, parrots, parrot." + " The old mill."
+    pages = [clean, marked, clean, advertisement(3), DANISH.replace("\n", " ")]
+    write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": page} for page in pages])
+    result = run(folder, "toxicity")
+    assert texts(result, folder) == [clean]
+    [other] = result.others
+    assert texts(other, folder) == [marked]
+    assert {"classifier/score": 1, "exact_duplicate": 1, "language/label": 1}.items() <= dropped(
+        result
+    ).items()
 
 
 @pytest.mark.extended
