@@ -271,24 +271,23 @@ def _yaml_of(inputs: Sequence[DraftInput], tokenizer: str, eos: str, bos: str | 
     begin = "" if bos is None else f"  bos: {_scalar(bos)}  # begins every document (add_bos_token)\n"
     entries = [_yaml_of_input(entry, source) for entry, source in zip(inputs, _sources(inputs), strict=True)]
     short = fmean(entry.fields.short for entry in inputs)
-    length = f"length: {{min_words: {LEAST_WORDS}}}"
+    length = f"- length: {{min_words: {LEAST_WORDS}}}"
     if short > 0.2:
-        filters = f"filters: []\n  # - {length}  # would drop {short:.0%} of the sampled documents\n"
-    else:
-        filters = f"filters:\n  - {length}\n"
+        length = f"# {length}  # would drop {short:.0%} of the sampled documents"
     return f"""\
 # A recipe for `shardkit build`, written by `shardkit init`. Relative paths start from this file's folder.
 inputs:
 {"".join(entries)}
-# Applied in order; the first rule that a document fails drops it. For English web pages: fineweb.
-{filters}  # - gopher_quality
+# In this order: cheap filters, then duplicates, then filters that take long, such as models.
+steps:
+  {length}
+  # - gopher_quality  # for English web pages: these two, or all of fineweb
   # - gopher_repetition
-
-dedup:
-  exact: true  # remove documents with equal text
-  # near:  # remove near-duplicates: n-grams of 5 words with at least this Jaccard similarity
-  #   similarity: 0.8
-  #   minhash: {{unit: auto}}  # each character of Chinese, Japanese, Thai, ... is a word
+  - exact  # remove documents with equal text
+  # - near:  # remove near-duplicates: n-grams of 5 words with at least this Jaccard similarity
+  #     similarity: 0.8
+  #     minhash: {{unit: auto}}  # each character of Chinese, Japanese, Thai, ... is a word
+  # - classifier: {{model: quality.bin, label: good}}  # reads only what is left
 
 tokenizer:
   path: {_scalar(tokenizer)}

@@ -106,7 +106,7 @@ def test_texts_and_names_of_others_cannot_break_the_recipe(tmp_path: Path) -> No
     text = (tmp_path / "recipe.yaml").read_text()
     assert "\x1b" not in text
     assert load_recipe(tmp_path / "recipe.yaml").inputs[0].text == hostile
-    assert set(yaml.safe_load(text)) == {"inputs", "filters", "dedup", "tokenizer", "pack", "output"}
+    assert set(yaml.safe_load(text)) == {"inputs", "steps", "tokenizer", "pack", "output"}
 
 
 def test_files_that_a_shell_listed_are_one_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
