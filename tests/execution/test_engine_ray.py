@@ -121,8 +121,8 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Two nodes of two CPUs each; whoever kills one adds another."""
-    with RayCluster(nodes=2, cpus=2) as cluster:
+    """Two nodes of two CPUs and a GPU each; whoever kills one adds another."""
+    with RayCluster(nodes=2, cpus=2, gpus=1) as cluster:
         yield cluster
 
 
@@ -226,6 +226,30 @@ def test_a_node_that_fits_runs_the_task_and_the_check_leaves_nothing(tasks: Modu
     assert error is None
     assert (commit.folder / "square.txt").read_text() == "49"
     assert not list((work.folder / "unfinished").rglob("ray.*"))
+
+
+@extended
+def test_ray_places_tasks_where_their_gpus_are(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(gpus: float) -> list[Task]:
+        made = [make_task(tasks, "overlaps", place, 0.3, number=n) for n in range(6)]
+        return [replace(one, resources=Resources(gpus=gpus)) for one in made]
+
+    with engine() as ray:
+        results = [commit.result for commit in run_all(ray, planned(1.0), work)]
+    assert {one["gpus"] for one in results} == {"0"}
+    assert max(len(one["seen"]) for one in results) <= 2  # one on each node
+    monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 1.0)
+    monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.2)
+    none = r"no node of the Ray cluster had a CPU, 2 GPUs and .*largest nodes: 2 CPUs with .* and 1 GPUs"
+    with (
+        Journal(Work.at(place / "other")) as other,
+        engine() as ray,
+        pytest.warns(RuntimeWarning),
+        pytest.raises(BuildError, match=none),
+    ):
+        run_all(ray, planned(2.0), other.work)
 
 
 @extended

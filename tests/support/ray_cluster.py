@@ -48,10 +48,10 @@ _START_SECONDS = 120.0
 
 
 class RayCluster:
-    """From `with` to its end: a head, and `nodes` nodes of `cpus` CPUs each."""
+    """From `with` to its end: a head, and `nodes` nodes; Ray believes that each has `cpus` and `gpus`."""
 
-    def __init__(self, nodes: int = 2, cpus: int = 1) -> None:
-        self._count, self._cpus = nodes, cpus
+    def __init__(self, nodes: int = 2, cpus: int = 1, gpus: int = 0) -> None:
+        self._count, self._cpus, self._gpus = nodes, cpus, gpus
         self._patch = pytest.MonkeyPatch()
         self._raylets: list[psutil.Process] = []
         self._machines: list[subprocess.Popen[bytes]] = []
@@ -94,7 +94,10 @@ class RayCluster:
     def add(self) -> int:
         """The number of a new node."""
         node = self._cluster.add_node(
-            num_cpus=self._cpus, memory=NODE_MEMORY, object_store_memory=_STORE_BYTES
+            num_cpus=self._cpus,
+            num_gpus=self._gpus,
+            memory=NODE_MEMORY,
+            object_store_memory=_STORE_BYTES,
         )
         self._raylets.append(psutil.Process(node.all_processes["raylet"][0].process.pid))
         return len(self._raylets) - 1
