@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Container
 from itertools import pairwise
-from math import floor, log10
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -90,11 +89,16 @@ def _megatron_index(dtype: np.dtype[Any], ends: _Ints) -> bytes:
 
 
 def _for_people(tokens: int) -> str:
-    """Format a number of tokens with three digits and an SI prefix, such as "1.23 MT", as datatrove does."""
-    exponent = floor(log10(tokens)) if tokens else 0
-    thousands = exponent // 3
-    digits = f"{tokens / 10 ** (3 * thousands):.{2 - exponent % 3}f}"
-    return f"{digits} {'kMGTPEZY'[thousands - 1] if thousands else ''}T"
+    """Format a number of tokens with three digits and an SI prefix, such as "1.23 MT".
+
+    Rounds as datatrove does, by humanize.metric: first to the digits, then up to the next power of ten.
+    """
+    exponent = max(0, len(str(tokens)) - 1)
+    digits = f"{tokens / 10 ** (exponent // 3 * 3):.{2 - exponent % 3}f}"
+    if float(digits) >= 10 ** (exponent % 3 + 1):  # such as 999,999, which is 1.00 MT
+        exponent += 1
+        digits = f"{tokens / 10 ** (exponent // 3 * 3):.{2 - exponent % 3}f}"
+    return f"{digits} {' kMGT'[exponent // 3].strip()}T"
 
 
 class TokenStream:
