@@ -18,9 +18,10 @@ import pytest
 
 import shardkit
 from shardkit.cli.main import main
-from shardkit.errors import BuildError, RecipeError, ShardError
+from shardkit.errors import BuildError, RecipeError, ShardError, ShardkitError
 from shardkit.formats.tokens import MegatronIndex, write_token_files
 from shardkit.formats.trainers import TRAINER_FORMATS, trainer_dtype
+from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.token_store import pack_store
@@ -321,6 +322,46 @@ def test_verify_notices_each_damaged_file(together: Path, tmp_path: Path, kind: 
     (tmp_path / "documents.json").write_text(json.dumps(index))
     with pytest.raises(ShardError, match=r"tokens-00000\.\w+: states .* tokens, but its size"):
         shardkit.open(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaders_read_rows_in_place_and_ask_for_their_length(together: Path, masked: Path, kind: str) -> None:
+    with pytest.raises(ShardError, match=r"holds documents for .*, without rows: .* sequence_length=2048"):
+        StreamingLoader(together / kind, batch_size=2)
+    documents, _ = stored(together / "tokens")
+    stream = np.concatenate(documents)
+    with pytest.warns(RuntimeWarning, match="fill no row"):
+        rows = shardkit.open(together / kind, sequence_length=100)
+    assert len(rows) == len(stream) // 100
+    assert (rows[:].to_numpy(["tokens"])["tokens"] == stream[: len(rows) * 100].reshape(-1, 100)).all()
+    with pytest.raises(ShardkitError, match="provenance"):
+        rows.trace(url="https://a.org/7")
+    if kind in MASKED:
+        with pytest.warns(RuntimeWarning, match="fill no row"):
+            rows = shardkit.open(masked / kind, sequence_length=100)
+        assert len(rows) == sum(map(len, stored(masked / "tokens")[0])) // 100
+
+
+@pytest.mark.parametrize("kind", ["olmo", "datatrove"])
+def test_convert_says_how_else_to_get_rows(
+    together: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(together / kind), str(tmp_path / "out"), "--sequence-length", "64"]
+    assert main([*words, "--drop-tail"]) == 1
+    assert "without rows: a loader cuts rows in place" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["megatron", "nanogpt", "llmc"])
+def test_convert_reads_the_files_back(together: Path, tmp_path: Path, kind: str) -> None:
+    documents, _ = stored(together / "tokens")
+    one = "tokens-00001.bin" if kind == "megatron" else ""
+    words = ["convert", str(together / kind / one), str(tmp_path / "out"), "--sequence-length", "64"]
+    assert main([*words, "--drop-tail", "--quiet"]) == 0
+    own = documents_of_files(together, kind)[1] if kind == "megatron" else documents
+    rows = shardkit.open(tmp_path / "out")[:].to_numpy(["tokens"])["tokens"]
+    stream = np.concatenate(own)
+    assert (rows == stream[: len(stream) // 64 * 64].reshape(-1, 64)).all()
 
 
 def test_megatrons_index_is_one_that_our_reader_accepts(together: Path) -> None:
