@@ -24,7 +24,10 @@ from shardkit.formats.trainers import TRAINER_FORMATS, trainer_dtype
 from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
 from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.rows.ledger import Count
+from shardkit.writers.stages.rows import count_partitions
 from shardkit.writers.token_store import pack_store
+from spec.reader import Dataset as Reader
 from support.s3_moto import s3_server
 from support.small_build import EOS, text_of, train_bpe, tree
 
@@ -302,6 +305,21 @@ def test_a_document_is_traced_to_its_file_and_its_tokens(together: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_second_reader_that_follows_the_specification_finds_the_same(together: Path, kind: str) -> None:
+    ours, theirs = shardkit.open(together / kind), Reader(together / kind)
+    assert theirs.fingerprint == ours.fingerprint
+    assert len(theirs.sizes) == len(ours)
+    for row in range(len(ours)):
+        assert theirs[row]["tokens"] == np.asarray(ours[row]["tokens"]).tobytes()
+    assert {name for name in theirs.files() if name.startswith("tokens-")} == {
+        name.format(f"{row:05d}")
+        for row in range(len(ours))
+        for name in [*TRAINER_FORMATS[kind].names.values()][1:]
+        if name.startswith("tokens-") and not name.endswith(".loss")
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_verify_notices_each_damaged_file(together: Path, tmp_path: Path, kind: str) -> None:
     for source in (together / kind).rglob("*"):
         target = tmp_path / source.relative_to(together / kind)
@@ -401,6 +419,18 @@ def test_what_a_format_cannot_hold_is_refused_before_the_build(
     output = {"path": "out", "format": "megatron"} | change.get("output", {})
     with pytest.raises(RecipeError, match=message):
         recipe_from_mapping(base | change | {"output": output}, folder=tmp_path)
+
+
+def test_a_task_makes_at_least_a_file_of_the_size_that_was_asked_for() -> None:
+    def partitions(format: str, shard_bytes: str, memory: str) -> int:
+        output = {"path": "out", "format": format, "shard_bytes": shard_bytes}
+        base = {"inputs": ["a.jsonl"], "tokenizer": {"path": "t.json", "eos": EOS}, "memory": memory}
+        recipe = recipe_from_mapping(base | {"output": output}, folder=Path.cwd())
+        return count_partitions(recipe, Count(10**6, 100 * 10**9))
+
+    assert partitions("megatron", "1GiB", "8GiB") == 47
+    assert partitions("megatron", "64MiB", "8GiB") == partitions("tokens", "64MiB", "8GiB") == 391
+    assert partitions("megatron", "1GiB", "2GiB") > 391
 
 
 def test_a_build_in_a_store_sends_all_files(
