@@ -17,11 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 
 import shardkit
+from crash.builds import Cell, Crashes
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError, ShardError, ShardkitError
 from shardkit.formats.tokens import MegatronIndex, write_token_files
 from shardkit.formats.trainers import TRAINER_FORMATS, trainer_dtype
 from shardkit.loaders import StreamingLoader
+from shardkit.publish.contents import find_only_contents
+from shardkit.publish.repository_card import repository_card
+from shardkit.storage.hub import HubPlace
+from shardkit.storage.local import LocalStore
 from shardkit.writers import build
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.rows.ledger import Count
@@ -448,6 +453,25 @@ def test_a_build_in_a_store_sends_all_files(
         assert found.documents[0].text == text_of(7)[: len(found.documents[0].text or "")]
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["megatron", "datatrove"])
+def test_a_killed_build_is_continued_with_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    with Crashes(tmp_path, format=kind) as crashes:
+        cells = [
+            Cell(fault="kill", stage=stage, moment=moment)
+            for stage in ("pack", "provenance")
+            for moment in ("before", "committed")
+        ]
+        total = crashes.steps("out")
+        cells += [
+            Cell(fault="kill", step=step, replace=step % 2 == 0) for step in range(3, total, total // 6)
+        ]
+        for cell in cells:
+            outcome = crashes.run(cell)
+            assert outcome.problems == [], str(cell)
+            assert outcome.struck, str(cell)
+
+
 def module(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -519,3 +543,12 @@ def test_an_output_of_another_format_is_not_replaced(
     with pytest.raises(BuildError, match="already holds a dataset, made by another recipe"):
         build(recipe | {"output": output}, workers=1, progress=False)
     assert tree(together / "olmo") == before
+
+
+def test_the_page_of_a_repository_says_how_to_read_the_files(together: Path) -> None:
+    contents = find_only_contents(LocalStore(together / "megatron"))
+    assert contents is not None
+    page = repository_card({"": contents}, HubPlace.parse("hf://datasets/me/tokens")).decode()
+    assert "| form | token files for Megatron-LM |" in page
+    assert "sequence_length=2048, batch_size=8" in page
+    assert "load_dataset" not in page

@@ -27,7 +27,7 @@ from shardkit.formats import mds, tar
 from shardkit.formats.block_checksums import write_blocks
 from shardkit.formats.tar.writer import KEY_DIGITS
 from shardkit.formats.tokens import write_token_files
-from shardkit.formats.trainers import stream_info, trainer_dtype
+from shardkit.formats.trainers import MAX_FILE_TOKENS, stream_info, trainer_dtype
 from shardkit.hashing import hash_file
 from shardkit.manifest import LOSS_MASK, FileInfo, ShardInfo
 from shardkit.order.permutation import Permutation
@@ -350,7 +350,8 @@ def write_streams(folder: Path, part: Partition, partition: int, settings: PackS
     output, dtype = settings.output, np.dtype(settings.file_dtype)
     ends = np.cumsum(part.lengths)
     total = int(part.lengths.sum())
-    files = max(1, -(-total * dtype.itemsize // output.shard_bytes))
+    most = min(output.shard_bytes // dtype.itemsize, MAX_FILE_TOKENS // 2)  # a file may end a document later
+    files = max(1, -(-total // most))
     near = np.array([total * number // files for number in range(1, files)], np.int64)
     edges = np.unique(np.concatenate([[0], np.searchsorted(ends, near) + 1, [len(ends)]]))
     shards = []
