@@ -32,6 +32,8 @@ from shardkit.cache.run import CacheRun
 from shardkit.cache.shards import CachedShards, CacheReader, SharedCache
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.opened import ShardReader
+from shardkit.errors import ShardError
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, MaskedTokens, Stream, Weights
 from shardkit.loaders.placement import Place, first_rows, node_count, start_delay
 from shardkit.manifest import ShardInfo
@@ -341,6 +343,10 @@ def open_streams(
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
         opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
+    for opened_one in datasets:
+        if (kind := TRAINER_FORMATS.get(opened_one.manifest.format)) is not None:
+            problem = f"holds documents for {kind.trainer}, without rows: give the length of a row"
+            raise ShardError(opened_one.location, f"{problem}, sequence_length=2048")
     if config.verify:
         _require_hashes(datasets)
     exclusions = [_exclusions(spec.exclude, found) for spec, found in zip(specs, datasets, strict=True)]

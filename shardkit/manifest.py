@@ -28,7 +28,9 @@ import numpy.typing as npt
 from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
-Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
+Format = Literal[
+    "mds", "tar", "tokens", "parquet", "jsonl", "megatron", "olmo", "nanogpt", "llmc", "datatrove"
+]
 
 BLOCKS_NAME = "blocks.bin"
 """The file of block checksums (`shardkit.formats.block_checksums`)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any
 
 from shardkit.card import (
@@ -20,11 +21,12 @@ from shardkit.card import (
     listed_files,
 )
 from shardkit.errors import BuildError
+from shardkit.formats.trainers import TRAINER_FORMATS, trainer_dtype
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Format, Manifest, ShardInfo
 from shardkit.version import __version__
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.report import render_report
 from shardkit.writers.rows.funnel import Funnel
@@ -91,7 +93,7 @@ def make_card(
     if buckets is not None:
         facts["buckets"] = dict(buckets)
     if tokenizer is not None:
-        facts |= _of_tokens(tokenizer, funnel, partitions)
+        facts |= _of_tokens(tokenizer, funnel, partitions) | {"dtype": file_dtype(recipe, tokenizer)}
     if split is not None:
         assert recipe.split is not None
         facts["split"] = {
@@ -125,6 +127,13 @@ def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) ->
     }
 
 
+def file_dtype(recipe: Recipe, tokenizer: Mapping[str, Any]) -> str:
+    """Return the dtype of the ids in a dataset's files; `tokenizer` is the tokenizer's entry in its card."""
+    if not recipe.output.is_for_trainer:
+        return str(tokenizer["dtype"])
+    return trainer_dtype(recipe.output.format, tokenizer["vocab_size"]).name
+
+
 @dataclass(frozen=True)
 class BuiltDataset:
     """A dataset to publish. `links` has files of the work folder by their names in the dataset.
@@ -148,7 +157,8 @@ class BuiltDataset:
 
 
 _FORMATS: Mapping[str, Format] = {
-    "mds": "mds", "wds": "tar", "tokens": "mds", "parquet": "parquet", "jsonl": "jsonl"
+    "mds": "mds", "wds": "tar", "tokens": "mds", "parquet": "parquet", "jsonl": "jsonl",
+    "megatron": "megatron", "olmo": "olmo", "nanogpt": "nanogpt", "llmc": "llmc", "datatrove": "datatrove",
 }  # fmt: skip
 
 
@@ -169,6 +179,7 @@ def assemble(
     card = describe(manifest)
     links = {shard.stored.basename: file for file, shard in shards}
     files: dict[str, Any] = {}
+    tables = {**tables, **_beside(recipe, made)}
     for name, commit in tables.items():
         [(file, table)] = commit.outputs.items()
         links[name] = commit.files / file
@@ -186,6 +197,22 @@ def assemble(
     texts |= {} if of_many is None else {FILES_NAME: of_many}
     texts[CARD_NAME] = DatasetCard({**card.data, "files": listed}).to_bytes()
     return BuiltDataset(manifest, card, links, [commit for commit, _ in made], tables, texts)
+
+
+def _beside(recipe: Recipe, made: Sequence[tuple[Commit, Sequence[ShardInfo]]]) -> dict[str, Commit]:
+    """Return a commit for each file that another trainer's format has beside those with ids, by its name."""
+    if not recipe.output.is_for_trainer:
+        return {}
+    kind, numbers, found = TRAINER_FORMATS[recipe.output.format], count(), {}
+    _, *endings = kind.endings(masked=recipe.is_masked)
+    for commit, shards in made:
+        outputs = commit.outputs
+        for shard in shards:
+            number, stem = next(numbers), ".".join(shard.raw.basename.split(".", 2)[:2])
+            for ending in endings:
+                own = {f"{stem}.{ending}": outputs[f"{stem}.{ending}"]}
+                found[kind.names[ending].format(f"{number:05d}")] = replace(commit, facts=facts_of({}, own))
+    return found
 
 
 def _read_blocks(commit: Commit) -> bytes:

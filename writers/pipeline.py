@@ -390,7 +390,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
         _ledgers(documents, "tokenizing", [one.ledger for one in tokenized]),
         tokens,
         {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
-        recipe.pack.sequence_length if recipe.output.format in ("mds", "wds") else None,
+        recipe.pack.sequence_length if recipe.output.has_rows else None,
         packed,
         {"lengths": lengths, "row_padding": row_padding, "row_pieces": row_pieces},
         [add_languages(of_source) for of_source in languages] if labelled else None,

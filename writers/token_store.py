@@ -8,8 +8,9 @@ datasets of many lengths in minutes:
     card -> the recipe that would have made the dataset -> partitions -> pack -> provenance -> publish
 
 The result has the same bytes as a build from the raw inputs with that recipe: shards, index, provenance, card
-and report. Partitions are ranges of the documents' hashes and depend on the card only. A task reads the rows
-of its range from the store's provenance tables, and the documents of these rows from the store's shards.
+and report. The formats of other trainers, such as megatron, are written in the same way. Partitions are
+ranges of the documents' hashes and depend on the card only. A task reads the rows of its range from the
+store's provenance tables, and the documents of these rows from the store's shards.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from shardkit.formats.mds import MdsShard, parse_index, shard_from_raw
 from shardkit.formats.mds.index import INDEX_NAME
 from shardkit.formats.provenance import PROVENANCE_FOLDER, provenance_name
 from shardkit.formats.stored import decompress_shard
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import digest_of, hash_bytes, keyed_hashes
 from shardkit.manifest import LOSS_MASK, Manifest
 from shardkit.progress import make_listener
@@ -41,7 +43,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers.card import BuiltDataset, assemble, content_of
+from shardkit.writers.card import BuiltDataset, assemble, content_of, file_dtype
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.progress import StageProgress
@@ -169,8 +171,9 @@ def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Reci
             raise RecipeError(f"{override}: set only keys of `pack` and `output`, except output.path")
         content = apply_override(content, override)
     recipe = recipe_from_mapping(content, folder=Path.cwd(), name="pack").of_part(part)
-    if recipe.output.format not in ("mds", "wds"):
-        raise RecipeError(f"output.format: must be mds or wds for rows, not {recipe.output.format}")
+    if not (recipe.output.has_rows or recipe.output.is_for_trainer):
+        formats = ", ".join(["mds", "wds", *TRAINER_FORMATS])
+        raise RecipeError(f"output.format: must be one of {formats}, not {recipe.output.format}")
     return recipe
 
 
@@ -188,8 +191,17 @@ def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) 
 
 def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions: int) -> list[Task]:
     tokenizer = card.data["tokenizer"]
-    eos_id, bos_id, dtype = tokenizer["eos_id"], tokenizer.get("bos_id"), tokenizer["dtype"]
-    settings = PackSettings.of(recipe, partitions, eos_id=eos_id, dtype=dtype, bos_id=bos_id)
+    try:
+        settings = PackSettings.of(
+            recipe,
+            partitions,
+            eos_id=tokenizer["eos_id"],
+            dtype=tokenizer["dtype"],
+            vocab_size=tokenizer["vocab_size"],
+            bos_id=tokenizer.get("bos_id"),
+        )
+    except ValueError as error:
+        raise RecipeError(f"output.format: {error}") from error
     stored = card.packing["partitions"]
     made = []
     for number in range(partitions):
@@ -332,7 +344,8 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
         "samples": manifest.samples,
         "bytes": sum(shard.raw.bytes for shard in manifest.shards),
         "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
-        "sequence_length": recipe.pack.sequence_length,
+        "dtype": file_dtype(recipe, card.data["tokenizer"]),
+        "sequence_length": recipe.pack.sequence_length if recipe.output.has_rows else None,
         "tokens": packed["tokens"],
         "padding": packed["padding"],
         **({"trained_tokens": trained} if recipe.has_masked_rows else {}),

@@ -35,7 +35,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         choices=["best_fit", "concat", "best_fit_truncate", "best_fit_crop"],
         help="how documents become rows (default: best_fit)",
     )
-    parser.add_argument("--format", choices=["mds", "wds"], help="format of the shards (default: mds)")
+    parser.add_argument(
+        "--format",
+        choices=["mds", "wds", "megatron", "olmo", "nanogpt", "llmc", "datatrove"],
+        help="format of the shards (default: mds), or whole documents for another trainer",
+    )
     add_override_argument(parser, "output.shard_bytes=256MiB (only keys of pack and output)")
     add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
     add_options(parser, "shardkit.writers.token_store:pack_store", replace="replace a dataset at OUTPUT")

@@ -21,6 +21,7 @@ from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
 from shardkit.datasets.token_rows import RowCut, TokenRows, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
+from shardkit.formats.trainers import TRAINER_FORMATS, dtype_of_stream
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
@@ -140,7 +141,8 @@ def locate(
     """Locate the dataset at a path or URL, or at several paths or URLs of tars.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
-    tokens. Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
+    tokens, those that a build wrote for another trainer too. Raises ShardError if the dataset is missing or
+    malformed, and StoreError if a store fails.
     """
     if not isinstance(path, (str, os.PathLike)):
         return _find_tars([os.fspath(name) for name in path], storage)
@@ -148,16 +150,25 @@ def locate(
     if is_token_file(text):
         return _find_rows(text, cut, storage)
     try:
-        return _locate(text, storage, indexes)
+        found = _locate(text, storage, indexes)
     except ShardNotFoundError:
         if cut is None:
             raise
         return _find_rows(text, cut, storage)
+    if cut is None or found.manifest.format not in TRAINER_FORMATS or not found.manifest.shards:
+        return found
+    folder = text.removesuffix(f"/{TEXT_INDEX_NAME}")
+    given = dtype_of_stream(found.manifest.shards[0]).name
+    names = [shard.stored.basename for shard in found.manifest.shards]
+    return _rows(find_token_rows(folder, replace(cut, token_dtype=given), storage, names=names))
 
 
 def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
-    rows = find_token_rows(path, cut, storage)
-    return Found(rows.folder, rows.manifest, store=rows.store, rows=rows)
+    return _rows(find_token_rows(path, cut, storage))
+
+
+def _rows(rows: TokenRows) -> Found:
+    return Found(rows.folder, rows.manifest, store=rows.store, rows=rows)  # a card describes other rows
 
 
 def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | None) -> Found:

@@ -30,6 +30,7 @@ from shardkit.errors import ShardError
 from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.manifest import (
     LOSS_MASK,
     TOKENS,
@@ -367,6 +368,10 @@ class OpenDataset(Closing):
             return TokenShard(where, info, raw)
         if self.manifest.format in TEXT_FORMATS:
             return TextShard(info, raw, self.manifest.format, file=where)
+        if self.manifest.format in TRAINER_FORMATS:
+            from shardkit.formats.tokens import TokenStream
+
+            return TokenStream(where, info, raw, self.manifest.format)
         from shardkit.formats import tar
 
         index = None if self._tar_indexes is None else self._tar_indexes.index(number)

@@ -130,18 +130,24 @@ def is_token_file(path: str) -> bool:
 
 
 def find_token_rows(
-    path: str, cut: RowCut | None, storage: StorageOptions | None = None, *, shard_bytes: int = SHARD_BYTES
+    path: str,
+    cut: RowCut | None,
+    storage: StorageOptions | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    names: Sequence[str] | None = None,
 ) -> TokenRows:
     """Find the rows in a file, a Megatron pair, a folder of files, or the files that a pattern matches.
 
-    A shard has at most `shard_bytes`, unless there would be more than `MAX_SHARDS`. Raises ShardError if
-    files are missing or malformed, and StoreError if a store fails.
+    A shard has at most `shard_bytes`, unless there would be more than `MAX_SHARDS`. If `names` are given,
+    only these files of the folder `path` are read, and no .idx. Raises ShardError if files are missing or
+    malformed, and StoreError if a store fails.
     """
     if cut is None:
         raise ShardError(path, "has token ids without rows: give the length of a row, sequence_length=2048")
     base, name = _split(path)
     store = _connect(base, storage)
-    objects = _find(path, store, name)
+    objects = _find(path, store, name) if names is None else [(store.head(one), None) for one in names]
     probes = max(1, min(_PROBES_OF_FILE, _PROBES // len(objects)))
     places = [(info, at) for info, _ in objects for at in _places(info.bytes, probes)]
     with ThreadPoolExecutor(min(_THREADS, len(places)), thread_name_prefix="shardkit-open") as pool:

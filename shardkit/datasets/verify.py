@@ -28,6 +28,8 @@ from shardkit.formats.block_checksums import BlockFile, shard_part
 from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard
+from shardkit.formats.tokens import TokenStream
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import HASH_NAMES
 from shardkit.manifest import BLOCKS_NAME, UNKNOWN, ShardInfo, ShardTable
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
@@ -110,7 +112,8 @@ def verify(
     problems += _check_names(dataset)
     problems += _check_table(dataset)
     if dataset.card is not None:
-        if not quick and not problems:
+        # Loss masks of other trainers' formats are files of their own, which `_check_files` checks.
+        if not quick and not problems and dataset.manifest.format not in TRAINER_FORMATS:
             problems += _check_trained(dataset.card, trained)
         problems += _check_card(dataset, dataset.card)
         problems += _check_files(dataset, dataset.card, quick=quick)
@@ -193,6 +196,8 @@ def _open(dataset: Dataset, info: ShardInfo, raw: Bytes) -> ShardReader:
         return mds.shard_from_raw(where, info, raw, allow_pickle=True)
     if kind in TEXT_FORMATS:
         return TextShard(info, raw, kind, file=where)
+    if kind in TRAINER_FORMATS:
+        return TokenStream(where, info, raw, kind)
     return tar.shard_from_raw(where, info, raw, decode=False)
 
 

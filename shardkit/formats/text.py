@@ -1,9 +1,11 @@
-"""Read and index text datasets: documents in sharded Parquet or JSON lines, with a list of the files.
+"""Read and index datasets of documents in files of any reader's format, with a list of the files.
 
     documents.json      {"version": 1, "format": "parquet" | "jsonl", "columns": {name: type}, "files":
                          [{"name": "text-00000.parquet", "documents": 8192, "bytes": 1234,
                            "hashes": {"xxh64": …}, "raw_bytes": 5678}, …]}
     text-00000.parquet  one row per document; or text-00000.jsonl[.zst | .gz], one line per document
+    tokens-00000.bin    or ids for another trainer (`shardkit.formats.trainers`): the format is
+                        such as "megatron", and each file has "tokens" in place of "documents"
     dataset.json        the card; the other files are the same as in any dataset that shardkit builds
 
 The list is published last: its presence means that the dataset is complete. `raw_bytes` is the uncompressed
@@ -18,7 +20,7 @@ import json
 from collections.abc import Container
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,8 @@ import numpy.typing as npt
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError, naming_extras
 from shardkit.files import load_json
-from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_basename
+from shardkit.formats.trainers import TRAINER_FORMATS, count_tokens, dtype_of_stream, stream_info
+from shardkit.manifest import Column, FileInfo, Format, Manifest, ShardInfo, checked_basename
 
 TEXT_INDEX_NAME = "documents.json"
 TEXT_FORMATS = ("parquet", "jsonl")
@@ -37,14 +40,18 @@ _LINE_END = 10
 
 
 def text_index_bytes(manifest: Manifest) -> bytes:
-    """Return the bytes of documents.json for a text dataset."""
+    """Return the bytes of documents.json for a dataset of text or of files for another trainer."""
     columns = {column.name: column.encoding for kind in manifest.kinds for column in kind.columns}
     files = []
     for shard in manifest.shards:
         stored = shard.stored
+        counted: dict[str, object] = {"documents": shard.samples}
+        if manifest.format in TRAINER_FORMATS:
+            dtype = dtype_of_stream(shard)
+            counted = {"tokens": count_tokens(manifest.format, dtype, stored.basename, stored.bytes)}
         entry: dict[str, object] = {
             "name": stored.basename,
-            "documents": shard.samples,
+            **counted,
             "bytes": stored.bytes,
             "hashes": dict(sorted(stored.hashes.items())),
         }
@@ -60,9 +67,9 @@ def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is not JSON: {error}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("files"), list):
-        raise ShardError(file, 'is not a list of text files: expected an object with "files"')
+        raise ShardError(file, 'is not a list of files: expected an object with "files"')
     kind, columns = facts.get("format"), facts.get("columns")
-    if facts.get("version") != 1 or kind not in TEXT_FORMATS:
+    if facts.get("version") != 1 or kind not in (*TEXT_FORMATS, *TRAINER_FORMATS):
         raise ShardError(
             file, f"has version {facts.get('version')!r} and format {kind!r}, which are not supported"
         )
@@ -70,7 +77,7 @@ def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
         raise ShardError(file, "`columns` must map names to types")
     described = tuple(Column(name, encoding) for name, encoding in columns.items())
     shards = tuple(_shard(entry, kind, described, file) for entry in facts["files"])
-    return Manifest(cast(Literal["parquet", "jsonl"], kind), shards)
+    return Manifest(cast(Format, kind), shards)
 
 
 def _shard(entry: Any, kind: str, columns: tuple[Column, ...], file: str | PathLike[str]) -> ShardInfo:
@@ -81,12 +88,27 @@ def _shard(entry: Any, kind: str, columns: tuple[Column, ...], file: str | PathL
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
         raise ShardError(file, f"{name}: hashes must map names to strings")
     stored = FileInfo(name, _count(entry, "bytes", name, file), hashes)
+    if kind in TRAINER_FORMATS:
+        return _stream(entry, kind, columns, stored, file)
     documents = _count(entry, "documents", name, file)
     ending = next((end for end in _COMPRESSIONS if name.endswith(end)), None)
     if ending is None or kind == "parquet":
         return ShardInfo(stored, documents, columns)
     raw = FileInfo(name.removesuffix(ending), _count(entry, "raw_bytes", name, file))
     return ShardInfo(raw, documents, columns, zip=stored, compression=_COMPRESSIONS[ending])
+
+
+def _stream(
+    entry: dict[str, Any], kind: str, columns: tuple[Column, ...], stored: FileInfo, file: str | PathLike[str]
+) -> ShardInfo:
+    name, tokens = stored.basename, _count(entry, "tokens", stored.basename, file)
+    known = {f"ndarray:{dtype}": np.dtype(dtype) for dtype in ("uint8", "uint16", "uint32", "int32")}
+    if len(columns) != 1 or columns[0].encoding not in known:
+        raise ShardError(file, f'`columns` of {kind} must be {{"tokens": …}}, one of {", ".join(known)}')
+    dtype = known[columns[0].encoding]
+    if (held := count_tokens(kind, dtype, f"{file}: {name}", stored.bytes)) != tokens:
+        raise ShardError(file, f"{name}: states {tokens:,} tokens, but its size means {held:,}")
+    return stream_info(kind, dtype, stored)
 
 
 def _count(entry: dict[str, Any], key: str, name: str, file: str | PathLike[str]) -> int:

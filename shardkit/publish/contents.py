@@ -19,6 +19,7 @@ from shardkit.datasets.locate import INDEX_NAMES
 from shardkit.errors import ShardError
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.formats.text import TEXT_FORMATS, TEXT_INDEX_NAME, parse_text_index, text_index_bytes
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.manifest import FileInfo, Manifest
 from shardkit.storage.store import METADATA_NAME, ObjectInfo, ObjectNotFoundError, Store
@@ -181,7 +182,7 @@ def index_files(manifest: Manifest) -> dict[str, bytes]:
 
     if manifest.format == "mds":
         return mds.index_files(manifest.shards, manifest.blocks)
-    if manifest.format in TEXT_FORMATS:
+    if manifest.format in (*TEXT_FORMATS, *TRAINER_FORMATS):
         return {TEXT_INDEX_NAME: text_index_bytes(manifest)}
     return {"shards.json": tar.shard_list_bytes(manifest.shards, manifest.blocks)}
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from shardkit.card import DatasetCard
 from shardkit.errors import ShardError, warn_user
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import hash_bytes
 from shardkit.publish.contents import (
     CONTENT_HASH,
@@ -34,7 +35,9 @@ from shardkit.storage.store import Store
 from shardkit.units import format_bytes
 
 PAGE_NAME = "README.md"
-_PACKED = {"mds": "MosaicML Streaming (MDS) shards", "tar": "WebDataset tars"}
+_PACKED = {"mds": "MosaicML Streaming (MDS) shards", "tar": "WebDataset tars"} | {
+    name: f"token files for {kind.trainer}" for name, kind in TRAINER_FORMATS.items()
+}
 _MAX_PAGE_BYTES = 10 << 20
 _SIGNATURE = re.compile(rb"<!-- written by shardkit; ([0-9a-f]{32}) -->\n")
 _SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<1M", 10**6),
@@ -100,7 +103,8 @@ def repository_card(datasets: Mapping[str, Contents], place: HubPlace) -> bytes:
         parts.append("" if contents.card is None else _funnel(contents.card))
     if (card := next(iter(datasets.values())).card) is not None:
         parts += [_tokenizer(card), _recipe(card)]
-    parts.append(_how_to_load(place, next(iter(datasets)), is_text=is_text))
+    first, kind = next(iter(datasets)), next(iter(datasets.values())).manifest.format
+    parts.append(_how_to_load(place, first, is_text=is_text, is_cut=kind in TRAINER_FORMATS))
     text = "\n".join(part for part in parts if part).encode() + b"\n"
     return text + _signature(text)
 
@@ -209,15 +213,15 @@ def _stated(value: Any) -> Any:
     return [_stated(each) for each in value] if isinstance(value, list) else value
 
 
-def _how_to_load(place: HubPlace, name: str, *, is_text: bool) -> str:
-    url = f"{place.root}/{name}".rstrip("/")
+def _how_to_load(place: HubPlace, name: str, *, is_text: bool, is_cut: bool) -> str:
+    url, cut = f"{place.root}/{name}".rstrip("/"), "sequence_length=2048, " if is_cut else ""
     if is_text:
         arguments = f'"{place.repository}", split="{name or "train"}"'
         code = f"from datasets import load_dataset\n\nload_dataset({arguments})"
     else:
         code = (
             "import shardkit as sk\n\n"
-            f'loader = sk.StreamingLoader("{url}", batch_size=8, cache_dir="/nvme/cache")'
+            f'loader = sk.StreamingLoader("{url}", {cut}batch_size=8, cache_dir="/nvme/cache")'
         )
     return (
         f"## Load\n\n````python\n{code}\n````\n\n"

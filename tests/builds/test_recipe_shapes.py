@@ -31,6 +31,7 @@ BUCKETS = {"buckets": {"scores": [{"column": "a"}], "field": "quality", "bins": 
 LONG = {"length": {"min_words": 2}}
 LINES = {"exact": {}, "lines": {"min_characters": 20}}
 MDS, WDS, STORE = ({"path": name, "format": name} for name in ("mds", "wds", "tokens"))
+TRAINERS = [{"path": name, "format": name} for name in ("megatron", "olmo", "nanogpt", "llmc", "datatrove")]
 PARQUET, JSONL = ({"path": name, "format": name} for name in ("parquet", "jsonl"))
 DOCUMENTS: dict[str, Any] = {"path": "documents-*.jsonl", "metadata": ["repo", "path"], "source": "web"}
 CHAT = {"path": "chat.jsonl", "messages": "messages"}
@@ -38,6 +39,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "output": {},
     "tars": {"output": WDS},
     "store": {"output": STORE},
+    "megatron": {"output": TRAINERS[0]},
+    "trainers": {"outputs": TRAINERS, "split": {"validation": "5%"}},
+    "trainers-rows": {"outputs": [MDS, STORE, *TRAINERS, PARQUET]},
+    "trainers-chat": {"inputs": [CHAT], "outputs": [TRAINERS[1], TRAINERS[4]]},
     "text": {"output": JSONL, "tokenizer": None},
     "outputs": {"outputs": [MDS, WDS, STORE, PARQUET, JSONL]},
     "texts": {"outputs": [PARQUET, JSONL], "tokenizer": None},

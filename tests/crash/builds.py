@@ -65,7 +65,7 @@ steps:
   - near: {small_shingles: 0}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
-output: {path: out, shard_bytes: 2KiB}
+output: {path: out, shard_bytes: 2KiB, format: mds}
 max_bad_fraction: 0.1
 """
 POINT_NAME = "point.json"
@@ -73,9 +73,9 @@ LINE = "This very line stands at the end of every document."
 _NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DOTALL)
 
 
-def make_recipe(folder: Path) -> Path:
+def make_recipe(folder: Path, format: str = "mds") -> Path:
     """Write a corpus that gives every stage something to do, and its recipe."""
-    recipe = make_corpus(folder, 4, RECIPE)
+    recipe = make_corpus(folder, 4, RECIPE.replace("format: mds", f"format: {format}"))
     for file in range(2):
         texts: list[str] = []
         for number in range(20 * file, 20 * file + 20):
@@ -134,18 +134,22 @@ class Outcome:
 class Crashes:
     """Runs cells of the matrix, as a context manager; all files lie below `folder`.
 
-    The engines "s3" and "s3-local" need an environment that leads to an S3 server with a `bucket`. "ray"
-    needs a cluster that was started with `points.environment` for the file `POINT_NAME` in `folder`.
+    `format` is that of the output. The engines "s3" and "s3-local" need an environment that leads to an S3
+    server with a `bucket`. "ray" needs a cluster that was started with `points.environment` for the file
+    `POINT_NAME` in `folder`.
     """
 
-    def __init__(self, folder: Path, *, bucket: str = "", ray: RayCluster | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, bucket: str = "", ray: RayCluster | None = None, format: str = "mds"
+    ) -> None:
+        self._format = format
         self._folder, self._bucket, self._ray = folder.resolve(), bucket, ray
         self._template = self._folder / "corpus"
         self._count = 0
         self.expected: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        recipe = make_recipe(self._template)
+        recipe = make_recipe(self._template, self._format)
         self.victims = Victims(self._folder, recipe)
         self.victims.__enter__()
         try:

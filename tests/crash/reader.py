@@ -10,7 +10,7 @@ import xxhash
 
 __all__ = ["look"]
 
-INDEX, CARD = "index.json", "dataset.json"
+INDEX, LIST, CARD = "index.json", "documents.json", "dataset.json"
 
 
 def look(output: Path) -> tuple[bool, str | None]:
@@ -18,11 +18,11 @@ def look(output: Path) -> tuple[bool, str | None]:
 
     If the index disappears during the check, nothing follows about its files.
     """
-    before = _identity(output / INDEX)
-    if before is None:
-        return False, None
-    problem = _problem(output)
-    return True, problem if problem and _identity(output / INDEX) == before else None
+    for name in (INDEX, LIST):
+        if (before := _identity(output / name)) is not None:
+            problem = _problem(output, name)
+            return True, problem if problem and _identity(output / name) == before else None
+    return False, None
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
@@ -33,14 +33,18 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _problem(output: Path) -> str | None:
+def _problem(output: Path, name: str) -> str | None:
     try:
-        index = json.loads((output / INDEX).read_bytes())
-        for shard in index["shards"]:
-            if problem := _wrong(output, shard["zip_data"] or shard["raw_data"]):
+        index = json.loads((output / name).read_bytes())
+        if name == INDEX:
+            stored = [shard["zip_data"] or shard["raw_data"] for shard in index["shards"]]
+        else:
+            stored = [file | {"basename": file["name"]} for file in index["files"]]
+        for stated in stored:
+            if problem := _wrong(output, stated):
                 return problem
         card: dict[str, Any] = json.loads((output / CARD).read_bytes())
-        if card["shards"] != len(index["shards"]):
+        if card["shards"] != len(stored):
             return f"{CARD}: is of another dataset"
         for name, file in card["files"].items():
             stated = {"basename": name, "bytes": file["bytes"], "hashes": {"xxh3_128": file["xxh3_128"]}}

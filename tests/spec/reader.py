@@ -125,7 +125,7 @@ def _unlisted(file: Path) -> Shard:
 
 def _text_shard(entry: Json) -> Shard:
     stored = File(entry["name"], entry["bytes"], entry["hashes"])
-    return _named(stored, entry.get("raw_bytes", -1), entry["documents"], TEXTS)
+    return _named(stored, entry.get("raw_bytes", -1), 1 if "tokens" in entry else entry["documents"], TEXTS)
 
 
 def decompressed(algorithm: str, data: bytes) -> bytes:
@@ -177,7 +177,10 @@ class Dataset:
         _compare(shard.stored, data)
         raw = decompressed(shard.compression, data)
         _compare(shard.raw, raw)
-        if self.list == "documents.json":
+        if self.list == "documents.json" and "tokens" in _json(self.folder / self.list)["columns"]:
+            kind = _json(self.folder / self.list)["format"]
+            found = [{"tokens": raw[1024 if kind == "llmc" else 0 :]}]
+        elif self.list == "documents.json":
             found = [{"": line} for line in raw.split(b"\n")[:-1]]
         else:
             is_mds = self.list == "index.json"

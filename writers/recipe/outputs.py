@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from shardkit.formats.tokenizer_file import EncodingName
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import HASH_NAMES
 from shardkit.settings import (
     TRAIN,
@@ -196,10 +197,13 @@ class OutputConfig(StrictModel):
     path: Annotated[Place, DecidesNoByte("tasks write into folders of their own")] = Field(
         description="Folder of the finished dataset, relative to the recipe's folder, or s3://bucket/prefix."
     )
-    format: Literal["mds", "wds", "parquet", "jsonl", "tokens"] = Field(
+    format: Literal[
+        "mds", "wds", "parquet", "jsonl", "tokens", "megatron", "olmo", "nanogpt", "llmc", "datatrove"
+    ] = Field(
         default="mds",
         description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
-        "tokens: whole documents as MDS, for `shardkit pack`.",
+        "tokens: whole documents as MDS, for `shardkit pack`; megatron, olmo, nanogpt, llmc or datatrove: "
+        "whole documents in the files of another trainer.",
     )
     where: Annotated[
         dict[FieldName, Listed[str] | Bounds] | None, DecidesNoByte("tasks that select get a `Selection`")
@@ -239,6 +243,16 @@ class OutputConfig(StrictModel):
         """Whether documents are written as text."""
         return self.format in TEXT_FORMATS
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether documents are packed into rows of one length."""
+        return self.format in ("mds", "wds")
+
+    @property
+    def is_for_trainer(self) -> bool:
+        """Whether whole documents are written as the files of another trainer."""
+        return self.format in TRAINER_FORMATS
+
     @model_validator(mode="after")
     def _fits_the_format(self) -> Self:
         if self.format == "wds" and self.compression is not None:
@@ -247,6 +261,12 @@ class OutputConfig(StrictModel):
             raise ValueError("compression is for mds and jsonl; Parquet files always use zstd internally")
         if self.format == "jsonl" and self.compression not in (None, "zstd", "gz"):
             raise ValueError("compression of JSON lines must be zstd or gz")
-        if self.pack is not None and self.format not in ("mds", "wds"):
+        if self.is_for_trainer and self.compression is not None:
+            trainer = TRAINER_FORMATS[self.format].trainer
+            raise ValueError(f"compression is for mds and jsonl; {trainer} reads uncompressed files")
+        if self.is_for_trainer and self.prefixes is not None:
+            trainer = TRAINER_FORMATS[self.format].trainer
+            raise ValueError(f"prefixes: {trainer} is given one folder of files; leave it out")
+        if self.pack is not None and not self.has_rows:
             raise ValueError(f"pack is for rows of tokens, but an output of format {self.format} has no rows")
         return self

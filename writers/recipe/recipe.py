@@ -22,6 +22,7 @@ from pydantic import (
 
 from shardkit.errors import RecipeError
 from shardkit.files import local_path
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.settings import (
     TRAIN,
     Bounds,
@@ -221,6 +222,7 @@ class Recipe(StrictModel):
         self._check_where()
         self._check_scope()
         self._check_group()
+        self._check_trainers()
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
             raise ValueError(
@@ -300,6 +302,8 @@ class Recipe(StrictModel):
             raise ValueError("group: conversations and prompts cannot be joined; use two builds")
         if any(output.format == "tokens" for output in self._all()):
             raise ValueError("group: a token store holds single documents; pack rows in this build")
+        if others := [output.format for output in self._all() if output.is_for_trainer]:
+            raise ValueError(f"group: {others[0]} files hold single documents; use mds or wds rows")
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if wrong := [pack for pack in packs if pack.row_bos or pack.crops]:
             key = "row_bos" if wrong[0].row_bos else f"strategy: {wrong[0].strategy}"
@@ -307,6 +311,23 @@ class Recipe(StrictModel):
         kept = self._fields
         if kept is not None and (missing := [name for name in self.group.fields if name not in kept]):
             raise ValueError(f"group: no input keeps a field {missing[0]!r}; add it to inputs[].metadata")
+
+    def _check_trainers(self) -> None:
+        """Raise ValueError if an output's format, which is another trainer's, cannot hold loss masks."""
+        for number, output in enumerate(self._all()):
+            if not output.is_for_trainer:
+                continue
+            key = f"outputs[{number}].format" if self.outputs else "output.format"
+            if self.is_masked and TRAINER_FORMATS[output.format].mask is None:
+                raise ValueError(
+                    f"{key}: {output.format} files have no loss mask, which conversations and prompts "
+                    "need; use olmo, datatrove or mds"
+                )
+            if self.pack.max_repetitions is not None and not any(one.has_rows for one in self._all()):
+                raise ValueError(
+                    f"pack.max_repetitions: masks tokens of rows, but {output.format} files hold whole "
+                    "documents; leave it out, or use mds or wds"
+                )
 
     def _check_where(self) -> None:
         """Raise ValueError if an output's `where` selects by a value or field that documents do not have."""
@@ -346,8 +367,7 @@ class Recipe(StrictModel):
     @property
     def has_masked_rows(self) -> bool:
         """Whether the rows of this dataset have a loss mask, from documents or for repetitions."""
-        is_packed = self.output.format in ("mds", "wds")
-        return is_packed and (self.is_masked or self.pack.max_repetitions is not None)
+        return self.output.has_rows and (self.is_masked or self.pack.max_repetitions is not None)
 
     @property
     def part(self) -> str | None:
@@ -414,7 +434,7 @@ class Recipe(StrictModel):
         Profiles are expanded to their filters.
         """
         found = super().content()
-        if self.output.format not in ("mds", "wds"):
+        if not self.output.has_rows:
             del found["pack"]
         if self.part is not None:
             found["part"] = self.part

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.order.token_mask import LONGEST_PERIOD
 from shardkit.settings import TRAIN
 from shardkit.units import format_bytes
@@ -471,6 +472,11 @@ def _facts(card: DatasetCard) -> str:
     if card.has("tokens"):
         told["Tokens"] = f"{card.tokens:,} in {documents:,} documents"
     told["Samples"] = f"{card.samples:,} documents"
+    if card.format in TRAINER_FORMATS:
+        told["Samples"] = (
+            f"{documents:,} documents, in files of {card.dtype} ids for "
+            f"{TRAINER_FORMATS[card.format].trainer}"
+        )
     if card.has("sequence_length"):
         told["Samples"] = f"{card.samples:,} rows of {card.sequence_length:,} tokens ({card.dtype})"
     told |= {

@@ -234,7 +234,7 @@ class BuildResult(Described):
         facts.append(("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"))
         next_steps = [("next", f"shardkit view {place} (in the browser), or: shardkit info {place}")]
         if not self.sequence_length:
-            facts.append(("written", f"{self.samples:,} documents in {self._shards()}"))
+            facts.append(("written", f"{kept.documents:,} documents in {self._shards()}"))
         else:
             facts.append(
                 ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}")
@@ -247,7 +247,8 @@ class BuildResult(Described):
             share = 100 * self.padding / max(1, self.tokens + self.padding)
             facts.append(("tokens", f"{self.tokens:,}, and {share:.2f}% padding"))
         for other in self.others:
-            size = f"{other.samples:,} {'rows' if other.sequence_length else 'documents'}"
+            rows, written = other.sequence_length, other.funnel.kept.documents
+            size = f"{other.samples:,} rows" if rows else f"{written:,} documents"
             facts.append(("and", f"{other.location}: {size}, in {other._shards()}"))
         return f"Dataset {self.location}", [
             *facts,

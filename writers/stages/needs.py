@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import ceil, exp
 from typing import Any
 
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
 from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
@@ -54,7 +55,11 @@ class Shape:
     scores: int = 0
     """Number of `scores` filters."""
     stores: int = 0
-    """Number of datasets of tokens that store whole documents (format tokens)."""
+    """Number of datasets of tokens that store whole documents (format tokens and those of other trainers)."""
+    trainers: int = 0
+    """Number of datasets in formats of other trainers."""
+    beside: int = 0
+    """Number of files that these have beside each shard, added up."""
     passes: int = 0
     """Number of passes of filters after duplicate removal."""
     repeated: int = 0
@@ -80,7 +85,13 @@ class Shape:
             passes=len(recipe.passes) - 1,
             repeated=max(0, recipe.moves.count("exact") - 1),
             is_exact_first=next((one for one in schemes if one != "url"), "exact") == "exact",
-            stores=sum(one.output.format == "tokens" for one in packed),
+            stores=sum(not one.output.has_rows for one in packed),
+            trainers=sum(one.output.is_for_trainer for one in packed),
+            beside=sum(
+                len(TRAINER_FORMATS[one.output.format].endings(masked=one.is_masked)) - 1
+                for one in packed
+                if one.output.is_for_trainer
+            ),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
         )

@@ -26,7 +26,10 @@ from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.block_checksums import write_blocks
 from shardkit.formats.tar.writer import KEY_DIGITS
-from shardkit.manifest import LOSS_MASK, ShardInfo
+from shardkit.formats.tokens import write_token_files
+from shardkit.formats.trainers import MAX_FILE_TOKENS, stream_info, trainer_dtype
+from shardkit.hashing import hash_file
+from shardkit.manifest import LOSS_MASK, FileInfo, ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange.exchange import Exchanged, Slice
 from shardkit.writers.execution.digests import RecipeKey
@@ -100,7 +103,9 @@ def sums_of(parts: Sequence[Packed]) -> dict[str, int]:
 class PackSettings:
     """Settings that turn the documents of a dataset into shards.
 
-    `key_digits` is the number of digits of tar keys. If `masked`, documents and rows have loss masks.
+    `dtype` is that of the tokens as they were encoded. `key_digits` is the number of digits of tar keys. If
+    `masked`, documents and rows have loss masks. Formats of other trainers use the dtype `file_dtype` and
+    `tokenizer`, the name of the tokenizer in the recipe.
     """
 
     pack: PackConfig
@@ -111,21 +116,41 @@ class PackSettings:
     key_digits: int = KEY_DIGITS
     masked: bool = False
     bos_id: int | None = None
+    file_dtype: str | None = None
+    tokenizer: str | None = None
 
     @classmethod
     def of(
-        cls, recipe: Recipe, partitions: int, *, eos_id: int, dtype: str, bos_id: int | None = None
+        cls,
+        recipe: Recipe,
+        partitions: int,
+        *,
+        eos_id: int,
+        dtype: str,
+        vocab_size: int,
+        bos_id: int | None = None,
     ) -> PackSettings:
         """Return the settings for the recipe of one dataset."""
         digits = tar_key_digits(partitions)
-        settings = recipe.pack, recipe.output, recipe.seed
-        return cls(*settings, eos_id, dtype, digits, recipe.is_masked, bos_id)
+        settings = cls(
+            recipe.pack, recipe.output, recipe.seed, eos_id, dtype, digits, recipe.is_masked, bos_id
+        )
+        if not recipe.output.is_for_trainer:
+            return settings
+        assert recipe.tokenizer is not None
+        kept = trainer_dtype(recipe.output.format, vocab_size).name
+        return replace(settings, file_dtype=kept, tokenizer=recipe.tokenizer.path)
 
 
 def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int) -> list[Task]:
     """Return one task per partition of the exchanged runs of stage `tokenize`."""
     settings = PackSettings.of(
-        recipe, partitions, eos_id=facts.eos_id, dtype=facts.dtype, bos_id=facts.bos_id
+        recipe,
+        partitions,
+        eos_id=facts.eos_id,
+        dtype=facts.dtype,
+        vocab_size=facts.vocab_size,
+        bos_id=facts.bos_id,
     )
     groups = None
     if recipe.group is not None:
@@ -151,8 +176,6 @@ def pack_partition(
 ) -> Packed:
     """Pack the documents of `partition`; write its shards and provenance into `folder`."""
     part = _read_partition(documents, np.dtype(settings.dtype), masked=settings.masked)
-    if settings.output.format == "tokens":
-        return store_documents(folder, part, partition, settings.output, settings.seed)
     if groups is not None:
         joined = join_groups(part.table, part.tokens, part.starts, part.lengths, groups)
         table = part.table.take(pa.array(joined.order))
@@ -182,11 +205,16 @@ class Partition:
 
 
 def pack_documents(folder: Path, part: Partition, partition: int, settings: PackSettings) -> Packed:
-    """Pack documents into rows, shuffle the rows, and write shards, block checksums and provenance.
+    """Write the shards of a partition and their provenance, in the format of the output.
 
-    With `pack.row_bos`, rows that start inside a document begin with `settings.bos_id`.
+    Rows are packed and shuffled, and have block checksums. With `pack.row_bos`, those that start inside a
+    document begin with `settings.bos_id`.
     """
     pack, output, seed = settings.pack, settings.output, settings.seed
+    if output.format == "tokens":
+        return store_documents(folder, part, partition, output, seed)
+    if output.is_for_trainer:
+        return write_streams(folder, part, partition, settings)
     repeated = None
     if pack.max_repetitions is not None:
         part, repeated = _without_repetitions(part, pack.max_repetitions)
@@ -311,6 +339,61 @@ def store_documents(folder: Path, part: Partition, partition: int, output: Outpu
     tokens = int(part.lengths.sum())
     trained = 0 if part.masks is None else _trained_of(part)
     return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms, trained=trained)
+
+
+def write_streams(folder: Path, part: Partition, partition: int, settings: PackSettings) -> Packed:
+    """Write whole documents in order as files of another trainer's format (`TRAINER_FORMATS`).
+
+    Each file is one row of the dataset, a stream of documents. Files end with a document and have about equal
+    sizes, near `shard_bytes`.
+    """
+    output, dtype = settings.output, np.dtype(settings.file_dtype)
+    ends = np.cumsum(part.lengths)
+    total = int(part.lengths.sum())
+    most = min(output.shard_bytes // dtype.itemsize, MAX_FILE_TOKENS // 2)  # a file may end a document later
+    files = max(1, -(-total // most))
+    near = np.array([total * number // files for number in range(1, files)], np.int64)
+    edges = np.unique(np.concatenate([[0], np.searchsorted(ends, near) + 1, [len(ends)]]))
+    shards = []
+    for number in range(len(edges) - 1):
+        here = slice(int(edges[number]), int(edges[number + 1]))
+        lengths = part.lengths[here]
+        ids = _joined(part.tokens.view(_stored_type(part.tokens.dtype)), part.starts[here], lengths)
+        masks = None
+        if part.masks is not None:
+            assert part.mask_starts is not None
+            masks = _joined(part.masks, part.mask_starts[here], lengths)
+        stem, kind = f"part-{partition:05d}.{number:05d}", output.format
+        path = write_token_files(
+            folder,
+            stem,
+            kind,
+            ids.astype(dtype, copy=False),
+            np.cumsum(lengths),
+            masks,
+            settings.tokenizer or "",
+        )
+        file = FileInfo(path.name, path.stat().st_size, hash_file(path, output.hashes))
+        shards.append(stream_info(kind, dtype, file))
+    count = len(ends)
+    order = np.arange(count, dtype=np.int64)
+    row = np.searchsorted(edges, order, side="right") - 1
+    before = np.concatenate([[0], ends])[edges[row]] if count else order
+    column, zeros = ends - part.lengths - before, np.zeros(count, np.int64)
+    placement = Placement(0, len(shards), order, zeros, part.lengths, row, column)
+    rows = np.arange(len(shards) + 1, dtype=np.int64)
+    write_provenance(folder / PROVENANCE_NAME, placement, rows, part.table, seed=settings.seed)
+    histograms = Histogram.of(np.zeros(len(shards), np.int64)), Histogram.of(np.diff(edges))
+    trained = 0 if part.masks is None else _trained_of(part)
+    return Packed(shards, count, len(shards), total, 0, 0, 0, count, *histograms, trained=trained)
+
+
+def _joined(values: npt.NDArray[Any], starts: _Ints, lengths: _Ints) -> npt.NDArray[Any]:
+    """Return `values[starts[i] : starts[i] + lengths[i]]` of all i, concatenated."""
+    joined: npt.NDArray[Any] = np.empty((1, int(lengths.sum())), values.dtype)
+    zeros = np.zeros(len(lengths), np.int64)
+    fill_rows(values, starts, lengths, zeros, np.cumsum(lengths) - lengths, joined, 0)
+    return joined.ravel()
 
 
 def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:

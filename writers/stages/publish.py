@@ -68,7 +68,8 @@ from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import RunTasks, Stage
 
 REPORT_NAME = "report.html"
-_PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # prefixes of shard names, by format
+_PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # prefixes of shard names, by ending
+_PREFIXES |= dict.fromkeys(("bin", "npy", "ds"), "tokens-")  # as `TRAINER_FORMATS` name them
 _THREADS = 8
 _TASK_THREADS = 4  # each thread may hold 64 MiB
 _TASK_FILES = 64

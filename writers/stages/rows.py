@@ -31,6 +31,8 @@ from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, Tokeni
 from shardkit.writers.tokens.tokenizer import PARITY_BYTES
 
 PARTITION_TEXT_BYTES = 256_000_000  # maximum text per task of `pack`, so that several workers have tasks
+_TEXT_OF_FILE = 2  # bytes of text whose tokens take a byte: a task makes at least a file for another trainer
+_INDEX_BYTES = 20  # bytes per document of Megatron's index, the largest of other trainers
 
 
 def count_partitions(recipe: Recipe, kept: Count) -> int:
@@ -43,7 +45,10 @@ def count_partitions(recipe: Recipe, kept: Count) -> int:
     needed = tokenize.choose_partitions(
         kept.bytes, kept.documents, recipe.memory, token_bytes=token_bytes, shard_bytes=shard
     )
-    return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), tokenize.MAX_PARTITIONS))
+    text = PARTITION_TEXT_BYTES
+    if recipe.output.is_for_trainer:
+        text = max(text, _TEXT_OF_FILE * shard)
+    return max(needed, min(-(-kept.bytes // text), tokenize.MAX_PARTITIONS))
 
 
 def write_rows(documents: Documents, build: Build) -> Documents:
@@ -127,9 +132,12 @@ def needs(n: Needs) -> None:
     n.add(TOKENIZE, times * c.splits, times * gets, times * read, files=2, written=spilled)
     n.add(PARITY, 1, 3 * min(c.splits, tokenize.PARITY_SPLITS), PARITY_BYTES)
     memory, shard = c.memory // c.scale, c.shard_bytes // c.scale
+    partition_text = PARTITION_TEXT_BYTES // c.scale
+    if c.shape.trainers == c.shape.packed:
+        partition_text = max(partition_text, _TEXT_OF_FILE * shard)
     partitions = max(
         tokenize.choose_partitions(c.text_bytes, c.documents, memory, shard_bytes=shard),
-        ceil(c.text_bytes / (PARTITION_TEXT_BYTES // c.scale)),
+        ceil(c.text_bytes / partition_text),
     )
     payload = written / max(1, c.documents)
     tokens = n.exchange(PACK, tokenize.TOKENS, c.splits, c.documents, partitions, payload)
@@ -140,11 +148,13 @@ def needs(n: Needs) -> None:
     outputs = ceil(c.shape.packed / (1 + c.shape.parts))
     tasks = outputs * (partitions + c.shape.parts)
     shards = ceil(written / partitions / (c.shard_bytes / c.scale))
-    files = shards + 2 - c.shape.stores / c.shape.packed  # a token store has no block checksums
-    n.add(PACK, tasks, outputs * gets, outputs * read, files=files, written=outputs * written)
+    beside = shards * c.shape.beside / c.shape.packed
+    files = shards + beside + 2 - c.shape.stores / c.shape.packed  # only rows have block checksums
+    total = outputs * written + ceil(outputs * c.shape.trainers / c.shape.packed) * c.documents * _INDEX_BYTES
+    n.add(PACK, tasks, outputs * gets, outputs * read, files=files, written=total)
     n.add(PROVENANCE, tasks, 2 * tasks, files=1)
-    n.shards, n.tables = n.shards + tasks * shards, n.tables + tasks
-    n.output_bytes += outputs * written
+    n.shards, n.tables = n.shards + tasks * shards, n.tables + tasks + ceil(tasks * beside)
+    n.output_bytes += total
 
 
 def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:

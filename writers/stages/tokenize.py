@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.formats.tokenizer_file import Engine
+from shardkit.formats.trainers import trainer_dtype
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
@@ -190,7 +191,8 @@ def tokenizer_task(recipe: Recipe, tokenizer: TokenizerFile) -> Task:
     if group is not None:
         specials += [("group", token) for token in (group.begin, group.separator) if token is not None]
     separator = None if group is None else group.separator
-    return TOKENIZER.task("tokenizer", _FIRST, tokenizer, tuple(specials), separator)
+    formats = sorted({one.output.format for one in recipe.datasets() if one.output.is_for_trainer})
+    return TOKENIZER.task("tokenizer", _FIRST, tokenizer, tuple(specials), separator, tuple(formats))
 
 
 def check_tokenizer(
@@ -198,15 +200,23 @@ def check_tokenizer(
     tokenizer: Annotated[TokenizerFile, RecipeKey()],
     specials: Sequence[tuple[str, str]] = (),
     separator: str | None = None,
+    formats: Sequence[str] = (),
 ) -> TokenizerFacts:
     """Load the tokenizer with its own engine, and with the fast engine if that supports the file.
 
-    `specials` are (recipe key, token) pairs of tokens that must be special tokens of the tokenizer.
+    `specials` are (recipe key, token) pairs of tokens that must be special tokens of the tokenizer. `formats`
+    are formats of other trainers that must be able to store its ids.
     """
     digest = tokenizer_digest(tokenizer.file.local())  # of the current bytes: the cached facts depend on them
     key = digest_of([digest, plain([tokenizer, specials, separator]), code_version()])
     examined = partial(_examine, tokenizer, specials, separator)
-    return _FACTS.validate_python(remembered(key, lambda: dict(_FACTS.dump_python(examined(), mode="json"))))
+    facts = _FACTS.validate_python(remembered(key, lambda: dict(_FACTS.dump_python(examined(), mode="json"))))
+    for name in formats:
+        try:
+            trainer_dtype(name, facts.vocab_size)
+        except ValueError as error:
+            raise RecipeError(f"output.format: {error}") from error
+    return facts
 
 
 TOKENIZER = Stage("tokenizer", "read and filter", check_tokenizer)

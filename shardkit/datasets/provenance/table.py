@@ -87,6 +87,11 @@ class ProvenanceTable:
     def __init__(self, dataset: OpenDataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
+        if dataset.manifest.format == "tokens":  # tables beside the files describe the files, not these rows
+            raise NoProvenanceError(
+                f"{dataset.location}: has no provenance tables for rows that are cut in place; open the "
+                "dataset that shardkit built, without sequence_length"
+            )
         self._folder = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA)
         if not self._folder.names:
             raise NoProvenanceError(

@@ -19,7 +19,7 @@ Row = npt.NDArray[np.generic]
 
 _TOKENS_A_CHARACTER = 4  # maximum number of tokens per character, reached by byte-level tokenizers
 
-_ANY_LENGTH = ("ndarray:uint16", "ndarray:uint32")
+_ANY_LENGTH = tuple(f"ndarray:{dtype}" for dtype in ("uint8", "uint16", "uint32", "int32"))
 
 MAX_ROWS_AT_ONCE = 256  # number of rows that are read from a remote dataset at a time
 

@@ -2,15 +2,18 @@
 
 from shardkit.formats.tokens.headers import HEAD_BYTES, MegatronIndex, read_header, refuse_two_kinds
 from shardkit.formats.tokens.shard import Piece, TokenShard, name_of, open_shard, pieces_of
+from shardkit.formats.tokens.trainer_files import TokenStream, write_token_files
 
 __all__ = [
     "HEAD_BYTES",
     "MegatronIndex",
     "Piece",
     "TokenShard",
+    "TokenStream",
     "name_of",
     "open_shard",
     "pieces_of",
     "read_header",
     "refuse_two_kinds",
+    "write_token_files",
 ]

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from shardkit.errors import NOT_WHOLE, ShardError
 from shardkit.formats.tar.values import parse_npy_header
+from shardkit.formats.trainers import LLMC_HEADER_BYTES
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -38,7 +39,6 @@ DTYPES = {
 }  # fmt: skip
 _PIECE = 1 << 18  # number of index entries checked at a time
 
-LLMC_HEADER_BYTES = 1024
 # Maps a magic number to (version, dtype of tokens).
 LLMC_HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _NPY_MAGIC = b"\x93NUMPY"

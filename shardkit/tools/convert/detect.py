@@ -13,6 +13,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.tar.shard_list import is_pattern
 from shardkit.formats.tokens import refuse_two_kinds
+from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.tools.convert.read_arrow import ArrowSource, saved_files
@@ -78,6 +79,13 @@ def open_source(
     if kind == "dataset":
         # `allow_pickle` opens datasets that also have columns of pickles; no pickle is decoded or converted.
         with open_dataset(path, allow_pickle=True, decode=False, storage=storage) as dataset:
+            if dataset.manifest.format in TRAINER_FORMATS:
+                trainer = TRAINER_FORMATS[dataset.manifest.format].trainer
+                raise ShardError(
+                    path,
+                    f"holds documents for {trainer}, without rows: a loader cuts rows in place with "
+                    "sequence_length=2048, and shardkit pack makes them from a token store",
+                )
             yield dataset_source(dataset, output.format, columns, cut)
         return
     if is_remote(path):
