@@ -72,11 +72,13 @@ class InputFile:
     bytes: int
     version: str  # changes whenever the content does: `local_version`, or the ETag of an object
     storage: StorageOptions | None = None
+    digest: str = ""  # xxh3-128 of the bytes if it is known, as of the build's own files
+    first_record: int = 0  # number of the file's first record
 
     @property
     def content(self) -> str:
-        """The digest of the file's name, size and version, but not of its location."""
-        return digest_of([self.name, self.bytes, self.version])
+        """The digest of the file's name, size and version (or known digest), but not of its location."""
+        return digest_of([self.name, self.bytes, self.digest or self.version])
 
     @property
     def is_remote(self) -> bool:

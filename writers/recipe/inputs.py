@@ -13,6 +13,9 @@ from shardkit.encodings import GUESS, encoding_of
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 
 Token = Annotated[str, Field(min_length=1)]
+DOCUMENTS = "documents"  # path of the input for documents that are given in Python
+_FORMAT_KEYS = ("format", "encoding", "delimiter", "quote", "columns", "lines", "salvage")
+FILE_KEYS = ("exclude", "base", "path_fields", *_FORMAT_KEYS)  # keys that are about files only
 
 
 _OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
