@@ -54,7 +54,7 @@ from shardkit.writers.inputs.patterns import (
     is_glob,
     key_matches,
 )
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import READER, InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 
 _STORES = 16  # maximum number of stores whose connections are kept
@@ -147,9 +147,8 @@ def _choose(files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig,
             return _is_excluded(config, url)
         return _is_excluded(config, normpath(recipe.folder / (config.base or "") / name), recipe.folder)
 
-    return data_files(
-        {name: file.bytes for name, file in files.items()}, config.format, key, read, is_excluded
-    )
+    format = config.format if config.reader is None else READER
+    return data_files({name: file.bytes for name, file in files.items()}, format, key, read, is_excluded)
 
 
 def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ from shardkit.writers.inputs.files import (
     open_input,
     version_now,
 )
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import READER, InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 
 __all__ = [
@@ -115,7 +115,7 @@ class Split:
     index: Annotated[int, DecidesNoByte("number among all splits")]
     source: int  # index of the input in the recipe
     input: Annotated[InputFile, RecipeKey("file")]
-    format: str  # a value of InputConfig.format
+    format: str  # a value of InputConfig.format, or READER
     compression: str | None  # a value of COMPRESSIONS, or None
     start: int
     end: int
@@ -287,18 +287,22 @@ def _endings(name: str) -> tuple[str | None, str]:
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
+    if config.reader is not None:
+        return READER, None
     compression, extension = _endings(name)
     is_tar = extension == ".tar" and config.format in (None, "wds")
     if extension in _OTHER_COMPRESSIONS and compression is None and not is_tar:
         raise RecipeError(
-            f"{key}: {name}: {extension} files cannot be read; compress with {' '.join(COMPRESSIONS)} instead"
+            f"{key}: {name}: {extension} files cannot be read; compress with {' '.join(COMPRESSIONS)} "
+            "instead, or set inputs[].reader to a function that reads them"
         )
     format = config.format or _FORMATS.get(extension)
     if format is None:
         known = " ".join(sorted(_FORMATS))
         raise RecipeError(
             f"{key}: the name {name} does not tell its format ({known}, each also with "
-            f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format, or a glob that leaves the file out"
+            f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format, inputs[].reader (a function "
+            "that reads the file), or a glob that leaves the file out"
         )
     own_key = key.removesuffix("path") + "encoding"
     holds_pages = format in ("html", "warc") or config.extract not in (None, "none")
