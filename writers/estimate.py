@@ -117,24 +117,30 @@ def put_pieces(
     """
     stored: dict[int, int] = {}
     places: dict[int, Path] = {}
+    names: dict[int, dict[str, str]] = {}
     for number, piece in enumerate(pieces):
         source = piece.split.source
         place = places.setdefault(source, folder / str(source))
         place.mkdir(parents=True, exist_ok=True)
         lines = recipe.inputs[source].lines
+        names.setdefault(source, {})[_name_of(piece, number)] = piece.split.file
         taken = _put(piece, place, number, lines=lines, cut_anywhere=cut_anywhere)
         stored[source] = stored.get(source, 0) + taken
     inputs = [
-        recipe.inputs[source].as_sample(f"{place}/*", recipe.sources[source])
+        recipe.inputs[source].as_sample(f"{place}/*", recipe.sources[source], names[source])
         for source, place in places.items()
     ]
     return inputs, stored
 
 
+def _name_of(piece: Piece, number: int) -> str:
+    return f"{number:05d}-{PurePosixPath(piece.split.input.path.partition('?')[0]).name}"
+
+
 def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anywhere: bool) -> int:
     """Put a piece into `folder`, cut or as a whole file; return its stored bytes in the source."""
     split = piece.split
-    name = f"{number:05d}-{PurePosixPath(split.input.path.partition('?')[0]).name}"
+    name = _name_of(piece, number)
     if piece.bytes < split.input.bytes:
         if split.format == "jsonl" or (split.format == "text" and lines):
             stem = name if split.compression is None else PurePosixPath(name).stem

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as dataclass_replace
-from os import fspath
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,10 @@ from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.files import identities
+from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
-from shardkit.writers.recipe.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping, with_documents
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
@@ -53,6 +53,7 @@ from shardkit.writers.rows.dropped_file import DROPPED_FILE
 from shardkit.writers.rows.funnel import Funnel, Trained, filters_card
 from shardkit.writers.rows.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.stages.flow import Documents, Outputs
+from shardkit.writers.stages.given import write_given
 from shardkit.writers.stages.graph import run_build, stages_of
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.languages import add_languages
@@ -67,7 +68,7 @@ from shardkit.writers.stages.publish import (
 )
 from shardkit.writers.stages.text import TEXT
 from shardkit.writers.stages.tokenize import TOKENIZE
-from shardkit.yaml_file import apply_override
+from shardkit.yaml_file import apply_override, load_yaml
 
 
 @not_for_everyone()
@@ -85,17 +86,19 @@ def build(
     progress: bool | Callable[[StageProgress], None] = True,
     replace: bool = False,
     storage: StorageOptions | None = None,
+    documents: object = None,
 ) -> BuildResult:
     """Build the dataset of `recipe`: the path of a YAML file, a dict of the same keys, or a Recipe.
 
-    Finished tasks are skipped. Relative paths in a dict start at the current folder. `output` replaces
-    output.path: a folder, relative to the current one, or a URL; `overrides`, such as "seed=5", replace other
-    keys. The arguments `engine` to `speculate` control how tasks run (`Execution`) and never change a byte,
-    as long as the same splits fail. If the output has another dataset, `replace` is needed to replace it.
-    Raises RecipeError, BuildError, MissingExtraError.
+    `documents` are read in place of files: an iterable of dicts, a DataFrame, an Arrow table, or a dataset of
+    Arrow or Hugging Face. Finished tasks are skipped. Relative paths in a dict start at the current folder.
+    `output` replaces output.path: a folder, relative to the current one, or a URL; `overrides`, such as
+    "seed=5", replace other keys. The arguments `engine` to `speculate` control how tasks run (`Execution`)
+    and never change a byte, as long as the same splits fail. If the output has another dataset, `replace` is
+    needed to replace it. Raises RecipeError, BuildError, MissingExtraError.
     """
     start = time.perf_counter()
-    recipe = with_overrides(recipe, overrides)
+    recipe = with_overrides(recipe, overrides, for_documents=documents is not None)
     targets = destinations_of(recipe, output, storage)
     execution = Execution(
         workers=workers,
@@ -106,7 +109,7 @@ def build(
         speculate=speculate,
     )
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
-    splits, cuts = _scan(recipe, work, targets, storage)
+    splits, cuts = _scan(recipe, work, targets, storage, _given(documents, recipe, work, execution, progress))
     inputs = BuildInputs.of(recipe, splits, storage)
     places = zip(recipe.datasets(), targets, strict=True)
     cards = [_published_card(place, one, inputs, replace, execution) for one, place in places]
@@ -128,7 +131,13 @@ def build(
         found = [dataset.facts for dataset in built]
     else:
         _remove_left(recipe, work)
-    seconds, made = time.perf_counter() - start, zip(targets, found, strict=True)
+    return _result(targets, found, time.perf_counter() - start, ran)
+
+
+def _result(
+    targets: Sequence[Path | RemoteOutput], cards: Sequence[DatasetCard], seconds: float, ran: Ran | None
+) -> BuildResult:
+    made = zip(targets, cards, strict=True)
     first, *others = [BuildResult.of_card(str(target), card, seconds, ran) for target, card in made]
     return dataclass_replace(first, others=tuple(others))
 
@@ -194,19 +203,38 @@ def _publish_all(
     runner.seconds["publish"] = time.perf_counter() - begin
 
 
-def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> Recipe:
-    """Return a recipe, given as Recipe, dict or YAML file, with the keys in `overrides` replaced."""
-    if isinstance(recipe, (str, Path)):
-        return load_recipe(recipe, list(overrides))
-    if isinstance(recipe, Recipe) and not overrides:
+def with_overrides(
+    recipe: Recipe | Mapping[str, object] | str | Path,
+    overrides: Sequence[str],
+    *,
+    for_documents: bool = False,
+) -> Recipe:
+    """Return a recipe, given as Recipe, dict or YAML file, with the keys in `overrides` replaced.
+
+    With `for_documents`, its only input are documents given in Python (`with_documents`).
+    """
+    if isinstance(recipe, Recipe) and not overrides and not for_documents:
         return recipe
+    name = "recipe"
     if isinstance(recipe, Recipe):
         data, folder = recipe.model_dump(mode="json"), recipe.folder
+    elif isinstance(recipe, (str, Path)):
+        path = local_path(recipe)
+        data, folder, name = load_yaml(path), path.absolute().parent, str(path)
     else:  # convert a dict to plain data: it may have Paths
-        data, folder = json.loads(json.dumps(dict(recipe), default=fspath)), Path.cwd()
+        data, folder = json.loads(json.dumps(dict(recipe), default=_as_path)), Path.cwd()
     for override in overrides:
         data = apply_override(data, override)
-    return recipe_from_mapping(data, folder=folder)
+    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
+
+
+def _as_path(value: object) -> str:
+    if isinstance(value, PathLike):
+        return str(fspath(value))
+    raise RecipeError(
+        f"recipe: a {type(value).__name__} is no setting; give documents as build(recipe, documents=…), and "
+        "name files and functions by text"
+    )
 
 
 def destinations_of(
@@ -245,11 +273,34 @@ def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOpti
     return url.work_name
 
 
+def _given(
+    documents: object,
+    recipe: Recipe,
+    work: Work,
+    execution: Execution,
+    progress: bool | Callable[[StageProgress], None],
+) -> list[InputFile] | None:
+    """Write the documents that the caller gives into files of the work folder; None without documents."""
+    if documents is None:
+        return None
+    lease_seconds = execution.lease_seconds
+    return write_given(documents, recipe, work, lease_seconds=lease_seconds, progress=progress)
+
+
 def _scan(
-    recipe: Recipe, work: Work, targets: Sequence[Path | RemoteOutput], storage: StorageOptions | None
+    recipe: Recipe,
+    work: Work,
+    targets: Sequence[Path | RemoteOutput],
+    storage: StorageOptions | None,
+    given: Sequence[InputFile] | None,
 ) -> tuple[list[Split], scan.KeptCuts]:
-    """Return the splits of the inputs, and their cuts. The offsets of cuts in the work folder are reused."""
+    """Return the splits of the inputs, and their cuts. The offsets of cuts in the work folder are reused.
+
+    `given` are the files of documents given in Python.
+    """
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
+    if given is not None:
+        return scan.scan_inputs(recipe, storage, given=given), cuts
     splits = scan.scan_inputs(recipe, storage, kept=cuts)
     places = [target if isinstance(target, Path) else str(target) for target in targets]
     refuse_own_files(splits, work.place, *places)

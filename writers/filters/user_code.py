@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Self
@@ -86,6 +87,10 @@ class UserCode(StrictModel):
         if found is None or not found.has_location or found.origin is None:
             raise RecipeError(f"{key}: {self.function}: no module {module} with a source file")
         return found.origin
+
+    def bound(self, key: str, folder: Path) -> Callable[..., Any]:
+        """Load the code, as `load` does, and return it with its keyword arguments."""
+        return partial(self.load(key, folder), **self.arguments(folder))
 
     def load(self, key: str, folder: Path) -> Callable[..., Any]:
         """Import the code and return the function or class; `folder` is the base of a relative `file`.

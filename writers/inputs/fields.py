@@ -83,6 +83,27 @@ def field_text(value: object) -> str | None:
         return json.dumps(_sound(value), ensure_ascii=False, separators=(",", ":"))
 
 
+def json_of(fields: Mapping[str, object]) -> bytes:
+    """Return fields as one JSON object in UTF-8, for a reader that treats values as `field_text` does.
+
+    Halves of surrogate pairs stay as escapes, so that the reader finds them. Missing values of pandas are
+    null.
+    """
+    try:
+        return orjson.dumps(fields, default=_plain_or_null, option=orjson.OPT_NON_STR_KEYS)
+    except orjson.JSONEncodeError:  # as in `field_text`
+        return json.dumps(_sound(fields, halves=True), separators=(",", ":")).encode()
+
+
+def _plain_or_null(value: object) -> object:
+    return None if is_null(value) else _plain(value)
+
+
+def is_null(value: object) -> bool:
+    """Return whether a value is None, or NA or NaT of pandas."""
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
+
+
 def _plain(value: object) -> object:
     """Convert a value that JSON does not support, such as bytes or a date, to one that it supports."""
     match value:
@@ -116,10 +137,13 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _sound(value: object, depth: int = MAX_DEPTH) -> object:
-    """Return the value with null in place of everything that JSON cannot represent."""
+def _sound(value: object, depth: int = MAX_DEPTH, *, halves: bool = False) -> object:
+    """Return the value with null in place of everything that JSON cannot represent.
+
+    With `halves`, text with halves of surrogate pairs stays, because JSON can represent them as escapes.
+    """
     if isinstance(value, str):
-        return value if _is_unicode(value) else None
+        return value if halves or _is_unicode(value) else None
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, int):
@@ -130,14 +154,14 @@ def _sound(value: object, depth: int = MAX_DEPTH) -> object:
         fields: dict[str, object] = {}
         for name, inner in value.items():
             key = name if isinstance(name, str) else str(_plain(name))
-            fields[key.encode("utf-8", "replace").decode()] = _sound(inner, depth - 1)
+            fields[key.encode("utf-8", "replace").decode()] = _sound(inner, depth - 1, halves=halves)
         return fields
     if isinstance(value, list | tuple):
         items: list[object] = []
         for inner in value:  # not a comprehension, whose calls would count against Python's recursion limit
-            items.append(_sound(inner, depth - 1))
+            items.append(_sound(inner, depth - 1, halves=halves))
         return items
-    return _sound(_plain(value), depth - 1)
+    return _sound(_plain_or_null(value) if halves else _plain(value), depth - 1, halves=halves)
 
 
 class NamedFields:

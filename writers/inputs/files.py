@@ -54,7 +54,7 @@ from shardkit.writers.inputs.patterns import (
     is_glob,
     key_matches,
 )
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import READER, InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 
 _STORES = 16  # maximum number of stores whose connections are kept
@@ -72,11 +72,13 @@ class InputFile:
     bytes: int
     version: str  # changes whenever the content does: `local_version`, or the ETag of an object
     storage: StorageOptions | None = None
+    digest: str = ""  # xxh3-128 of the bytes if it is known, as of the build's own files
+    first_record: int = 0  # number of the file's first record
 
     @property
     def content(self) -> str:
-        """The digest of the file's name, size and version, but not of its location."""
-        return digest_of([self.name, self.bytes, self.version])
+        """The digest of the file's name, size and version (or known digest), but not of its location."""
+        return digest_of([self.name, self.bytes, self.digest or self.version])
 
     @property
     def is_remote(self) -> bool:
@@ -145,9 +147,8 @@ def _choose(files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig,
             return _is_excluded(config, url)
         return _is_excluded(config, normpath(recipe.folder / (config.base or "") / name), recipe.folder)
 
-    return data_files(
-        {name: file.bytes for name, file in files.items()}, config.format, key, read, is_excluded
-    )
+    format = config.format if config.reader is None else READER
+    return data_files({name: file.bytes for name, file in files.items()}, format, key, read, is_excluded)
 
 
 def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:

@@ -190,6 +190,34 @@ def _carried(sink: RecordSink, column: pa.Array) -> list[object]:
         return [_value_or_null(value) for value in column]
 
 
+def python_values(column: pa.Array) -> list[object]:
+    """Return the values of a column as Python objects; text that is not UTF-8 as bytes.
+
+    A value that Python cannot represent becomes None, and a time that it cannot represent becomes text.
+    """
+    column, kind = _decoded(column), _value_type(column.type)
+    try:
+        return list(column.to_pylist())
+    except MemoryError:
+        raise
+    except _NO_VALUE:
+        if _is_string(kind):
+            return [
+                None if value is None else _text_or_bytes(value) for value in _as_binary(column).to_pylist()
+            ]
+        if pa.types.is_temporal(kind) and kind == column.type:
+            with suppress(pa.ArrowException, ValueError):
+                return list(column.cast(pa.string()).to_pylist())
+        return [_value_or_null(value) for value in column]
+
+
+def _text_or_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
 def _text_or_null(sink: RecordSink, value: bytes | None) -> str | None:
     try:
         return None if value is None else sink.decode(value)

@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,13 +27,14 @@ from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.lines import Lines
+from shardkit.writers.inputs.read_by_function import UserReader, read_by_function
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
 from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import READER, InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 from shardkit.writers.rows.ledger import Ledger, Quarantine, check_bad_fraction
 
@@ -73,13 +75,13 @@ def read_parts(
     suspects: Mapping[str, SuspectDataError],
     masking: Masking | None = None,
     memory_bytes: int = sys.maxsize,
+    function: UserReader | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the documents of all files of a split; each file is read by `read_split`.
 
     `fields` has one entry per file; `suspects` has the errors of an earlier reading by file name. Raises
     BuildError also if more than `max_bad_fraction` of a file is unreadable. Raises SuspectFilesError instead
     of SuspectDataError, after all other files have been read, so that one second reading is enough.
-
     Reading a batch takes at most `memory_bytes`, or eight times `max_record_bytes` if that is more. A record
     or page that needs more memory raises BuildError, which `max_failed_splits` may permit.
     """
@@ -97,6 +99,7 @@ def read_parts(
             suspect=suspects.get(parts[number].file),
             masking=masking,
             memory_bytes=memory_bytes,
+            function=function,
         )
 
     def read_all() -> Iterator[pa.RecordBatch]:
@@ -176,20 +179,21 @@ def read_split(
     suspect: SuspectDataError | None = None,
     masking: Masking | None = None,
     memory_bytes: int = 2_000_000_000,
+    function: UserReader | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of documents in record order; count them in `ledger.read` and `ledger.quarantined`.
 
-    The schema is DOCUMENT_SCHEMA or, with `masking` (for builds with a loss mask), MARKED_SCHEMA.
-    `fields` tracks which named fields occur. The caller counts kept and dropped documents. Raises BuildError
-    if the file cannot be opened, or at the first bad record if `quarantine` allows none. If it allows some
-    and a member of a compressed file is damaged, raises SuspectDataError: then discard batches and counts,
-    and read again with this error as `suspect`.
+    The schema is DOCUMENT_SCHEMA or, with `masking` (for builds with a loss mask), MARKED_SCHEMA. `fields`
+    tracks which named fields occur; `function` is the loaded `reader` of the input. The caller counts kept
+    and dropped documents. Raises BuildError if the file cannot be opened, or at the first bad record if
+    `quarantine` allows none. If it allows some and a member of a compressed file is damaged, raises
+    SuspectDataError: then discard batches and counts, and read again with this error as `suspect`.
     """
     named = fields or NamedFields(config)
     sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, named, suspect, masking)
     sink.window_bytes = max(sink.window_bytes, min(memory_bytes * 3 // 4, _MAX_WINDOW_BYTES))
     try:
-        for _ in _reader(split, config)(sink, config):
+        for _ in _reader(split, config, function)(sink, config):
             if sink.full:
                 yield from sink.flush()
     except LimitReachedError:
@@ -207,7 +211,10 @@ def read_split(
     yield from sink.flush()
 
 
-def _reader(split: Split, config: InputConfig) -> Reader:
+def _reader(split: Split, config: InputConfig, function: UserReader | None) -> Reader:
+    if split.format == READER:
+        assert function is not None, "the caller loads the function of an input with `reader`"
+        return partial(read_by_function, function)
     if config.is_masked and split.format not in ("jsonl", "json", "parquet"):
         key = f"inputs[{split.source}].{'prompt' if config.messages is None else 'messages'}"
         raise RecipeError(f"{key}: {split.file} has format {split.format}; this key needs JSON or Parquet")

@@ -46,7 +46,7 @@ from shardkit.writers.inputs.files import (
     open_input,
     version_now,
 )
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import READER, InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 
 __all__ = [
@@ -115,7 +115,7 @@ class Split:
     index: Annotated[int, DecidesNoByte("number among all splits")]
     source: int  # index of the input in the recipe
     input: Annotated[InputFile, RecipeKey("file")]
-    format: str  # a value of InputConfig.format
+    format: str  # a value of InputConfig.format, or READER
     compression: str | None  # a value of COMPRESSIONS, or None
     start: int
     end: int
@@ -153,15 +153,21 @@ def scan_inputs(
     split_bytes: int = SPLIT_BYTES,
     kept: KeptCuts | None = None,
     key: str = "inputs[{}].path",
+    given: Sequence[InputFile] | None = None,
 ) -> list[Split]:
     """Return all splits in order of input, file name and position; `storage` has the settings for URLs.
 
-    `key` is the format string for key paths in errors. Raises RecipeError if an input matches nothing or
-    cannot be listed, a file belongs to two inputs, two files have the same name, or a format is unknown.
-    Raises BuildError if a file cannot be read.
+    `key` is the format string for key paths in errors. `given` are the files of the only input, in their
+    order, if a build wrote them itself: then its path and `limit` are not used. Raises RecipeError if an
+    input matches nothing or cannot be listed, a file belongs to two inputs, two files have the same name, or
+    a format is unknown. Raises BuildError if a file cannot be read.
     """
     kept = KeptCuts() if kept is None else kept
-    found = _find_all(recipe, storage, key)
+    if given is not None:
+        formats = [_format_of(file.name, recipe.inputs[0], key.format(0)) for file in given]
+        found = [(0, file, *format) for file, format in zip(given, formats, strict=True)]
+    else:
+        found = _find_all(recipe, storage, key)
 
     def is_read(entry: _Found) -> bool:
         source, file, format, compression = entry
@@ -178,10 +184,14 @@ def scan_inputs(
 
     with ThreadPoolExecutor(_THREADS) as pool:
         read = pool.map(cuts, filter(is_read, found))
-        cut = [next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)] for entry in found]
+        cut = [next(read) if is_read(entry) else [_uncut(entry[1])] for entry in found]
     places = [(*entry, *place) for entry, made in zip(found, cut, strict=True) for place in made]
     splits = [Split(index, *place) for index, place in enumerate(places)]
-    return splits if recipe.limit is None else _limited(splits, recipe.limit)
+    return splits if recipe.limit is None or given is not None else _limited(splits, recipe.limit)
+
+
+def _uncut(file: InputFile) -> Cut:
+    return 0, file.bytes, file.first_record, file.bytes
 
 
 _Found = tuple[int, InputFile, str, str | None]
@@ -277,18 +287,22 @@ def _endings(name: str) -> tuple[str | None, str]:
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
+    if config.reader is not None:
+        return READER, None
     compression, extension = _endings(name)
     is_tar = extension == ".tar" and config.format in (None, "wds")
     if extension in _OTHER_COMPRESSIONS and compression is None and not is_tar:
         raise RecipeError(
-            f"{key}: {name}: {extension} files cannot be read; compress with {' '.join(COMPRESSIONS)} instead"
+            f"{key}: {name}: {extension} files cannot be read; compress with {' '.join(COMPRESSIONS)} "
+            "instead, or set inputs[].reader to a function that reads them"
         )
     format = config.format or _FORMATS.get(extension)
     if format is None:
         known = " ".join(sorted(_FORMATS))
         raise RecipeError(
             f"{key}: the name {name} does not tell its format ({known}, each also with "
-            f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format, or a glob that leaves the file out"
+            f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format, inputs[].reader (a function "
+            "that reads the file), or a glob that leaves the file out"
         )
     own_key = key.removesuffix("path") + "encoding"
     holds_pages = format in ("html", "warc") or config.extract not in (None, "none")
@@ -315,8 +329,11 @@ def _takes_reading(
 def hash_split(split: Split) -> str:
     """Return the xxh3-128 of a split's stored bytes, or for a file in a store, of its size and version.
 
-    Splits of Parquet are not byte ranges: a file's first split has the hash of the whole file, others "".
+    Splits of Parquet are not byte ranges: a file's first split has the hash of the whole file, others "". A
+    file whose digest is known is not read.
     """
+    if split.input.digest:
+        return split.input.digest
     if split.input.is_remote:
         return digest_of([split.input.bytes, split.input.version])
     whole = split.format == "parquet"

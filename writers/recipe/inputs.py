@@ -11,8 +11,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateA
 
 from shardkit.encodings import GUESS, encoding_of
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
+from shardkit.writers.filters.user_code import UserCode
 
 Token = Annotated[str, Field(min_length=1)]
+DOCUMENTS = "documents"  # path of the input for documents that are given in Python
+_FORMAT_KEYS = ("format", "encoding", "delimiter", "quote", "columns", "lines", "salvage")
+FILE_KEYS = ("exclude", "base", "path_fields", "reader", *_FORMAT_KEYS)  # keys that are about files only
+READER = "reader"  # format of files that the user's function reads
 
 
 _OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
@@ -183,7 +188,10 @@ class InputConfig(StrictModel):
     """The settings of one input, which is a source of documents."""
 
     omitted_at_default = frozenset(
-        {"exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim", "on_bad_text"}
+        {
+            *("exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim"),
+            *("on_bad_text", "reader"),
+        }
     )
 
     path: Source = Field(
@@ -264,6 +272,12 @@ class InputConfig(StrictModel):
         ".csv .tsv .txt .html .warc .wet .arc .mds .tar and a few more; a .json file is jsonl, or json if it "
         "begins with an array or with an object of several lines.",
     )
+    reader: Annotated[UserCode, Shorthand(text="function")] | None = Field(
+        default=None,
+        description="Function that reads files of any format: read(file, name, **parameters) gets an open "
+        "binary file and its name, and yields a dict per record, or an exception for a bad one.",
+        examples=["my_readers:read", {"function": "read", "file": "my_readers.py"}],
+    )
     extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
         default=None,
         description="Library that extracts the main text of HTML; null: resiliparse for WARC and HTML files, "
@@ -308,17 +322,25 @@ class InputConfig(StrictModel):
     )
 
     _is_sample: bool = PrivateAttr(default=False)
+    _sampled: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def is_sample(self) -> bool:
         """Whether this input reads a sample of another input's files."""
         return self._is_sample
 
-    def as_sample(self, path: str, source: str) -> InputConfig:
-        """Return a copy of this input that reads a sample of its files at `path`, with the label `source`."""
+    def as_sample(self, path: str, source: str, names: Mapping[str, str]) -> InputConfig:
+        """Return a copy of this input that reads a sample of its files at `path`, with the label `source`.
+
+        `names` has the names of the files of the input by the last parts of their paths in the sample.
+        """
         copy = self.model_copy(update={"path": path, "exclude": (), "base": None, "source": source})
-        copy._is_sample = True
+        copy._is_sample, copy._sampled = True, names
         return copy
+
+    def name_of(self, file: str) -> str:
+        """Return the name of a file, which in a sample is that of the file of the input."""
+        return self._sampled.get(file.rpartition("/")[2], file)
 
     def content(self) -> dict[str, Any]:
         """Return all settings that affect outputs. `tools` and `train_on` do so only with `messages`."""
@@ -336,6 +358,16 @@ class InputConfig(StrictModel):
             raise ValueError("prompt and completion are fields of one record: name both")
         if self.messages is not None and self.prompt is not None:
             raise ValueError("set either messages, or prompt and completion, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_files_one_way(self) -> Self:
+        if self.reader is not None:
+            for key in _FORMAT_KEYS:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"{key}: `reader` reads files of any format itself; leave out one of them"
+                    )
         return self
 
     @model_validator(mode="after")

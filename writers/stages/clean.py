@@ -37,6 +37,7 @@ from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields, check_named_fields, warn_of_notes
 from shardkit.writers.inputs.files import version_now
+from shardkit.writers.inputs.read_by_function import UserReader
 from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError, read_parts
 from shardkit.writers.inputs.scan import Split, hash_split, parts_of
 from shardkit.writers.recipe.inputs import InputConfig
@@ -110,7 +111,8 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
         own = settings[split.source]
         render = None if inputs.masking is None else inputs.masking.of_input(own.input)
         scores = own.first_pass.scores_of(recipe, documents.scores)
-        args = split, own, inputs.files_of(own.first_pass.filters), folder, render, scores
+        files = inputs.files_of(own.first_pass.filters) | inputs.files_of_reader(split.source)
+        args = split, own, files, folder, render, scores
         task, resources = CLEAN.task(split.task_name, split.bytes, *args), own.first_pass.resources
         made.append(replace(task, fallback=fallback, resources=resources))
     beside, cleaned = build.run(build.beside, made)
@@ -223,12 +225,17 @@ def clean_split(
 ) -> Cleaned:
     """Read and filter a split; write its files into `folder`, which exists and is empty.
 
-    `filter_files` has the digests of the filters' files by path (`inputs.filter_files`); relative paths start
-    at `filter_folder`. With `failure`, an error message, no record is read, and the whole split is counted as
-    failed. Raises BuildError if more records are unreadable than `max_bad_fraction` allows.
+    `filter_files` has the digests of the files of filters and of the reader by path
+    (`inputs.filter_files`); relative paths start at `filter_folder`. With `failure`, an error message, no
+    record is read, and the whole split is counted as failed. Raises BuildError if more records are
+    unreadable than `max_bad_fraction` allows.
     """
     first = settings.first_pass
     chain = first.chain(filter_files, filter_folder, scores, annotate=settings.annotate)
+    reader = settings.input.reader
+    if reader is not None and failure is None:
+        function = reader.bound(f"inputs[{split.source}].reader", filter_folder.path)
+        return _clean(folder, split, settings, chain, masking, function=function)
     try:
         return _clean(folder, split, settings, chain, masking, failure=failure)
     except SuspectFilesError as found:  # discard the split, read it without these
@@ -260,6 +267,7 @@ def _clean(
     suspects: Mapping[str, SuspectDataError] | None = None,
     *,
     failure: str | None = None,
+    function: UserReader | None = None,
 ) -> Cleaned:
     ledger, fields = Ledger(), [NamedFields(settings.input) for _ in split.parts]
     allowed = settings.max_bad_fraction if failure is None else 1.0
@@ -270,7 +278,7 @@ def _clean(
         AnnotationFile(folder / ANNOTATIONS_FILE) if settings.annotate else nullcontext() as annotations,
         PassFiles(folder, settings.first_pass, chain, schema) as files,
     ):
-        for batch in _read(split, settings, ledger, quarantine, fields, suspects, masking, failure):
+        for batch in _read(split, settings, ledger, quarantine, fields, suspects, masking, failure, function):
             filtered = chain.apply(batch)
             files.write(filtered, ledger)
             if annotations is not None:
@@ -298,6 +306,7 @@ def _read(
     suspects: Mapping[str, SuspectDataError] | None,
     masking: Masking | None,
     failure: str | None,
+    function: UserReader | None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the records of a split; with `failure`, only quarantine the whole split as one entry."""
     if failure is None:
@@ -312,6 +321,7 @@ def _read(
             suspects=suspects or {},
             masking=masking,
             memory_bytes=settings.memory_bytes,
+            function=function,
         )
         return
     assert not split.rest, "files are not grouped where splits may fail"

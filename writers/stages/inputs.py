@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
 from shardkit.hashing import digest_of, hash_file
 from shardkit.storage.store import StorageOptions
@@ -33,10 +33,11 @@ from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tok
 class BuildInputs:
     """All inputs of a build, examined before the first task.
 
-    `filter_files` has the digests of the filters' files by their paths in the recipe; `filter_folder` is the
-    folder where tasks find them, if not the recipe's folder. `tokenizer` is None if no dataset has tokens.
-    `scores` are the files of `scores` filters; `read_files` has the digests of all files that filters read.
-    `limits` apply to all exchanges; tests set small ones, so that small data behaves like large data.
+    `filter_files` has the digests of the files of filters and readers by their paths in the recipe;
+    `filter_folder` is the folder where tasks find them, if not the recipe's folder. `tokenizer` is None if
+    no dataset has tokens. `scores` are the files of `scores` filters; `read_files` has the digests of all
+    files that filters read. `limits` apply to all exchanges; tests set small ones, so that small data
+    behaves like large data.
     """
 
     recipe: Recipe
@@ -83,19 +84,31 @@ class BuildInputs:
         """Return the digests of the files of these filters by their paths in the recipe."""
         return {path: self.filter_files[path] for _, config in filters for path in config.files()}
 
+    def files_of_reader(self, source: int) -> dict[str, str]:
+        """Return the digests of the files of an input's `reader` by their paths; {} without a reader."""
+        found = _reader_files(self.recipe, source)
+        return {path: self.filter_files[path] for path in found}
+
+
+def _reader_files(recipe: Recipe, source: int) -> list[str]:
+    reader = recipe.inputs[source].reader
+    return [] if reader is None else [*reader.code_files(f"inputs[{source}].reader")]
+
 
 def filter_files(recipe: Recipe) -> dict[str, str]:
-    """Return the xxh3-128 of each file that a filter reads, by its path in the recipe.
+    """Return the xxh3-128 of each file that a filter or a reader needs, by its path in the recipe.
 
     Raises RecipeError if a file cannot be read.
     """
+    named = [(f"filters: {name}", path) for name, config in recipe.filter_chain() for path in config.files()]
+    for source in range(len(recipe.inputs)):
+        named += [(f"inputs[{source}].reader", path) for path in _reader_files(recipe, source)]
     digests = {}
-    for name, config in recipe.filter_chain():
-        for path in config.files():
-            try:
-                digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
-            except OSError as error:
-                raise RecipeError(f"filters: {name}: {path}: {error.strerror or error}") from None
+    for key, path in named:
+        try:
+            digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
+        except ShardError as error:
+            raise RecipeError(f"{key}: {error}") from None
     return digests
 
 

@@ -2,7 +2,8 @@
 
 The dataset contains the name of the file, and the dataset may come from an untrusted source. Without
 `--inputs FOLDER` no file is read, and with it no file outside FOLDER, even if names contain `..` or links.
-Files are read with the readers of a build, so all its formats are supported.
+Files are read with the readers of a build, so all its formats are supported; code that a card names is never
+run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def read_raw(explored: Explored, source: int, file: str, record: int) -> tuple[s
     if explored.inputs is None:
         remedy = "give the folder of the input files with `shardkit view --inputs FOLDER`"
         return None, f"No text was kept of this document of {file}; {remedy}."
+    if inputs[source].get("reader") is not None:
+        return None, f"No text was kept of this document; the recipe's own `reader` reads {file}."
     path = _find(explored.inputs, file)
     if path is None:
         return None, f"No text was kept of this document, and {file} is not a file in {explored.inputs}."
