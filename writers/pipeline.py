@@ -106,7 +106,7 @@ def build(
         speculate=speculate,
     )
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
-    splits, cuts = _scan(recipe, work, targets, storage)
+    splits, cuts = _scan(recipe, work, targets, storage, progress is True)
     inputs = BuildInputs.of(recipe, splits, storage)
     places = zip(recipe.datasets(), targets, strict=True)
     cards = [_published_card(place, one, inputs, replace, execution) for one, place in places]
@@ -246,11 +246,15 @@ def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOpti
 
 
 def _scan(
-    recipe: Recipe, work: Work, targets: Sequence[Path | RemoteOutput], storage: StorageOptions | None
+    recipe: Recipe,
+    work: Work,
+    targets: Sequence[Path | RemoteOutput],
+    storage: StorageOptions | None,
+    progress: bool,
 ) -> tuple[list[Split], scan.KeptCuts]:
     """Return the splits of the inputs, and their cuts. The offsets of cuts in the work folder are reused."""
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
-    splits = scan.scan_inputs(recipe, storage, kept=cuts)
+    splits = scan.scan_inputs(recipe, storage, kept=cuts, progress=progress)
     places = [target if isinstance(target, Path) else str(target) for target in targets]
     refuse_own_files(splits, work.place, *places)
     return splits, cuts
