@@ -78,7 +78,7 @@ _EXTRAS = {
     "tokenizers": ("tokenizers", "write"),
     "torch": ("torch", "torch"),
     "trafilatura": ("trafilatura", "html"),
-    "urllib3": ("urllib3", "hub"),
+    "urllib3": ("urllib3", "http"),
     "uvicorn": ("uvicorn", "view"),
     "warcio": ("warcio", "warc"),
     "webdataset": ("webdataset", "webdataset"),

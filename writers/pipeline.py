@@ -109,7 +109,8 @@ def build(
         speculate=speculate,
     )
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
-    splits, cuts = _scan(recipe, work, targets, storage, _given(documents, recipe, work, execution, progress))
+    given = _given(documents, recipe, work, execution, progress)
+    splits, cuts = _scan(recipe, work, targets, storage, given, progress=progress is True)
     inputs = BuildInputs.of(recipe, splits, storage)
     places = zip(recipe.datasets(), targets, strict=True)
     cards = [_published_card(place, one, inputs, replace, execution) for one, place in places]
@@ -293,6 +294,8 @@ def _scan(
     targets: Sequence[Path | RemoteOutput],
     storage: StorageOptions | None,
     given: Sequence[InputFile] | None,
+    *,
+    progress: bool,
 ) -> tuple[list[Split], scan.KeptCuts]:
     """Return the splits of the inputs, and their cuts. The offsets of cuts in the work folder are reused.
 
@@ -301,7 +304,7 @@ def _scan(
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     if given is not None:
         return scan.scan_inputs(recipe, storage, given=given), cuts
-    splits = scan.scan_inputs(recipe, storage, kept=cuts)
+    splits = scan.scan_inputs(recipe, storage, kept=cuts, progress=progress)
     places = [target if isinstance(target, Path) else str(target) for target in targets]
     refuse_own_files(splits, work.place, *places)
     return splits, cuts

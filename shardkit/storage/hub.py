@@ -19,7 +19,6 @@ once: `ResilientStore` retries, and stops waiting for requests of `huggingface_h
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import time
@@ -30,11 +29,11 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from shardkit.hashing import hash_bytes, hash_file
-from shardkit.storage.hub_client import HubAnswer, HubClient, connection_error
+from shardkit.storage.http import CONTENT_RANGE, HttpBody
+from shardkit.storage.hub_client import HubAnswer, HubClient
 from shardkit.storage.hub_commit import OtherCommitError, make_commit
 from shardkit.storage.memory import MemoryBody
 from shardkit.storage.store import (
-    BaseBody,
     BaseStore,
     ObjectChangedError,
     ObjectExistsError,
@@ -51,7 +50,6 @@ from shardkit.storage.store import (
 _FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a folder of one of these"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _MOST_PAGES = 10_000  # maximum number of pages of a listing
 _MOST_FILES = 1_000_000  # maximum number of files of a listing; ten times what the Hub recommends
 _PATHS_AT_ONCE = 500  # files per request for sizes and versions
@@ -136,7 +134,7 @@ class HubStore(BaseStore):
 
     def open(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> HubBody | MemoryBody:
+    ) -> HttpBody | MemoryBody:
         if start < 0 or (stop is not None and stop <= start):
             return self._open_nothing(key, start, stop, version)
         where = self.where(key)
@@ -273,7 +271,7 @@ class HubStore(BaseStore):
 
     def _body(
         self, key: str, answer: HubAnswer, start: int, stop: int | None, version: str | None
-    ) -> HubBody:
+    ) -> HttpBody:
         """Return the body of an answer, after checking that it has the requested range and version."""
         where, response = self.where(key), answer.response
         if not answer.etag:
@@ -285,7 +283,7 @@ class HubStore(BaseStore):
             raise StoreError(where, "the server sends no Content-Length")
         first, size = 0, int(stated)
         if response.status == 206:
-            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
             if not found:
                 raise StoreError(where, "the server sends a partial answer without a Content-Range")
             first, size = int(found[1]), int(found[3])
@@ -303,7 +301,7 @@ class HubStore(BaseStore):
         info = ObjectInfo(key, size, answer.etag)
         if first < start:
             checked_range(where, info, start, stop, None)
-        return HubBody(where, info, response, skipped=start - first, left=end - start)
+        return HttpBody(where, info, response, skipped=start - first, left=end - start)
 
     def _answer_of_known(self, path: str, where: str, headers: Mapping[str, str]) -> HubAnswer | None:
         """Request a file from its remembered address; return None if that is unknown or has expired."""
@@ -359,63 +357,6 @@ class HubStore(BaseStore):
 
     def _api(self, what: str, revision: str) -> str:
         return f"/api/datasets/{self._place.repository}/{what}/{quote(revision, safe='')}"
-
-
-class HubBody(BaseBody):
-    """A body that discards `skipped` bytes of an HTTP answer, and then reads the next `left` bytes.
-
-    Reads return the bytes that have arrived. Another thread may call `close` to end a blocked read.
-    """
-
-    def __init__(self, where: str, info: ObjectInfo, response: Any, *, skipped: int, left: int) -> None:
-        self.info = info
-        self._where, self._response = where, response
-        self._skipped, self._left, self._bytes = skipped, left, left
-        self._is_whole = False  # whether the connection was returned to the pool after the last byte
-
-    @property
-    def left(self) -> int:
-        return self._left
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        if not self._left:
-            return 0
-        while self._skipped:
-            self._skipped -= len(self._next(self._skipped))
-        piece = self._next(min(len(buffer), self._left))
-        buffer[: len(piece)] = piece
-        self._left -= len(piece)
-        return len(piece)
-
-    def close(self) -> None:
-        if self._left == 0 and not self._is_whole:
-            self._is_whole = True
-            with contextlib.suppress(Exception):  # all bytes have been read, so errors do not matter
-                self._response.drain_conn()
-                self._response.release_conn()
-        elif not self._is_whole:
-            with contextlib.suppress(Exception):  # ends a blocked read; if this fails, its timeout does
-                self._response.shutdown()
-            with contextlib.suppress(Exception):
-                self._response.close()
-
-    def _next(self, count: int) -> bytes:
-        import urllib3
-
-        try:
-            piece: bytes = self._response.read1(count)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            found = connection_error(self._where, error)
-            raise type(found)(self._where, f"{found.problem}, {self._progress}") from error
-        except (ValueError, AttributeError) as error:  # another thread has closed the body
-            raise TransientError(self._where, f"the body was closed {self._progress}") from error
-        if not piece:
-            raise TransientError(self._where, f"the body ended {self._progress}")
-        return piece
-
-    @property
-    def _progress(self) -> str:
-        return f"after {self._bytes - self._left:,} of {self._bytes:,} bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit
 
-from shardkit.errors import MissingExtraError
 from shardkit.files import load_json
+from shardkit.storage.http import HttpPools, connection_error, discard, urllib3_for
 from shardkit.storage.store import (
     ObjectNotFoundError,
     StorageOptions,
@@ -29,10 +28,9 @@ from shardkit.storage.store import (
     ThrottledError,
     TransientError,
 )
-from shardkit.storage.threads import remake_after_fork
 
 if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse, PoolManager
+    from urllib3 import BaseHTTPResponse
 
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -67,29 +65,21 @@ class HubClient:
     """Sends HTTP requests to the Hub, without retries; a pickled copy keeps only the options."""
 
     def __init__(self, options: StorageOptions) -> None:
-        self._options = options
-        self.after_fork()
-        remake_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._managers: dict[str | None, PoolManager] = {}
+        self._options, self._pools = options, HttpPools(options)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._options,)
 
     def close(self) -> None:
         """Close idle connections."""
-        with self._lock:
-            for manager in self._managers.values():
-                manager.clear()
+        self._pools.close()
 
     def json(self, method: str, path: str, where: str, body: object = None) -> tuple[Any, str | None]:
         """Return (the JSON answer as plain data, the URL of the next page or None).
 
         `path` is relative to the endpoint, or the URL of a next page from an earlier answer.
         """
-        urllib3 = _urllib3(where)
+        urllib3 = urllib3_for(where)
         headers = {"Accept": "application/json"}
         data = None
         if body is not None:
@@ -101,7 +91,7 @@ class HubClient:
             text = response.read(_MOST_ANSWER_BYTES + 1)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             response.close()
-            raise connection_error(where, error) from error
+            raise connection_error(where, error, "HF_ENDPOINT and ") from error
         response.drain_conn()
         response.release_conn()
         try:
@@ -126,7 +116,7 @@ class HubClient:
 
         `path` is relative to the endpoint, or the `address` of an earlier answer, passed with its `facts`.
         """
-        urllib3 = _urllib3(where)
+        urllib3 = urllib3_for(where)
         endpoint = hub_endpoint(where)
         url = path if "://" in path else endpoint + path
         known = dict(facts or {})
@@ -136,17 +126,17 @@ class HubClient:
             if is_hub and (token := hub_token()):
                 sent["Authorization"] = f"Bearer {token}"
             try:
-                response = self._manager(url).request(
+                response = self._pools.manager(url).request(
                     method, url, headers=sent, body=body, redirect=False, retries=False, preload_content=False
                 )
             except (urllib3.exceptions.HTTPError, OSError) as error:
-                raise connection_error(where, error) from error
+                raise connection_error(where, error, "HF_ENDPOINT and ") from error
             if is_hub:
                 known |= {name: value for name in _FACTS if (value := response.headers.get(name))}
             if response.status < 300:
                 return HubAnswer(response, known, url, from_hub=is_hub)
             location = response.headers.get("Location")
-            _discard(response)
+            discard(response)
             if response.status not in _REDIRECTS or location is None:
                 raise status_error(where, response.status, response.headers, from_hub=is_hub)
             target = urljoin(url, location)
@@ -156,30 +146,6 @@ class HubClient:
                 )
             url = target
         raise StoreError(where, f"the server redirected the request more than {_MOST_REDIRECTS} times")
-
-    def _manager(self, url: str) -> PoolManager:
-        """Return the connection pool for `url`, which uses a proxy if the environment names one."""
-        from urllib.request import getproxies, proxy_bypass
-
-        parts = urlsplit(url)
-        proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
-        with self._lock:
-            if proxy not in self._managers:
-                self._managers[proxy] = self._new_manager(proxy)
-            return self._managers[proxy]
-
-    def _new_manager(self, proxy: str | None) -> PoolManager:
-        import urllib3
-
-        options = self._options
-        timeout = urllib3.Timeout(connect=options.connect_timeout_seconds, read=options.read_timeout_seconds)
-        if proxy is None:
-            return urllib3.PoolManager(maxsize=options.connections, timeout=timeout)
-        user, _, _ = urlsplit(proxy).netloc.rpartition("@")
-        headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
-        return urllib3.ProxyManager(
-            proxy, maxsize=options.connections, timeout=timeout, proxy_headers=headers
-        )
 
 
 def hub_endpoint(where: str) -> str:
@@ -242,16 +208,6 @@ def status_error(
     return StoreError(where, message, status=status)
 
 
-def connection_error(where: str, error: Exception) -> StoreError:
-    """Return the error for a request without an answer, or for a body whose connection broke."""
-    text = f"{error}"[:300] or type(error).__name__
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return StoreError(where, f"{text}: set SSL_CERT_FILE to the certificates to trust")
-    if isinstance(error, ValueError):  # the URL or the proxy is not http:// or https://
-        return StoreError(where, f"{text}: check HF_ENDPOINT and the proxies of the environment")
-    return TransientError(where, f"{type(error).__name__}: {text}")
-
-
 def _reset_seconds(headers: Mapping[str, str]) -> float | None:
     """Return the seconds after which the Hub accepts requests again, or None if no header tells."""
     stated = headers.get("Retry-After", "")
@@ -266,24 +222,6 @@ def _next_page(link: str) -> str | None:
     return found[1] if found else None
 
 
-def _discard(response: BaseHTTPResponse) -> None:
-    """Read a short answer, so that its connection can be reused; close the connection of a long one."""
-    size = response.headers.get("Content-Length", "")
-    if size.isdigit() and int(size) < 1 << 16:
-        response.drain_conn()
-        response.release_conn()
-    else:
-        response.close()
-
-
 def _host(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return parts.scheme, parts.netloc.lower()
-
-
-def _urllib3(purpose: str) -> Any:
-    try:
-        import urllib3
-    except ImportError as error:
-        raise MissingExtraError("urllib3", "hub", purpose) from error
-    return urllib3

@@ -17,8 +17,8 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def open_store(url: str | os.PathLike[str], options: StorageOptions | None = None) -> Store:
-    """Open the store at `url`: a path or file://, s3://bucket/prefix, hf://datasets/org/name, memory://name,
-    or any URL of fsspec.
+    """Open the store at `url`: a path or file://, s3://bucket/prefix, hf://datasets/org/name, https://host,
+    memory://name, or any URL of fsspec.
 
     Contacts no server yet. Raises StoreError if the URL is invalid, MissingExtraError if a package is
     missing.
@@ -42,6 +42,10 @@ def open_store(url: str | os.PathLike[str], options: StorageOptions | None = Non
         from shardkit.storage.memory import MemoryStore
 
         return MemoryStore(text)
+    if scheme in ("http", "https"):
+        from shardkit.storage.http_store import HttpStore
+
+        return HttpStore(text, options)
     if not scheme.isalnum():
         raise StoreError(
             text, "not a valid URL: expected s3://bucket/prefix, file:///path or a URL of fsspec"

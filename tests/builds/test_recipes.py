@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import pytest
 import tokenizers
 import zstandard
 
+from servers.web import web_server
 from shardkit import open_dataset
 from shardkit.datasets.provenance.text import Decoder
 from shardkit.datasets.verify import verify
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("inline_builds")
 PROFILES = {
     "c4",
     "chat-midtraining",
+    "common-crawl",
     "starcoder",
     "toxicity",
     "continue-pretraining",
@@ -162,17 +164,23 @@ def corpora(folder: Path) -> Path:
     return folder
 
 
+def warc_of(pages: Sequence[tuple[str, str]]) -> bytes:
+    """A WARC file of (status, text of a page), with a record in front that is no page."""
+    records = [_warc_record("warcinfo", "application/warc-fields", b"software: x\r\n")]
+    for number, (status, text) in enumerate(pages):
+        page = "".join(f"<p>{line}</p>" for line in text.splitlines())
+        body = f"<html><head><title>x</title></head><body><article>{page}</article></body></html>".encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n\r\n"
+        records.append(_warc_record("response", "application/http", head.encode() + body, number))
+    return b"".join(gzip.compress(record) for record in records)
+
+
 def make_web(data: Path) -> None:
     """What fineweb.yaml reads: extracted texts, and pages among other records of a WARC file."""
     texts = [STORY, PROSE]  # the second one repeats itself
     write_lines(data / "web" / "a.jsonl.gz", [{"text": text, "url": "http://example.com/"} for text in texts])
-    tale, danish = ("".join(f"<p>{line}</p>" for line in page.splitlines()) for page in (PAGE, DANISH))
-    records = [_warc_record("warcinfo", "application/warc-fields", b"software: x\r\n")]
-    for number, (status, page) in enumerate([("200 OK", tale), ("200 OK", danish), ("404 Not Found", tale)]):
-        body = f"<html><head><title>x</title></head><body><article>{page}</article></body></html>".encode()
-        head = f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n\r\n"
-        records.append(_warc_record("response", "application/http", head.encode() + body, number))
-    (data / "warc" / "b.warc.gz").write_bytes(b"".join(gzip.compress(record) for record in records))
+    pages = [("200 OK", PAGE), ("200 OK", DANISH), ("404 Not Found", PAGE)]
+    (data / "warc" / "b.warc.gz").write_bytes(warc_of(pages))
 
 
 def _warc_record(kind: str, content: str, block: bytes, number: int = 9) -> bytes:
@@ -302,6 +310,25 @@ def test_demo_builds_what_the_demo_does(folder: Path) -> None:
     same_place = ours.model_dump_json().replace("../shardkit-demo/", "")
     same_place = same_place.replace('"path":"again"', '"path":"mds"').replace('"work":null', '"work":"work"')
     assert same_place == theirs.model_dump_json()
+
+
+def test_common_crawl_is_built_from_the_list_of_a_dump(folder: Path) -> None:
+    names = [f"crawl-data/CC-MAIN-2025-08/segments/{n}/warc/CC-MAIN-{n:05d}.warc.gz" for n in range(3)]
+    pages = [[("200 OK", PAGE), ("404 Not Found", STORY)], [("200 OK", DANISH)], [("200 OK", PAGE)]]
+    files = {name: warc_of(one) for name, one in zip(names, pages, strict=True)}
+    given = load_recipe(FOLDER / "common-crawl.yaml").inputs[0]
+    path = urlsplit(given.path).path.lstrip("/")
+    with web_server(files | {path: gzip.compress("\n".join(names).encode())}) as web:
+        places = f"inputs[0].path={web.url}/{path}", f"inputs[0].base={web.url}"
+        result = run(folder, "common-crawl", *places)
+        assert {row["file"] for row in provenance(result)} <= {*names}
+        web.requests.clear()
+        assert build(folder / "common-crawl.yaml", overrides=places, progress=False).up_to_date
+        # What is unchanged is not read again: only its size and version are.
+        assert [one for one in web.requests if "warc.gz" in one] == [f"HEAD /{name}" for name in names]
+    assert texts(result, folder) == ["\n\n".join(PAGE.splitlines())]
+    lost = {"warc/not_a_response": 3, "warc/http_status": 1, "language/label": 1, "exact_duplicate": 1}
+    assert dropped(result) == lost
 
 
 def test_c4_cuts_lines_and_drops_pages(folder: Path) -> None:

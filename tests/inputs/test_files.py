@@ -27,9 +27,10 @@ from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.cuts import UNCOUNTED
-from shardkit.writers.inputs.files import expand_url, find_files
+from shardkit.writers.inputs.files import find_files
 from shardkit.writers.inputs.patterns import expand_path, key_matches
 from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.remote_files import expand_url
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.ledger import Ledger, Quarantine

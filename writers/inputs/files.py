@@ -29,38 +29,39 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import partial
 from os.path import normpath
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from shardkit.errors import RecipeError
+from shardkit.errors import RecipeError, warn_user
 from shardkit.files import file_version
 from shardkit.hashing import digest_of
-from shardkit.storage.hub import HubPlace
 from shardkit.storage.object_file import open_object
-from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.url import is_remote
 from shardkit.writers.inputs.dataset_folders import MAX_LIST_BYTES, Chosen, data_files
 from shardkit.writers.inputs.dataset_splits import held_out_names, names_a_split
+from shardkit.writers.inputs.path_lists import Line, Root, read_lines, sample, unique
 from shardkit.writers.inputs.patterns import (
     Match,
     alternatives,
     expand_path,
     fixed_part,
-    grade_of,
-    is_glob,
     key_matches,
+)
+from shardkit.writers.inputs.remote_files import (
+    MissingObjectError,
+    connect_root,
+    expand_url,
+    look_up,
+    split_root,
 )
 from shardkit.writers.recipe.inputs import READER, InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 
-_STORES = 16  # maximum number of stores whose connections are kept
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-# The root of a URL, to which a connection is made: s3://bucket, gs://bucket, https://host, hdfs:///folder.
-_ROOT = re.compile(r"([^:/]+://(?:[^/]+|/[^/]+))(?:/(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,24 @@ class Found:
     held_out: Sequence[str] = ()  # read, although their names suggest a test split
 
 
-def find_files(recipe: Recipe, config: InputConfig, key: str, storage: StorageOptions | None = None) -> Found:
+def find_files(
+    recipe: Recipe,
+    config: InputConfig,
+    key: str,
+    storage: StorageOptions | None = None,
+    *,
+    progress: bool = False,
+) -> Found:
     """Find the files of an input; `key` is the key path of its `path` in the recipe, for errors.
 
-    Raises RecipeError if the path matches nothing, or something that is not a regular file or cannot be read.
+    `progress` shows how many files of a long list were found. Raises RecipeError if the path matches nothing,
+    or something that is not a regular file or cannot be read.
     """
+    if config.storage is not None:
+        storage = config.storage.over(storage)
+    if config.list:
+        listed = _find_listed(recipe, config, key, storage, progress=progress)
+        return Found(listed, held_out=held_out_names(listed, ()))
     if is_remote(config.path):
         files, hidden = _find_remote(config, key, storage)
     else:
@@ -124,6 +138,7 @@ def find_files(recipe: Recipe, config: InputConfig, key: str, storage: StorageOp
             name.encode()
         except UnicodeEncodeError:
             raise RecipeError(f"{key}: file name {name!r} is not UTF-8; rename the file") from None
+    kept = {name: kept[name] for name in sample([*kept], config.files)}
     held_out = [] if names_a_split(config.path) else held_out_names(kept, chosen.of_splits)
     return Found(kept, sorted(hidden), chosen.left_out, held_out)
 
@@ -171,8 +186,8 @@ def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
 def open_input(file: InputFile) -> BinaryIO:
     """Open a file for reading, with seeks; raise OSError with an errno if it cannot be read."""
     if file.is_remote:
-        root, key = _split_url(file.path)
-        return open_object(_connect(root, file.storage), ObjectInfo(key, file.bytes, str(file.version)))
+        root, key = split_root(file.path)
+        return open_object(connect_root(root, file.storage), ObjectInfo(key, file.bytes, str(file.version)))
     return Path(file.path).open("rb")
 
 
@@ -246,6 +261,104 @@ def _find_remote(
     return files, hidden
 
 
+def _find_listed(
+    recipe: Recipe, config: InputConfig, key: str, storage: StorageOptions | None, *, progress: bool
+) -> dict[str, InputFile]:
+    """Return {name: file} for the files that the lists at an input's path name, sorted by name.
+
+    Raises RecipeError that names the list and the line of a file that is not there.
+    """
+    whole = config.model_copy(update={"exclude": (), "base": None})
+    find = (
+        partial(_find_remote, whole, key, storage)
+        if is_remote(config.path)
+        else partial(_find_local, recipe, whole, key)
+    )
+    lines: list[Line] = []
+    for file in find()[0].values():
+        try:
+            with open_input(file) as stored:
+                lines += read_lines(stored, file.bytes, file.path, _root_of(recipe, config, file, storage))
+        except ValueError as error:
+            raise RecipeError(f"{key}: {error}") from None
+        except OSError as error:
+            raise RecipeError(f"{key}: {file.path}: {error.strerror or error}") from error
+    lines, repeated = unique(lines)
+    if repeated:
+        warn_user(f"{key}: {config.path} names files again in {repeated:,} lines; each file is read once")
+    named: dict[str, Line] = {}
+    for line in (one for one in lines if not _is_left_out(one, config)):
+        name = _name_of_listed(line, recipe, config)
+        if (other := named.setdefault(name, line)) is not line:
+            clash = f"{other.place} ({other.where}) and {line.place} ({line.where})"
+            raise RecipeError(f"{key}: {clash} would both be called {name}; change base")
+    if not named:
+        matched = f"{len(lines):,} files, but all are excluded by `exclude`" if lines else "no file"
+        raise RecipeError(f"{key}: {config.path} lists {matched}")
+    most = min((one for one in (config.files, recipe.limit) if one is not None), default=None)
+    wanted = {name: named[name] for name in sample(sorted(named), most)}
+    remote = [line.place for line in wanted.values() if is_remote(line.place)]
+    try:
+        found = look_up(remote, storage, progress=progress)
+    except MissingObjectError as error:
+        line = next(line for line in wanted.values() if line.place == error.url)
+        raise RecipeError(f"{key}: {line.where}: {error.error}{_advice(error.error)}") from error
+    files = {}
+    for name, line in wanted.items():
+        if (there := found.get(line.place)) is not None:
+            files[name] = InputFile(name, there[0], there[1].bytes, there[1].version, storage)
+        else:
+            files[name] = _listed_file(name, line, key)
+    return files
+
+
+def _advice(error: Exception) -> str:
+    advice = "; remove the line, leave the file out with `exclude`, or set `base` to where the lines start"
+    return advice if isinstance(error, ObjectNotFoundError | FileNotFoundError) else ""
+
+
+def _listed_file(name: str, line: Line, key: str) -> InputFile:
+    try:
+        status = Path(line.place).stat()
+    except OSError as error:
+        problem = f"{line.place}: {error.strerror or error}{_advice(error)}"
+        raise RecipeError(f"{key}: {line.where}: {problem}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RecipeError(f"{key}: {line.where}: {line.place} is not a file; a line names one file")
+    return InputFile(name, line.place, status.st_size, local_version(status))
+
+
+def _root_of(recipe: Recipe, config: InputConfig, file: InputFile, storage: StorageOptions | None) -> Root:
+    """Return where the lines of a list start."""
+    if config.base is None:
+        start = file.path.partition("?")[0].rpartition("/")[0]
+    else:
+        start = config.base if is_remote(config.base) else normpath(recipe.folder.absolute() / config.base)
+    return Root(start.rstrip("/") or "/", file.is_remote, storage is not None and storage.follow_urls)
+
+
+def _is_left_out(line: Line, config: InputConfig) -> bool:
+    """Return whether `exclude` leaves out a listed file: by a name in its path, or by the end of its path."""
+    names = line.place.split("/")
+    inside = names[3 if "://" in line.place else 1 :]
+    for pattern in (one.strip("/") for given in config.exclude for one in alternatives(given)):
+        if "/" not in pattern and any(fnmatchcase(name, pattern) for name in inside):
+            return True
+        if "/" in pattern and any(key_matches(pattern, "/".join(names[at:])) for at in range(len(names))):
+            return True
+    return False
+
+
+def _name_of_listed(line: Line, recipe: Recipe, config: InputConfig) -> str:
+    """Return the name of a listed file: relative to `base` if it is below, else its URL or path."""
+    place, base = line.place, config.base
+    if is_remote(place):
+        place = place.partition("?")[0] if place.lower().startswith(("http:", "https:")) else place
+        return place if base is None else place.removeprefix(f"{base.rstrip('/')}/")
+    above = normpath(recipe.folder.absolute() / (base if base is not None and not is_remote(base) else ""))
+    return place.removeprefix(f"{above.rstrip('/')}/")
+
+
 def _nothing_left(noun: str, matched: int, hidden: Sequence[str]) -> str:
     if hidden:
         return (
@@ -296,76 +409,3 @@ def _name_of_url(url: str, base: str | None, key: str) -> str:
     if name == url:
         raise RecipeError(f"{key.removesuffix('path')}base: {url} is not below {base}")
     return name
-
-
-def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo, Match]]:
-    """Return {URL: (URL to read from, object, match)} for the objects that `url` matches (patterns.py).
-
-    If an object has exactly this name, only that one matches. http(s) has no listings, so its only patterns
-    are lists in braces. The URL to read from is the URL itself or, for a branch, the URL at its current
-    commit. Raises StoreError, or FileNotFoundError with the first item of a list in braces that matches no
-    object.
-    """
-    root, pattern = _split_url(url)
-    connected = _connect(root, storage)
-    store = connected.pinned()
-    start = root if store is connected else store.url
-    is_web = urlsplit(url).scheme.lower() in ("http", "https")
-    if pattern and not pattern.endswith("/"):
-        names = alternatives(pattern)
-        try:
-            return {url: (f"{start}/{pattern}", store.head(pattern), Match.YES)}
-        except ObjectNotFoundError:
-            if is_web and len(names) == 1:
-                raise
-        if is_web:
-            return {f"{root}/{one}": (f"{start}/{one}", store.head(one), Match.YES) for one in names}
-    elif is_web:
-        raise StoreError(url, "names no file, and folders cannot be listed over http")
-    found = _matching(store, pattern.rstrip("/"))
-    return {f"{root}/{info.key}": (f"{start}/{info.key}", info, match) for info, match in found}
-
-
-def _matching(store: Store, pattern: str) -> list[tuple[ObjectInfo, Match]]:
-    """Return the objects that a pattern matches; braces are taken literally if that matches any name."""
-    fixed = fixed_part(pattern)
-    listed = list(store.list(f"{pattern}/" if pattern and fixed == pattern else fixed))
-    graded = _graded([pattern or "**"], listed)[0]
-    names = alternatives(pattern)
-    if not graded and len(names) > 1:
-        graded, unmatched = _graded(names, listed)
-        if unmatched:
-            raise FileNotFoundError(unmatched[0])
-    return [(info, graded[info.key]) for info in listed if info.key in graded]
-
-
-def _graded(patterns: Sequence[str], listed: Sequence[ObjectInfo]) -> tuple[dict[str, Match], list[str]]:
-    """Return {key: match} for the listed objects that match, and the patterns that match nothing."""
-    globs = [one for one in patterns if is_glob(one)]
-    names = dict.fromkeys(one for one in patterns if not is_glob(one))
-    graded: dict[str, Match] = {}
-    used = set()
-    for info in listed:
-        above = [info.key, *(info.key[:at] for at, one in enumerate(info.key) if one == "/")]
-        for one in (*(name for name in above if name in names), *globs):
-            if match := grade_of(one, info.key):
-                used.add(one)
-                graded[info.key] = max(match, graded.get(info.key, Match.NO))
-    return graded, [one for one in patterns if one not in used]
-
-
-def _split_url(url: str) -> tuple[str, str]:
-    """Return (root URL at which to open a store, rest of the URL: the key of an object, or a pattern)."""
-    if url.lower().startswith("hf://"):
-        place = HubPlace.parse(url)
-        return place.root, f"{place.path}/" if place.path and url.endswith("/") else place.path
-    found = _ROOT.fullmatch(url)
-    if found is None:
-        raise StoreError(url, "is not the URL of a file, such as s3://bucket/folder/file.jsonl")
-    return found[1], found[2] or ""
-
-
-@lru_cache(maxsize=_STORES)
-def _connect(root: str, storage: StorageOptions | None) -> ResilientStore:
-    """Connect to a store; reuse one client for all files of a bucket, because making one takes long."""
-    return connect(root, storage)

@@ -130,6 +130,17 @@ _LFS = _Kind(
     False,
     "run `git lfs pull` where the data was cloned",
 )
+_LISTED = (
+    rb"[^\s{}\"<>|]+\.(?:jsonl|ndjson|parquet|arrow|mds|tar|warc|wet|arc)(?:\.(?:gz|zst|bz2|xz|lz4))?[ \t\r]*"
+)
+_LIST = _Kind(
+    "paths",
+    "a list of paths",
+    # Two lines or more, of which the last may be cut.
+    re.compile(rb"(?:" + _LISTED + rb"\n\s*)+" + _LISTED + rb"\s*(?:[^\s{}\"<>|]*\Z)", re.IGNORECASE),
+    False,
+    "set {key}.list: true to read the files that it names",
+)
 # The kinds of text. Before its first element, an HTML page may have an XML declaration and comments.
 _TEXTUAL = (
     _LFS,
@@ -166,6 +177,7 @@ _TEXTUAL = (
         "json",
         ".json",
     ),
+    _LIST,
 )
 _JSON_LINES = _Kind(
     "jsonl",
@@ -180,7 +192,7 @@ _JSON_LINES = _Kind(
 _PRETTY = _Kind("json", "JSON over several lines", re.compile(rb""), False, _READ_AS, None, "json", ".json")
 _TEXT = _Kind("text", "text", re.compile(rb""))
 # Kinds of text that are not read as plain text unless the recipe sets `format: text`.
-_MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc"})
+_MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc", "paths"})
 _PACKED = frozenset({"parquet", "arrow", "wds"})
 _ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, other kind that its reader can read)
 # Matches an object whose first line is incomplete, and whose second line cannot begin a record.

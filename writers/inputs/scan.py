@@ -154,20 +154,22 @@ def scan_inputs(
     kept: KeptCuts | None = None,
     key: str = "inputs[{}].path",
     given: Sequence[InputFile] | None = None,
+    progress: bool = False,
 ) -> list[Split]:
     """Return all splits in order of input, file name and position; `storage` has the settings for URLs.
 
     `key` is the format string for key paths in errors. `given` are the files of the only input, in their
-    order, if a build wrote them itself: then its path and `limit` are not used. Raises RecipeError if an
-    input matches nothing or cannot be listed, a file belongs to two inputs, two files have the same name, or
-    a format is unknown. Raises BuildError if a file cannot be read.
+    order, if a build wrote them itself: then its path and `limit` are not used. `progress` shows how many
+    files of a long list were found. Raises RecipeError if an input matches nothing or cannot be listed, a
+    file belongs to two inputs, two files have the same name, or a format is unknown. Raises BuildError if a
+    file cannot be read.
     """
     kept = KeptCuts() if kept is None else kept
     if given is not None:
         formats = [_format_of(file.name, recipe.inputs[0], key.format(0)) for file in given]
         found = [(0, file, *format) for file, format in zip(given, formats, strict=True)]
     else:
-        found = _find_all(recipe, storage, key)
+        found = _find_all(recipe, storage, key, progress)
 
     def is_read(entry: _Found) -> bool:
         source, file, format, compression = entry
@@ -198,13 +200,13 @@ _Found = tuple[int, InputFile, str, str | None]
 """(number of the input, file, format, compression)."""
 
 
-def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[_Found]:
+def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str, progress: bool) -> list[_Found]:
     found: list[_Found] = []
     owners: dict[str, tuple[int, str]] = {}
     names: dict[str, InputFile] = {}
     for source, config in enumerate(recipe.inputs):
         where = key.format(source)
-        files = find_files(recipe, config, where, storage)
+        files = find_files(recipe, config, where, storage, progress=progress)
         _warn_of_unread(files, where)
         for (name, file), identity in zip(files.files.items(), identities(files.files.values()), strict=True):
             if identity in owners:
@@ -297,6 +299,9 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             "instead, or set inputs[].reader to a function that reads them"
         )
     format = config.format or _FORMATS.get(extension)
+    if extension == ".paths" and format in (None, "text"):
+        own_list = key.removesuffix("path") + "list"
+        raise RecipeError(f"{key}: {name} is a list of paths; set {own_list}: true to read the files in it")
     if format is None:
         known = " ".join(sorted(_FORMATS))
         raise RecipeError(

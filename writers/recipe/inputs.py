@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import date
 from typing import Annotated, Any, Literal, Self
 
@@ -11,12 +12,23 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateA
 
 from shardkit.encodings import GUESS, encoding_of
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
+from shardkit.storage.store import StorageOptions
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.filters.user_code import UserCode
 
 Token = Annotated[str, Field(min_length=1)]
 DOCUMENTS = "documents"  # path of the input for documents that are given in Python
 _FORMAT_KEYS = ("format", "encoding", "delimiter", "quote", "columns", "lines", "salvage")
-FILE_KEYS = ("exclude", "base", "path_fields", "reader", *_FORMAT_KEYS)  # keys that are about files only
+FILE_KEYS = (
+    "exclude",
+    "base",
+    "path_fields",
+    "reader",
+    "list",
+    "files",
+    "storage",
+    *_FORMAT_KEYS,
+)  # keys that are about files only
 READER = "reader"  # format of files that the user's function reads
 
 
@@ -184,19 +196,62 @@ class ExtractConfig(StrictModel):
         return self
 
 
+class InputStorage(StrictModel):
+    """How to reach the store of one input; null: as the options of the build say."""
+
+    anonymous: bool | None = Field(
+        default=None, description="true: unsigned requests, without any credentials, for a public bucket."
+    )
+    region: Token | None = Field(default=None, description="Region of the bucket.")
+    endpoint_url: Token | None = Field(
+        default=None, description="URL of an S3-compatible server; https://s3.amazonaws.com is AWS itself."
+    )
+    profile: Token | None = Field(default=None, description="Profile of the AWS configuration files.")
+    requester_pays: bool | None = Field(default=None, description="true: agree to pay for the requests.")
+
+    @model_validator(mode="after")
+    def _is_signed_by_one(self) -> Self:
+        if self.anonymous and self.profile is not None:
+            raise ValueError("anonymous requests have no profile: give either anonymous or profile")
+        return self
+
+    def over(self, options: StorageOptions | None) -> StorageOptions:
+        """Return the options of the build with these in their place."""
+        given = {name: value for name, value in self if value is not None}
+        if self.anonymous:
+            given["profile"] = None
+        elif self.profile is not None:
+            given["anonymous"] = False
+        return replace(options or StorageOptions(), **given)
+
+
 class InputConfig(StrictModel):
     """The settings of one input, which is a source of documents."""
 
+    not_content = frozenset({"storage"})
     omitted_at_default = frozenset(
         {
             *("exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim"),
-            *("on_bad_text", "reader"),
+            *("on_bad_text", "reader", "list", "files"),
         }
     )
 
     path: Source = Field(
         description="File, folder or glob (** crosses folders; {a,b} and {00..12} are lists), relative to "
         "the recipe's folder, or a URL of these. Names that begin with . or _ are skipped unless spelled out."
+    )
+    list: Annotated[bool, DecidesNoByte("files count by their names and contents")] = Field(
+        default=False,
+        description="true: `path` is a list of paths, one path or URL per line (plain or compressed), such "
+        "as Common Crawl's warc.paths.gz; lines are relative to `base`, null: to the folder of the list.",
+    )
+    files: Annotated[
+        Annotated[int, Field(ge=1)] | None, DecidesNoByte("files count by their names and contents")
+    ] = Field(
+        default=None,
+        description="Read only so many of the files, chosen by a hash of their names: a larger number adds "
+        "files to the same ones; null: all files.",
+        examples=[100],
     )
     exclude: Listed[FieldName] = Field(
         default=(),
@@ -208,6 +263,12 @@ class InputConfig(StrictModel):
         default=None,
         description="Folder (or URL, of a remote input) that file names are relative to, so that documents "
         "keep their ids when the files move; null: the recipe's folder; remote file names are whole URLs.",
+    )
+    storage: Annotated[InputStorage | None, DecidesNoByte("how files are reached")] = Field(
+        default=None,
+        description="How to reach a store, where this input needs other options than the rest of the build, "
+        "such as {anonymous: true} for a public bucket; null: as the rest.",
+        examples=[{"anonymous": True, "region": "us-east-1"}],
     )
     text: FieldName = Field(
         default="text",
@@ -334,7 +395,8 @@ class InputConfig(StrictModel):
 
         `names` has the names of the files of the input by the last parts of their paths in the sample.
         """
-        copy = self.model_copy(update={"path": path, "exclude": (), "base": None, "source": source})
+        whole: dict[str, Any] = {"exclude": (), "base": None, "list": False, "files": None, "storage": None}
+        copy = self.model_copy(update={"path": path, "source": source, **whole})
         copy._is_sample, copy._sampled = True, names
         return copy
 
@@ -381,6 +443,8 @@ class InputConfig(StrictModel):
 
     @model_validator(mode="after")
     def _base_is_above_the_path(self) -> Self:
+        if self.list:
+            return self  # a list may be anywhere
         if self.base is not None and is_url(self.path) != is_url(self.base):
             raise ValueError("base must be a folder above the path, or a URL above it if the path is a URL")
         return self
