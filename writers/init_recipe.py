@@ -214,6 +214,8 @@ def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[st
 def _group_of(file: InputFile, ending: str) -> _Group | str:
     """Return the group of a file, or a message why it cannot be an input."""
     known, stored = guess_format(file.name), _head(file)
+    if ending.split(".")[1:2] == ["paths"]:
+        return f"is a list of paths; write an input with `path: {file.name}`, `list: true` and `base`"
     if known is None:
         kind = look(stored)
         return kind.what if not kind.is_text else "its name has no known format"

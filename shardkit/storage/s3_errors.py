@@ -206,7 +206,8 @@ def _of_connection(where: str, error: Exception) -> StoreError:
             where,
             f"no complete credentials found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or a profile (AWS_PROFILE) of ~/.aws/credentials, or run on a machine with a role; a public "
-            "bucket is read without any by --storage anonymous=true or StorageOptions(anonymous=True)",
+            "bucket is read without any by --storage anonymous=true, inputs[].storage: {anonymous: true} or "
+            "StorageOptions(anonymous=True)",
         )
     if isinstance(error, core.ProfileNotFound):
         return StoreError(where, f"{text}: check --profile, AWS_PROFILE and ~/.aws/config")

@@ -15,6 +15,7 @@ from servers.web import Fault, WebServer, web_server
 from shardkit.errors import BuildError, RecipeError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import StorageOptions
+from shardkit.writers.init_recipe import draft_recipe
 from shardkit.writers.inputs.files import find_files
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import parts_of, scan_inputs
@@ -288,6 +289,14 @@ def test_a_list_given_as_text_is_refused_with_the_right_key(web: WebServer, tmp_
         list(read_split(split, built.inputs[0], Ledger(), Quarantine()))
     chosen = listed(tmp_path, path="files.txt", list=False, format="text")
     assert texts(chosen) == ["\n".join(NAMES)]
+
+
+def test_init_says_how_to_read_a_list(tmp_path: Path) -> None:
+    (tmp_path / "warc.paths.gz").write_bytes(listing(NAMES))
+    (tmp_path / "files.txt").write_text("\n".join(NAMES))
+    for name in ("warc.paths.gz", "files.txt"):
+        with pytest.raises(RecipeError, match=r"is a list of paths; .*list: true"):
+            draft_recipe([str(tmp_path / name)], tmp_path, tokenizer="x", eos="x", bos=None)
 
 
 def test_the_storage_of_an_input_is_laid_over_that_of_the_build(tmp_path: Path) -> None:

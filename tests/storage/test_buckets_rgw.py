@@ -19,6 +19,7 @@ from shardkit.storage.s3 import NONCE, S3Store
 from shardkit.storage.s3_upload import PART_BYTES
 from support.loader_data import make_dataset
 from support.remote_harness import put_folder
+from support.small_build import EOS, train_bpe
 
 pytest_plugins = ["support.s3_rgw"]
 pytestmark = pytest.mark.extended  # moto is the quick server; the real one is for CI
@@ -87,6 +88,51 @@ def test_a_public_dataset_is_streamed_without_credentials(
     assert first_rows(url, rgw_bucket.endpoint_url, anonymous=True) == list(range(1, 54))
     with pytest.raises(StoreError, match="AccessDenied"):
         store_of(rgw_bucket, anonymous=True).put("mds/x", b"1")
+
+
+@pytest.mark.parametrize("may_list", [True, False])
+def test_a_build_reads_a_public_bucket_unsigned_and_writes_to_a_private_one(
+    rgw_bucket: RgwBucket, client: Any, tmp_path: Path, may_list: bool
+) -> None:
+    """Credentials that the public bucket refuses are for the other one; `storage` of the input says so."""
+    names = [f"crawl/{number:03d}.jsonl" for number in range(40)]
+    for number, name in enumerate(names):
+        store_of(rgw_bucket).put(name, json.dumps({"text": f"words of {number} " * 9}).encode())
+    store_of(rgw_bucket).put("list.paths", "\n".join(names).encode())
+    # Who signs a request is refused; anybody else is not.
+    owner = f"arn:aws:iam:::user/{client.list_buckets()['Owner']['ID']}"
+    read = {"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": ["/*"]}
+    listing = {"Effect": "Allow", "Action": ["s3:ListBucket"], "Resource": [""]}
+    signed = {
+        "Effect": "Deny",
+        "Action": ["s3:GetObject"],
+        "Resource": ["/crawl/*"],
+        "Principal": {"AWS": [owner]},
+    }
+    allow(client, rgw_bucket, *([read, listing] if may_list else [read]), signed)
+    train_bpe(f"words of {number} " for number in range(40)).save(str(tmp_path / "tokenizer.json"))
+    output = f"{rgw_bucket.url}/out"
+    public = {
+        "path": f"{rgw_bucket.url}/list.paths",
+        "list": True,
+        "base": rgw_bucket.url,
+        "storage": {"anonymous": True},
+    }
+    recipe = {
+        "inputs": [public],
+        "tokenizer": {"path": "tokenizer.json", "eos": EOS},
+        "pack": {"sequence_length": 64},
+        "output": output,
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    storage = StorageOptions(endpoint_url=rgw_bucket.endpoint_url)
+    with pytest.raises(StoreError, match="AccessDenied"):
+        store_of(rgw_bucket).get("crawl/000.jsonl")
+    result = sk.build(tmp_path / "recipe.yaml", workers=1, progress=False, storage=storage)
+    assert result.funnel.kept.documents == 40
+    assert store_of(rgw_bucket).head("out/index.json").bytes > 0
+    with pytest.raises(StoreError, match="AccessDenied"):
+        store_of(rgw_bucket, anonymous=True).put("out/x", b"1")
 
 
 def test_a_private_bucket_refuses_requests_without_credentials(rgw_bucket: RgwBucket) -> None:
