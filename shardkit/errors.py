@@ -64,6 +64,7 @@ _EXTRAS = {
     "llvmlite": ("numba", "write"),
     "lz4": ("lz4", "formats"),
     "msgpack": ("msgpack", "webdataset"),
+    "mwparserfromhell": ("mwparserfromhell", "wiki"),
     "numba": ("numba", "write"),
     "orjson": ("orjson", "write"),
     "pyarrow": ("pyarrow", "write"),

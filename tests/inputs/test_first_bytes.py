@@ -83,7 +83,10 @@ def files(folder: Path) -> dict[str, bytes]:
         "lfs": POINTER,
         "warc": b"WARC/1.0\r\nWARC-Type: warcinfo\r\n",
         "html": b"<!-- x --><!DOCTYPE html><title>x</title>",
-        "xml": b'<?xml version="1.0"?><mediawiki>',
+        "xml": b'<?xml version="1.0"?><feed>',
+        "mediawiki": b'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11">',
+        "stackexchange": b'\xef\xbb\xbf<?xml version="1.0" encoding="utf-8"?>\r\n<posts>\r\n  <row Id="4"',
+        "xml-table": b'<?xml version="1.0" encoding="utf-8"?>\r\n<users>\r\n  <row Id="-1"',
         "json": b'[{"text": "a"}]',
         "jsonl": b'{"text": "a"}\n{"text": "b"}\n',
         "text": b"plain text",
@@ -188,10 +191,13 @@ def test_every_format_says_what_another_file_is_and_what_to_do(tmp_path: Path, f
             assert f"inputs[3].format: {found.format}" in problem
 
 
+MARKUP = {"text", "html", "xml", "xml-table", "mediawiki", "stackexchange", "json", "jsonl", "warc"}
+
+
 def test_markup_is_text_for_who_says_so(tmp_path: Path) -> None:
     for kind, data in files(tmp_path).items():
         chosen = look(data).problem("text", "inputs[0]", is_chosen=True)
-        assert (chosen is None) == (kind in ("text", "html", "xml", "json", "jsonl", "warc")), kind
+        assert (chosen is None) == (kind in MARKUP), kind
 
 
 def test_a_pointer_of_git_lfs_is_an_error_that_says_how_to_get_the_file() -> None:

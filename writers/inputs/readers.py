@@ -30,6 +30,7 @@ from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
 from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
+from shardkit.writers.inputs.read_stackexchange import read_stackexchange
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.inputs import InputConfig
@@ -46,6 +47,7 @@ _READERS: dict[str, Reader] = {
     "json": read_json,
     "mds": read_mds,
     "wds": read_wds,
+    "stackexchange": read_stackexchange,
 }
 _RECORD_COPIES = 8  # copies of a large record in memory while it is decoded, parsed and put into a batch
 _HEAD_BYTES = 256  # bytes of a paragraph that are kept for the quarantine
@@ -217,6 +219,10 @@ def _reader(split: Split, config: InputConfig) -> Reader:
         from shardkit.writers.inputs.read_warc import read_warc
 
         return read_warc
+    if split.format == "mediawiki":  # needs the extra `wiki`
+        from shardkit.writers.inputs.read_mediawiki import read_mediawiki
+
+        return read_mediawiki
     if split.format == "text" and config.lines == "paragraphs":
         return _read_paragraphs
     lines = split.format == "jsonl" or config.lines

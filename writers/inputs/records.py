@@ -29,7 +29,7 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in, look
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import ExtractConfig, InputConfig, ResiliparseOptions
 from shardkit.writers.rows.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
@@ -43,6 +43,12 @@ _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_BYTES = 3  # length that a surrogate would have in UTF-8
 _OWN_ID = re.compile("[0-9a-f]{32}")
+# What extracts the text of formats that hold HTML; a post of Stack Exchange is all main content.
+_EXTRACTS: dict[str, str | ExtractConfig] = {
+    "warc": "resiliparse",
+    "html": "resiliparse",
+    "stackexchange": ExtractConfig(resiliparse=ResiliparseOptions(main_content=False)),
+}
 
 
 class SuspectDataError(Exception):
@@ -95,7 +101,7 @@ class RecordSink:
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
         self._named = fields
         self.columns: Sequence[str] | None = None  # fields of all records, if the file is a table
-        extract = config.extract or ("resiliparse" if split.format in ("warc", "html") else "none")
+        extract: str | ExtractConfig = config.extract or _EXTRACTS.get(split.format, "none")
         self._extract = None if extract == "none" else main_text_by(extract)
         self.text_path = config.text
         self.extracts = self._extract is not None
@@ -223,6 +229,11 @@ class RecordSink:
         """Count `count` lines inside another record as dropped; their bytes are counted with that record."""
         self._ledger.read += Count(count, 0)
         self._ledger.drop(reason, count, 0)
+
+    def drop_bytes(self, reason: str, bytes: int) -> None:
+        """Count `bytes` of the last document's record, which are not in its text, as dropped."""
+        self._ledger.read += Count(0, bytes)
+        self._ledger.drop(reason, 0, bytes)
 
     def note(self, message: str) -> None:
         """Add a warning about a file that was read nevertheless."""
