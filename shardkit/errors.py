@@ -69,6 +69,7 @@ _EXTRAS = {
     "orjson": ("orjson", "write"),
     "pyarrow": ("pyarrow", "write"),
     "ray": ("ray", "ray"),
+    "pypdfium2": ("pypdfium2", "pdf"),
     "resiliparse": ("resiliparse", "html"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     "snappy": ("python-snappy", "formats"),

@@ -88,7 +88,16 @@ _BINARY = (
     _Kind("7z", "a 7z archive", re.compile(rb"7z\xbc\xaf\x27\x1c"), False, "unpack it with `7z x`"),
     _Kind("rar", "a RAR archive", re.compile(rb"Rar!\x1a\x07"), False, "unpack it"),
     _Kind("snappy", "framed Snappy", re.compile(rb"\xff\x06\x00\x00sNaPpY"), False, "decompress it"),
-    _Kind("pdf", "a PDF document", re.compile(rb"%PDF-\d\.\d\s*[\r\n]")),
+    _Kind(
+        "pdf",
+        "a PDF document",
+        re.compile(rb"%PDF-\d\.\d\s*[\r\n]"),
+        False,
+        _READ_AS,
+        None,
+        "pdf",
+        ".pdf",
+    ),
     _Kind("postscript", "PostScript", re.compile(rb"%!PS-Adobe-\d")),
     _Kind("rtf", "a document in RTF", re.compile(rb"\{\\rtf\d")),
     _Kind(

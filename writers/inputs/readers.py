@@ -223,6 +223,10 @@ def _reader(split: Split, config: InputConfig) -> Reader:
         from shardkit.writers.inputs.read_mediawiki import read_mediawiki
 
         return read_mediawiki
+    if split.format == "pdf":  # needs the extra `pdf`
+        from shardkit.writers.inputs.read_pdf import read_pdf
+
+        return read_pdf
     if split.format == "text" and config.lines == "paragraphs":
         return _read_paragraphs
     lines = split.format == "jsonl" or config.lines

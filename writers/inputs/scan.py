@@ -96,6 +96,7 @@ _FORMATS = {
     ".wet": "warc",
     ".arc": "warc",
     ".xml": "mediawiki",
+    ".pdf": "pdf",
 }
 # Formats that are not read from front to back, so their files cannot be compressed as a whole.
 SEEKING = frozenset({"parquet", "arrow"})

@@ -273,13 +273,14 @@ class InputConfig(StrictModel):
             "wds",
             "mediawiki",
             "stackexchange",
+            "pdf",
         ]
         | None
     ) = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .xml (mediawiki; Posts.xml: stackexchange) and a "
-        "few more; a .json file is jsonl, or json if it begins with an array or with an object of several "
+        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .xml (mediawiki; Posts.xml: stackexchange) and "
+        "a few more; a .json file is jsonl, or json if it begins with an array or with an object of several "
         "lines.",
     )
     extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
