@@ -60,6 +60,7 @@ _FIELDS_OF_FORMATS: dict[str, tuple[str, ...]] = {
     "warc": (),
     "text": (),
     "html": (),
+    "epub": ("title", "author", "language", "chapters"),
     "pdf": ("title", "author", "pages"),
     "mediawiki": ("title", "revision", "timestamp", "wiki"),
     "stackexchange": ("thread", "rank", "type", "score", "tags", "license"),

@@ -23,6 +23,7 @@ from PIL import Image
 
 from shardkit.errors import BuildError
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
+from support.books import epub
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"0a" * 32)
 ENGLISH = "Call me Ishmael. Some years ago - never mind how long precisely.\n" * 3
@@ -65,6 +66,7 @@ def files(folder: Path) -> dict[str, bytes]:
         "arrow": written(lambda stream: pa.ipc.new_file(stream, table.schema).write(table)),
         "tar": written(a_tar),
         "zip": written(a_zip),
+        "epub": epub({"a.xhtml": "<p>a</p>"}, ["a.xhtml"]),
         "numpy": written(lambda stream: np.save(stream, np.arange(3))),
         "pickle": pickle.dumps({"text": "a"}),
         "sqlite": a_database(folder),

@@ -79,8 +79,18 @@ _BINARY = (
         ".tar",
     ),
     _Kind(
+        "epub",
+        "an EPUB book",
+        re.compile(rb"PK\x03\x04.{26}mimetypeapplication/epub\+zip", re.DOTALL),
+        False,
+        _READ_AS,
+        None,
+        "epub",
+        ".epub",
+    ),
+    _Kind(
         "zip",
-        "a zip archive, as are files of Word, Excel and EPUB and numpy's .npz",
+        "a zip archive, as are files of Word and Excel and numpy's .npz",
         re.compile(rb"PK(?:\x03\x04|\x05\x06|\x07\x08)"),
         False,
         "unpack it, or extract its text first",
@@ -224,8 +234,9 @@ _MARKUP = frozenset(
 )
 XML_FORMATS = frozenset({"mediawiki", "stackexchange"})
 """Formats whose files are called .xml, and that only their content tells apart."""
-_PACKED = frozenset({"parquet", "arrow", "wds"})
-_ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, other kind that its reader can read)
+_PACKED = frozenset({"parquet", "arrow", "wds", "pdf", "epub"})
+# (format, other kind that its reader can read)
+_ALSO_READ = frozenset({("epub", "zip"), ("html", "xml"), ("json", "jsonl")})
 # Matches an object whose first line is incomplete, and whose second line cannot begin a record.
 _UNFINISHED = re.compile(rb"\s*\{[^\n]*(?<=[{\[,:])[ \t\r]*\n\s*?(?:[ \t]|[\"}\]])")
 

@@ -28,6 +28,7 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.lines import Lines
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
+from shardkit.writers.inputs.read_epub import read_epub
 from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.read_stackexchange import read_stackexchange
@@ -48,6 +49,7 @@ _READERS: dict[str, Reader] = {
     "mds": read_mds,
     "wds": read_wds,
     "stackexchange": read_stackexchange,
+    "epub": read_epub,
 }
 _RECORD_COPIES = 8  # copies of a large record in memory while it is decoded, parsed and put into a batch
 _HEAD_BYTES = 256  # bytes of a paragraph that are kept for the quarantine

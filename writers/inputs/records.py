@@ -43,11 +43,13 @@ _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_BYTES = 3  # length that a surrogate would have in UTF-8
 _OWN_ID = re.compile("[0-9a-f]{32}")
-# What extracts the text of formats that hold HTML; a post of Stack Exchange is all main content.
+_WHOLE = ExtractConfig(resiliparse=ResiliparseOptions(main_content=False))
+# What extracts the text of formats that hold HTML; posts of Stack Exchange and books are all main content.
 _EXTRACTS: dict[str, str | ExtractConfig] = {
     "warc": "resiliparse",
     "html": "resiliparse",
-    "stackexchange": ExtractConfig(resiliparse=ResiliparseOptions(main_content=False)),
+    "stackexchange": _WHOLE,
+    "epub": _WHOLE,
 }
 
 
@@ -358,7 +360,7 @@ class RecordSink:
 
     def _encoding(self) -> str:
         """Return the encoding of the content; raise OtherFormatError if the recipe sets a wrong one."""
-        if self.is_page or self.split.format == "warc":
+        if self.is_page or self.split.format in ("warc", "epub"):
             return "utf-8"  # no conversion here: each page is decoded by its own encoding
         found, said = self.content, encoding_of(self._config.encoding or "utf-8") or "utf-8"
         if found.mark:

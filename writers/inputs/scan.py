@@ -97,6 +97,7 @@ _FORMATS = {
     ".arc": "warc",
     ".xml": "mediawiki",
     ".pdf": "pdf",
+    ".epub": "epub",
 }
 # Formats that are not read from front to back, so their files cannot be compressed as a whole.
 SEEKING = frozenset({"parquet", "arrow"})
@@ -302,7 +303,7 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format, or a glob that leaves the file out"
         )
     own_key = key.removesuffix("path") + "encoding"
-    holds_pages = format in ("html", "warc") or config.extract not in (None, "none")
+    holds_pages = format in ("html", "warc", "epub") or config.extract not in (None, "none")
     if config.encoding is not None and not (holds_pages or format in TEXTUAL):
         raise RecipeError(f"{own_key}: {name} is {format}, a format with a fixed encoding; remove this key")
     if config.encoding == GUESS and not holds_pages:

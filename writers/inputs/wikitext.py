@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardkit.errors import MissingExtraError
+from shardkit.lazy import collector_paused
 
 try:
     import mwparserfromhell
@@ -63,8 +64,8 @@ def text_of(wikitext: str, left_out: frozenset[str]) -> str | None:
     if len(wikitext) > MAX_CHARACTERS or _unclosed(wikitext) * len(wikitext) > _MAX_WORK:
         return None
     try:
-        parsed = mwparserfromhell.parse(wikitext)
-        text = "".join(_parts(parsed.nodes, left_out))
+        with collector_paused():  # saves a fifth of the time
+            text = "".join(_parts(mwparserfromhell.parse(wikitext).nodes, left_out))
     except (ParserError, RecursionError):
         return None
     text = _ITEM.sub("- ", _SPACES.sub("", _MAGIC.sub("", text)).strip())

@@ -274,19 +274,20 @@ class InputConfig(StrictModel):
             "mediawiki",
             "stackexchange",
             "pdf",
+            "epub",
         ]
         | None
     ) = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .xml (mediawiki; Posts.xml: stackexchange) and "
-        "a few more; a .json file is jsonl, or json if it begins with an array or with an object of several "
-        "lines.",
+        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .epub .xml (mediawiki; Posts.xml: "
+        "stackexchange) and a few more; a .json file is jsonl, or json if it begins with an array or with an "
+        "object of several lines.",
     )
     extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
         default=None,
-        description="Library that extracts the main text of HTML; null: resiliparse for WARC, HTML and "
-        "Stack Exchange, else none. With options: {trafilatura: {favor: recall}}.",
+        description="Library that extracts the main text of HTML; null: resiliparse for WARC, HTML, "
+        "EPUB and Stack Exchange, else none. With options: {trafilatura: {favor: recall}}.",
     )
     encoding: Annotated[str, AfterValidator(_encoding)] | None = Field(
         default=None,
