@@ -55,6 +55,18 @@ _HTML = re.compile(r"\s*<(?:!doctype html|html|head|body)\b", re.IGNORECASE)
 LEAST_WORDS = 10
 
 
+# Formats whose readers know where the text is, with fields of metadata that a draft shows.
+_FIELDS_OF_FORMATS: dict[str, tuple[str, ...]] = {
+    "warc": (),
+    "text": (),
+    "html": (),
+    "epub": ("title", "author", "language", "chapters"),
+    "pdf": ("title", "author", "pages"),
+    "mediawiki": ("title", "revision", "timestamp", "wiki"),
+    "stackexchange": ("thread", "rank", "type", "score", "tags", "license"),
+}
+
+
 _PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -98,9 +110,9 @@ def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | Non
     """
     format, compression = guess_format(files[0].name) or ("", None)
     format = given or format
-    if format in ("warc", "text", "html"):
+    if format in _FIELDS_OF_FORMATS:
         long = format == "text" and any(file.bytes > 1 << 26 for file in files)
-        return Fields(lines=long, encoding=encoding)
+        return Fields(lines=long, format=given, encoding=encoding, others=_FIELDS_OF_FORMATS[format])
     chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}
     samples = [first_records(file, format, compression) for file in list(chosen.values())[:_SAMPLED_FILES]]
     samples = [sample for sample in samples if sample]

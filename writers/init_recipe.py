@@ -42,7 +42,7 @@ from shardkit.writers.init_fields import (
 from shardkit.writers.inputs.dataset_splits import names_a_split
 from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, decompressed
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
-from shardkit.writers.inputs.first_bytes import HEAD_BYTES, FirstBytes, compression_in, look
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, XML_FORMATS, FirstBytes, compression_in, look
 from shardkit.writers.inputs.scan import SEEKING, TEXTUAL, guess_format
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 
@@ -225,6 +225,8 @@ def _group_of(file: InputFile, ending: str) -> _Group | str:
     if format not in SEEKING:
         compression = compression_in(stored, compression)
     content = look(_head(file, compression))
+    if format in XML_FORMATS and content.format in XML_FORMATS:  # the name .xml does not tell which
+        return _Group(ending, content.format, None)
     if (format, content.kind) != ("jsonl", "json") and (problem := content.problem(format, "inputs[0]")):
         return problem
     # HTML pages declare their encoding themselves.

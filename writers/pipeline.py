@@ -125,14 +125,18 @@ def build(
             _keep_cuts(cuts, runner.journal.work)
             documents, built = _run_steps(inputs, runner)
             _publish_all(built, targets, runner, listener, replace=replace)
-            times, costs = clock.times(runner.seconds), tuple(step_costs(documents))
-            ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, times, costs)
+            ran = _ran(runner, clock, documents)
             if recipe.work is None:
                 runner.journal.remove()
         found = [dataset.facts for dataset in built]
     else:
         _remove_left(recipe, work)
     return _result(targets, found, time.perf_counter() - start, ran)
+
+
+def _ran(runner: Runner, clock: StageClock, documents: Documents) -> Ran:
+    times, costs = clock.times(runner.seconds), tuple(step_costs(documents))
+    return Ran(runner.seconds, runner.tasks, runner.tasks_reused, times, costs)
 
 
 def _result(

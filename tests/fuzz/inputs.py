@@ -23,6 +23,8 @@ from fuzz.engine import Target, mutate
 from fuzz.repairs import repaired_tar
 from shardkit.errors import ShardError
 from shardkit.formats import mds
+from support.books import epub, page_of, pdf
+from support.dumps import export, page, posts
 from support.foreign_tars import make_tar
 from support.read_inputs import read
 
@@ -143,6 +145,10 @@ def _files() -> dict[str, bytes]:
     return {
         "jsonl": _LINES,
         "json": b"[" + _LINES.replace(b"\n", b",", 1).rstrip() + b"]",
+        "xml": export(page(1, "A", "[[b]] {{c}}"), page(2, "B", "text", redirect=True)),
+        "Posts.xml": posts([{"Id": 1, "PostTypeId": 1, "Title": "a", "Body": "<p>b</p>"}]),
+        "pdf": pdf([page_of("some text"), page_of("more", compress=True)]),
+        "epub": epub({"a.xhtml": "<html><body><p>text</p></body></html>"}, ["a.xhtml"]),
         "csv": b'text,id\n"a ""b"" c",1\nd,2\n',
         "warc": _warc(),
         "mds": shard,

@@ -470,6 +470,6 @@ NAMES = (
 APART = tuple(
     name
     for name in NAMES
-    if name in ("tables", "text=parquet") or name.endswith((".parquet", ".arrow", ".arrows"))
+    if name in ("tables", "text=parquet", "input=pdf") or name.endswith((".parquet", ".arrow", ".arrows"))
 )
 """Those that are read in libraries which may end the process."""

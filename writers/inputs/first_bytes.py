@@ -26,6 +26,7 @@ HEAD_BYTES = 1 << 12
 
 _EXTRACT = "extract its text first, or leave the file out"
 _READ_AS = "name it {ending} or set {key}.format: {format}"
+_SET = "set {key}.format: {format}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +79,35 @@ _BINARY = (
         ".tar",
     ),
     _Kind(
+        "epub",
+        "an EPUB book",
+        re.compile(rb"PK\x03\x04.{26}mimetypeapplication/epub\+zip", re.DOTALL),
+        False,
+        _READ_AS,
+        None,
+        "epub",
+        ".epub",
+    ),
+    _Kind(
         "zip",
-        "a zip archive, as are files of Word, Excel and EPUB and numpy's .npz",
+        "a zip archive, as are files of Word and Excel and numpy's .npz",
         re.compile(rb"PK(?:\x03\x04|\x05\x06|\x07\x08)"),
         False,
         "unpack it, or extract its text first",
     ),
-    _Kind("7z", "a 7z archive", re.compile(rb"7z\xbc\xaf\x27\x1c"), False, "unpack it"),
+    _Kind("7z", "a 7z archive", re.compile(rb"7z\xbc\xaf\x27\x1c"), False, "unpack it with `7z x`"),
     _Kind("rar", "a RAR archive", re.compile(rb"Rar!\x1a\x07"), False, "unpack it"),
     _Kind("snappy", "framed Snappy", re.compile(rb"\xff\x06\x00\x00sNaPpY"), False, "decompress it"),
-    _Kind("pdf", "a PDF document", re.compile(rb"%PDF-\d\.\d\s*[\r\n]")),
+    _Kind(
+        "pdf",
+        "a PDF document",
+        re.compile(rb"%PDF-\d\.\d\s*[\r\n]"),
+        False,
+        _READ_AS,
+        None,
+        "pdf",
+        ".pdf",
+    ),
     _Kind("postscript", "PostScript", re.compile(rb"%!PS-Adobe-\d")),
     _Kind("rtf", "a document in RTF", re.compile(rb"\{\\rtf\d")),
     _Kind(
@@ -166,6 +186,35 @@ _TEXTUAL = (
         "html",
         ".html",
     ),
+    _Kind(
+        "mediawiki",
+        "an XML export of MediaWiki, as Wikipedia's dumps are",
+        re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<mediawiki[\s>]"),
+        False,
+        _SET,
+        None,
+        "mediawiki",
+        ".xml",
+    ),
+    _Kind(
+        "stackexchange",
+        "Posts.xml of a Stack Exchange dump",
+        re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<posts>"),
+        False,
+        _SET,
+        None,
+        "stackexchange",
+        ".xml",
+    ),
+    _Kind(
+        "xml-table",
+        "a table of a Stack Exchange dump without posts",
+        _starts(
+            rb"\s*(?:<\?xml[^>]*>\s*)?<(?:users|comments|votes|badges|tags|postlinks|posthistory)>\s*<row\s"
+        ),
+        False,
+        "leave the file out: the texts are in Posts.xml",
+    ),
     _Kind("xml", "XML", _starts(rb"\s*<\?xml\s+version\s*="), False, _EXTRACT),
     _Kind(
         "json",
@@ -192,9 +241,14 @@ _JSON_LINES = _Kind(
 _PRETTY = _Kind("json", "JSON over several lines", re.compile(rb""), False, _READ_AS, None, "json", ".json")
 _TEXT = _Kind("text", "text", re.compile(rb""))
 # Kinds of text that are not read as plain text unless the recipe sets `format: text`.
-_MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc", "paths"})
-_PACKED = frozenset({"parquet", "arrow", "wds"})
-_ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, other kind that its reader can read)
+_MARKUP = frozenset(
+    {"html", "xml", "xml-table", "mediawiki", "stackexchange", "json", "jsonl", "warc", "arc", "paths"}
+)
+XML_FORMATS = frozenset({"mediawiki", "stackexchange"})
+"""Formats whose files are called .xml, and that only their content tells apart."""
+_PACKED = frozenset({"parquet", "arrow", "wds", "pdf", "epub"})
+# (format, other kind that its reader can read)
+_ALSO_READ = frozenset({("epub", "zip"), ("html", "xml"), ("json", "jsonl")})
 # Matches an object whose first line is incomplete, and whose second line cannot begin a record.
 _UNFINISHED = re.compile(rb"\s*\{[^\n]*(?<=[{\[,:])[ \t\r]*\n\s*?(?:[ \t]|[\"}\]])")
 

@@ -30,8 +30,10 @@ from shardkit.writers.inputs.lines import Lines
 from shardkit.writers.inputs.read_by_function import UserReader, read_by_function
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
+from shardkit.writers.inputs.read_epub import read_epub
 from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
+from shardkit.writers.inputs.read_stackexchange import read_stackexchange
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.inputs import READER, InputConfig
@@ -48,6 +50,8 @@ _READERS: dict[str, Reader] = {
     "json": read_json,
     "mds": read_mds,
     "wds": read_wds,
+    "stackexchange": read_stackexchange,
+    "epub": read_epub,
 }
 _RECORD_COPIES = 8  # copies of a large record in memory while it is decoded, parsed and put into a batch
 _HEAD_BYTES = 256  # bytes of a paragraph that are kept for the quarantine
@@ -224,6 +228,14 @@ def _reader(split: Split, config: InputConfig, function: UserReader | None) -> R
         from shardkit.writers.inputs.read_warc import read_warc
 
         return read_warc
+    if split.format == "mediawiki":  # needs the extra `wiki`
+        from shardkit.writers.inputs.read_mediawiki import read_mediawiki
+
+        return read_mediawiki
+    if split.format == "pdf":  # needs the extra `pdf`
+        from shardkit.writers.inputs.read_pdf import read_pdf
+
+        return read_pdf
     if split.format == "text" and config.lines == "paragraphs":
         return _read_paragraphs
     lines = split.format == "jsonl" or config.lines

@@ -29,7 +29,7 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in, look
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe.inputs import InputConfig
+from shardkit.writers.recipe.inputs import ExtractConfig, InputConfig, ResiliparseOptions
 from shardkit.writers.rows.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
@@ -43,6 +43,14 @@ _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_BYTES = 3  # length that a surrogate would have in UTF-8
 _OWN_ID = re.compile("[0-9a-f]{32}")
+_WHOLE = ExtractConfig(resiliparse=ResiliparseOptions(main_content=False))
+# What extracts the text of formats that hold HTML; posts of Stack Exchange and books are all main content.
+_EXTRACTS: dict[str, str | ExtractConfig] = {
+    "warc": "resiliparse",
+    "html": "resiliparse",
+    "stackexchange": _WHOLE,
+    "epub": _WHOLE,
+}
 
 
 class SuspectDataError(Exception):
@@ -95,7 +103,7 @@ class RecordSink:
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
         self._named = fields
         self.columns: Sequence[str] | None = None  # fields of all records, if the file is a table
-        extract = config.extract or ("resiliparse" if split.format in ("warc", "html") else "none")
+        extract: str | ExtractConfig = config.extract or _EXTRACTS.get(split.format, "none")
         self._extract = None if extract == "none" else main_text_by(extract)
         self.text_path = config.text
         self.extracts = self._extract is not None
@@ -224,6 +232,11 @@ class RecordSink:
         self._ledger.read += Count(count, 0)
         self._ledger.drop(reason, count, 0)
 
+    def drop_bytes(self, reason: str, bytes: int) -> None:
+        """Count `bytes` of the last document's record, which are not in its text, as dropped."""
+        self._ledger.read += Count(0, bytes)
+        self._ledger.drop(reason, 0, bytes)
+
     def note(self, message: str) -> None:
         """Add a warning about a file that was read nevertheless."""
         self._named.notes.append(message)
@@ -347,7 +360,7 @@ class RecordSink:
 
     def _encoding(self) -> str:
         """Return the encoding of the content; raise OtherFormatError if the recipe sets a wrong one."""
-        if self.is_page or self.split.format == "warc":
+        if self.is_page or self.split.format in ("warc", "epub"):
             return "utf-8"  # no conversion here: each page is decoded by its own encoding
         found, said = self.content, encoding_of(self._config.encoding or "utf-8") or "utf-8"
         if found.mark:

@@ -95,11 +95,16 @@ _FORMATS = {
     ".warc": "warc",
     ".wet": "warc",
     ".arc": "warc",
+    ".xml": "mediawiki",
+    ".pdf": "pdf",
+    ".epub": "epub",
 }
 # Formats that are not read from front to back, so their files cannot be compressed as a whole.
 SEEKING = frozenset({"parquet", "arrow"})
-TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html"})
+TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html", "mediawiki", "stackexchange"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
+_POSTS = "posts.xml"  # name of the posts in a dump of Stack Exchange
+_OF_PAGES = re.compile(r"\.xml-p\d+p\d+")  # the ending of a part of a Wikipedia dump: its first and last page
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -277,15 +282,21 @@ def parts_of(splits: Iterable[Split]) -> list[Split]:
 def guess_format(name: str) -> tuple[str, str | None] | None:
     """Return (format, compression) of a file by its name, or None if no readable format has that name."""
     compression, extension = _endings(name)
-    format = _FORMATS.get(extension)
+    format = _named_format(name, extension)
     return None if format is None or (format in SEEKING and compression) else (format, compression)
+
+
+def _named_format(name: str, extension: str) -> str | None:
+    is_of_posts = extension == ".xml" and _POSTS in PurePosixPath(name).name.lower()
+    return "stackexchange" if is_of_posts else _FORMATS.get(extension)
 
 
 def _endings(name: str) -> tuple[str | None, str]:
     """Return the compression in a file's name, and the suffix of the name without it, in lower case."""
     path = PurePosixPath(name)
     compression = COMPRESSIONS.get(path.suffix.lower())
-    return compression, PurePosixPath(path.stem if compression else path).suffix.lower()
+    extension = PurePosixPath(path.stem if compression else path).suffix.lower()
+    return compression, ".xml" if _OF_PAGES.fullmatch(extension) else extension
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
@@ -294,11 +305,12 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
     compression, extension = _endings(name)
     is_tar = extension == ".tar" and config.format in (None, "wds")
     if extension in _OTHER_COMPRESSIONS and compression is None and not is_tar:
-        raise RecipeError(
-            f"{key}: {name}: {extension} files cannot be read; compress with {' '.join(COMPRESSIONS)} "
-            "instead, or set inputs[].reader to a function that reads them"
-        )
-    format = config.format or _FORMATS.get(extension)
+        remedy = f"compress with {' '.join(COMPRESSIONS)} instead"
+        if extension == ".7z":
+            remedy = f"unpack it with `7z x`, and name what is inside, or {remedy}"
+        remedy += ", or set inputs[].reader to a function that reads them"
+        raise RecipeError(f"{key}: {name}: {extension} files cannot be read; {remedy}")
+    format = config.format or _named_format(name, extension)
     if extension == ".paths" and format in (None, "text"):
         own_list = key.removesuffix("path") + "list"
         raise RecipeError(f"{key}: {name} is a list of paths; set {own_list}: true to read the files in it")
@@ -310,7 +322,7 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             "that reads the file), or a glob that leaves the file out"
         )
     own_key = key.removesuffix("path") + "encoding"
-    holds_pages = format in ("html", "warc") or config.extract not in (None, "none")
+    holds_pages = format in ("html", "warc", "epub") or config.extract not in (None, "none")
     if config.encoding is not None and not (holds_pages or format in TEXTUAL):
         raise RecipeError(f"{own_key}: {name} is {format}, a format with a fixed encoding; remove this key")
     if config.encoding == GUESS and not holds_pages:
@@ -327,8 +339,8 @@ def _takes_reading(
     if format == "parquet":
         return True
     is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # other encodings are decoded from the start
-    has_lines = is_utf8 and (format == "jsonl" or (format == "text" and config.lines is True))
-    return has_lines and compression is None and file.bytes > split_bytes
+    is_lined = format in ("jsonl", "stackexchange") or (format == "text" and config.lines is True)
+    return is_lined and is_utf8 and compression is None and file.bytes > split_bytes
 
 
 def hash_split(split: Split) -> str:

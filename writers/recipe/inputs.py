@@ -18,7 +18,7 @@ from shardkit.writers.filters.user_code import UserCode
 
 Token = Annotated[str, Field(min_length=1)]
 DOCUMENTS = "documents"  # path of the input for documents that are given in Python
-_FORMAT_KEYS = ("format", "encoding", "delimiter", "quote", "columns", "lines", "salvage")
+_FORMAT_KEYS = ("format", "encoding", "delimiter", "quote", "columns", "lines", "salvage", "namespaces")
 FILE_KEYS = (
     "exclude",
     "base",
@@ -232,7 +232,7 @@ class InputConfig(StrictModel):
     omitted_at_default = frozenset(
         {
             *("exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim"),
-            *("on_bad_text", "reader", "list", "files"),
+            *("on_bad_text", "reader", "list", "files", "namespaces"),
         }
     )
 
@@ -326,12 +326,29 @@ class InputConfig(StrictModel):
         description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
     )
     format: (
-        Literal["jsonl", "json", "parquet", "arrow", "csv", "text", "html", "warc", "mds", "wds"] | None
+        Literal[
+            "jsonl",
+            "json",
+            "parquet",
+            "arrow",
+            "csv",
+            "text",
+            "html",
+            "warc",
+            "mds",
+            "wds",
+            "mediawiki",
+            "stackexchange",
+            "pdf",
+            "epub",
+        ]
+        | None
     ) = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .html .warc .wet .arc .mds .tar and a few more; a .json file is jsonl, or json if it "
-        "begins with an array or with an object of several lines.",
+        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .epub .xml (mediawiki; Posts.xml: "
+        "stackexchange) and a few more; a .json file is jsonl, or json if it begins with an array or with an "
+        "object of several lines.",
     )
     reader: Annotated[UserCode, Shorthand(text="function")] | None = Field(
         default=None,
@@ -341,8 +358,8 @@ class InputConfig(StrictModel):
     )
     extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
         default=None,
-        description="Library that extracts the main text of HTML; null: resiliparse for WARC and HTML files, "
-        "else none. With options: {trafilatura: {favor: recall}}.",
+        description="Library that extracts the main text of HTML; null: resiliparse for WARC, HTML, "
+        "EPUB and Stack Exchange, else none. With options: {trafilatura: {favor: recall}}.",
     )
     encoding: Annotated[str, AfterValidator(_encoding)] | None = Field(
         default=None,
@@ -374,6 +391,11 @@ class InputConfig(StrictModel):
         default=False,
         description="Text files: true: each line is a document; paragraphs: each run of lines between blank "
         "lines is a document; false: each file is a document.",
+    )
+    namespaces: Listed[int] = Field(
+        default=(0,),
+        description="MediaWiki: numbers of the namespaces whose pages are read; 0: articles, 1: their talk "
+        "pages, 4: pages about the project.",
     )
     salvage: bool = Field(
         default=False,
