@@ -223,6 +223,20 @@ class BucketFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class AmountFacts:
+    """How much of a source was used: of the documents `found` after duplicate removal, those `taken`."""
+
+    source: str
+    found: Count
+    taken: Count
+
+    @property
+    def left_out(self) -> Count:
+        """The documents that were not taken."""
+        return Count(self.found.documents - self.taken.documents, self.found.bytes - self.taken.bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class SplitFacts:
     """The parts of a split; this dataset is `part`. "train" holds all documents that no other part took.
 
@@ -360,6 +374,7 @@ class DatasetCard:
     filter_files = _Stated(dict[str, str])  # digests of word lists and models
     packing = _Stated(dict[str, int])
     histograms = _Stated(dict[str, Histogram])  # keys: "lengths" (of documents), "row_padding", "row_pieces"
+    amounts = _Stated(list[AmountFacts])
     split = _Stated(SplitFacts)
     buckets = _Stated(BucketFacts)
 
@@ -463,7 +478,7 @@ class DatasetCard:
         """Return the funnel as steps in the order of the build; steps that lost nothing are left out.
 
             read -> quarantined -> lost while reading -> each filter -> duplicates by kind
-                 -> other parts of the split -> empty -> kept
+                 -> beyond the amount of a source -> other parts of the split -> empty -> kept
 
         All rules of one filter form one step; `filters` has the counts by rule.
         """
@@ -477,6 +492,7 @@ class DatasetCard:
         order = [
             *dict.fromkeys(name for entry in filters for name in entry),
             *_DUPLICATES,
+            "amount",
             "split",
             "output",
             "empty",

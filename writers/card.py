@@ -14,6 +14,7 @@ from typing import Any
 from shardkit.card import (
     CARD_NAME,
     FILES_NAME,
+    AmountFacts,
     DatasetCard,
     DedupFacts,
     FilterFacts,
@@ -54,6 +55,7 @@ def make_card(
     tokenizer: Mapping[str, Any] | None,
     inputs: Sequence[Mapping[str, Any]],
     partitions: int,
+    amounts: Sequence[AmountFacts] = (),
     split: PartsFound | None = None,
     dedup: DedupFacts | None = None,
     filters: FilterFacts | None = None,
@@ -92,6 +94,8 @@ def make_card(
         facts["buckets"] = dict(buckets)
     if tokenizer is not None:
         facts |= _of_tokens(tokenizer, funnel, partitions)
+    if amounts:
+        facts["amounts"] = [asdict(one) for one in amounts]
     if split is not None:
         assert recipe.split is not None
         facts["split"] = {

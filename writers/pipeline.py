@@ -34,6 +34,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
+from shardkit.writers.dedup.outcomes import AMOUNT
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
@@ -352,7 +353,7 @@ def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
     funnel = Funnel(
         _ledgers(documents, "writing", [ledger for one in written for ledger in one.ledgers]),
         [0 for _ in documents.recipe.inputs],
-        {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
+        _removed(documents),
         None,
         {"documents": sum(shard.samples for one in shards for shard in one)},
     )
@@ -389,7 +390,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
     funnel = Funnel(
         _ledgers(documents, "tokenizing", [one.ledger for one in tokenized]),
         tokens,
-        {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
+        _removed(documents),
         recipe.pack.sequence_length if recipe.output.format in ("mds", "wds") else None,
         packed,
         {"lengths": lengths, "row_padding": row_padding, "row_pieces": row_pieces},
@@ -397,6 +398,14 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
         trained,
     )
     return funnel, [(commit, part.shards) for commit, part in zip(made.packed, parts, strict=True)]
+
+
+def _removed(documents: Documents) -> dict[str, Count]:
+    """Return by reason what steps over all documents took from the last files of documents."""
+    removed = {reason: sum(documents.lost[reason], Count()) for reason in documents.pending}
+    for one in documents.amounts:
+        removed[AMOUNT] = removed.get(AMOUNT, Count()) + one.left_out
+    return removed
 
 
 def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:
@@ -429,6 +438,7 @@ def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> Built
             tokenizer=made.tokenizer,
             inputs=describe_inputs(recipe, inputs.splits, documents.input_hashes),
             partitions=len(made.packed),
+            amounts=documents.amounts,
             split=documents.parts,
             dedup=dedup_facts(documents),
             filters=filters_card([one.filters for one in step.filtering] for step in documents.written),

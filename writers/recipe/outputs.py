@@ -1,4 +1,4 @@
-"""Settings of the datasets that a recipe's build writes: tokenizer, packing, parts, places and formats."""
+"""Settings of the datasets that a recipe's build writes: tokenizer, packing, amounts, parts and formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardkit.settings import (
     Place,
     StrictModel,
 )
-from shardkit.units import parse_bytes
+from shardkit.units import parse_bytes, parse_count
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.recipe.inputs import TemplateVariables
 
@@ -167,6 +167,36 @@ class PackConfig(StrictModel):
         return self
 
 
+def _fraction(value: object) -> float:
+    """Return a share of documents as a float: "25%" and 0.25 are the same."""
+    if isinstance(value, str) or (isinstance(value, float) and 0 < value < 1):
+        found = _share(value)
+        if isinstance(found, float):
+            return found
+    raise ValueError(f"write a share between 0 and 1, such as 25% or 0.25, not {value!r:.80}")
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int | str):
+        raise ValueError(
+            f"write a number of at least 1, or text such as 10B, 1.5M or 200K, not {value!r:.80}"
+        )
+    return parse_count(value)
+
+
+_COUNT_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*\d[\d_,]*(\.\d+)?\s*[KMBTkmbt]?\s*$"},
+    ]
+}
+_SHARE_SCHEMA = {
+    "anyOf": [
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"type": "string", "pattern": r"^\s*(\d+(\.\d*)?|\.\d+)\s*%\s*$"},
+    ]
+}
+Number = Annotated[int, BeforeValidator(parse_count), WithJsonSchema(_COUNT_SCHEMA)]
 TEXT_FORMATS = ("parquet", "jsonl")
 Share = Annotated[float | int, BeforeValidator(_share)]
 
@@ -202,6 +232,40 @@ class SplitConfig(StrictModel):
         if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
             raise ValueError("the shares of the parts add up to 1 or more; nothing is left to train on")
         return self
+
+
+class AmountConfig(StrictModel):
+    """How much of a source goes into the datasets.
+
+    Documents are chosen after filters and duplicate removal, and before `split`, by a hash of the document:
+    those with the lowest hashes. So a source that grows keeps its choice: with `share` a chosen document
+    stays chosen, and with `documents` new documents replace those with the highest hashes.
+    """
+
+    share: Annotated[float, BeforeValidator(_fraction), WithJsonSchema(_SHARE_SCHEMA)] | None = Field(
+        default=None,
+        description="Share of the source's documents; each is chosen by its own hash, so the number varies "
+        "by chance.",
+        examples=["25%", 0.25],
+    )
+    documents: Number | None = Field(
+        default=None, description="Number of documents, exactly.", examples=[100000, "1.5M"]
+    )
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [name for name in ("share", "documents") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give {' or '.join(given)}, not both")
+        if not given:
+            raise ValueError("give one of share and documents; leave out the source to take all of it")
+        return self
+
+    def scaled(self, share: float) -> AmountConfig:
+        """Return the amount for a sample of `share` of the source."""
+        if self.documents is None:
+            return self
+        return self.model_copy(update={"documents": max(1, int(self.documents * share))})
 
 
 class OutputConfig(StrictModel):

@@ -25,6 +25,7 @@ from shardkit.files import local_path
 from shardkit.settings import (
     TRAIN,
     Bounds,
+    FieldName,
     Listed,
     LocalPath,
     Place,
@@ -38,6 +39,7 @@ from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.recipe.inputs import GroupConfig, InputConfig
 from shardkit.writers.recipe.outputs import (
+    AmountConfig,
     OutputConfig,
     PackConfig,
     Size,
@@ -76,7 +78,7 @@ class Recipe(StrictModel):
     # These settings do not affect bytes of a dataset. `outputs`: a recipe of one dataset has only `output`.
     # `max_failed_splits`: which splits failed is in the ledger.
     not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
-    omitted_at_default = frozenset({"group", "limit", "order", "split", "steps", "tokenizer"})
+    omitted_at_default = frozenset({"amounts", "group", "limit", "order", "split", "steps", "tokenizer"})
 
     inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
@@ -121,6 +123,12 @@ class Recipe(StrictModel):
         description="Documents that are joined into one text after duplicate removal, such as the files of a "
         "repository; null: none.",
         examples=["repo", {"by": "repo", "separator": "<file_sep>", "title": "path"}],
+    )
+    amounts: dict[FieldName, AmountConfig] = Field(
+        default={},
+        description="How much of each source goes into the datasets, by the label of the input; sources that "
+        "are not listed are used whole.",
+        examples=[{"web": {"documents": "10M"}, "code": {"share": "25%"}}],
     )
     split: Annotated[SplitConfig, BeforeValidator(short_split)] | None = Field(
         default=None,
@@ -218,6 +226,7 @@ class Recipe(StrictModel):
             raise ValueError("tokenizer: is missing; its chat template is needed to render messages")
         self._check_buckets()
         self._check_where()
+        self._check_amounts()
         self._check_scope()
         self._check_group()
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
@@ -329,6 +338,13 @@ class Recipe(StrictModel):
                 own = own or (self.buckets is not None and self.buckets.field == name)
                 if not own and name not in carried:
                     raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
+
+    def _check_amounts(self) -> None:
+        """Raise ValueError if `amounts` names a source that does not exist."""
+        for label in self.amounts:
+            if label not in self.sources:
+                known = ", ".join(dict.fromkeys(self.sources))
+                raise ValueError(f"amounts.{label}: there is no source {label!r}; sources: {known}")
 
     def _all(self) -> tuple[OutputConfig, ...]:
         return self.outputs or (self.output,)

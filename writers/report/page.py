@@ -138,6 +138,25 @@ def render_buckets(card: DatasetCard) -> str:
     return section("Quality classes", table(head, rows, caption="Edges of the bins of each score"), note)
 
 
+def render_amounts(card: DatasetCard) -> str:
+    """Render the section on how much of each source was used."""
+    rows = [
+        [
+            cell(one.source),
+            number(one.found.documents),
+            number(one.taken.documents),
+            number(one.left_out.documents),
+        ]
+        for one in card.amounts
+    ]
+    note = (
+        '<p class="note">Of the documents that filters and duplicate removal left, those with the lowest '
+        "hashes were taken. The others are in <code>duplicates/</code>, with the reason amount.</p>"
+    )
+    head = ("source", ">left", ">taken", ">not taken")
+    return section("Amounts", table(head, rows, caption="Documents by source"), note)
+
+
 def render_split(card: DatasetCard) -> str:
     """Render the section on parts such as validation, and on documents kept in train for their similarity."""
     split = card.split
@@ -435,6 +454,7 @@ def render_report(card: DatasetCard) -> bytes:
         render_filters(card.filters, card.funnel.read) if card.filters else "",
         render_dedup(card.dedup) if card.dedup else "",
         render_buckets(card) if card.has("buckets") else "",
+        render_amounts(card) if card.has("amounts") else "",
         render_split(card) if card.has("split") else "",
         render_lengths(card) if card.has("histograms") else "",
         render_packing(card) if card.has("sequence_length") else "",

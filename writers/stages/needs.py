@@ -62,6 +62,10 @@ class Shape:
     is_exact_first: bool = True
     """Whether no scheme but `url` precedes the first `exact` step."""
     has_buckets: bool = False
+    amounts: int = 0
+    """Number of sources with an amount."""
+    counted: int = 0
+    """Number of sources whose amount is not a share."""
     side_files: int = 0
     """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
 
@@ -82,6 +86,8 @@ class Shape:
             is_exact_first=next((one for one in schemes if one != "url"), "exact") == "exact",
             stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
+            amounts=len(recipe.amounts),
+            counted=sum(one.share is None for one in recipe.amounts.values()),
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
         )
 

@@ -71,17 +71,19 @@ def _keys(values: Sequence[str]) -> list[bytes]:
     return [b"group\0" + value.encode() for value in values]
 
 
-def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int) -> UInt64s:
-    """Return uint64[n], the hash of each document that training order sorts by.
+def order_hashes(
+    documents: pa.RecordBatch, group: GroupConfig | None, seed: int, purpose: str = "shuffle"
+) -> UInt64s:
+    """Return uint64[n], the hash of each document that training order sorts by, or a hash for `purpose`.
 
     It is the hash of the document's group value if it has one, else of its id.
     """
-    placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, "shuffle")
+    placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, purpose)
     if group is None:
         return placed
     values = _fields(documents.column("metadata"), group.by)
     is_in = np.array([value is not None for value in values], np.bool_)
-    placed[is_in] = keyed_hashes(_keys([value for value in values if value is not None]), seed, "shuffle")
+    placed[is_in] = keyed_hashes(_keys([value for value in values if value is not None]), seed, purpose)
     return placed
 
 
