@@ -21,7 +21,7 @@ from shardkit.units import parse_count
 from shardkit.writers import build
 from shardkit.writers.explain import explain_build
 from shardkit.writers.stages.amounts import CHOICES, _last_of, find_lasts
-from support.small_build import make_corpus, text_of, tree
+from support.small_build import EOS, make_corpus, text_of, train_bpe, tree
 
 SEED = 17
 
@@ -46,7 +46,7 @@ def rewritten(recipe: Path, **changes: Any) -> Path:
     """Replace keys of a recipe's file; `outputs` replaces `output`."""
     data = yaml.safe_load(recipe.read_text()) | changes
     if "outputs" in changes:
-        del data["output"]
+        data.pop("output", None)
     recipe.write_text(yaml.safe_dump(data))
     return recipe
 
@@ -238,6 +238,57 @@ def test_rows_and_text_of_one_build_have_the_same_documents(
     assert f"left out by amounts.{label}" in capfd.readouterr().out
 
 
+def tokens_of(folder: Path, source: str) -> dict[str, int]:
+    """The tokens of each document of a source in the rows of a dataset, from its provenance."""
+    tables = [pq.read_table(one).to_pylist() for one in sorted((folder / "provenance").glob("*.parquet"))]
+    labels = card_of(folder).source_labels
+    found: dict[str, int] = {}
+    for row in (row for table in tables for row in table):
+        if labels[row["source"]] == source:
+            name = row["document_id"].hex()
+            found[name] = found.get(name, 0) + row["token_end"] - row["token_start"]
+    return found
+
+
+def test_tokens_are_exact_to_one_document_in_every_output(tmp_path: Path, inline_builds: None) -> None:
+    recipe = make_corpus(tmp_path)
+    outputs = [{"path": "text", "format": "parquet"}, {"path": "rows"}]
+    made(rewritten(recipe, outputs=outputs))
+    lengths = tokens_of(tmp_path / "rows", "plain")
+    ids = [*lengths]
+    hashes = dict(zip(ids, keyed_hashes(map(bytes.fromhex, ids), SEED, "amount").tolist(), strict=True))
+    lowest = sorted(ids, key=lambda one: hashes[one])
+    for number, wanted in enumerate((1, 2000, 3000)):
+        amounts = {"plain": {"tokens": wanted}}
+        outputs = [{"path": f"text{number}", "format": "parquet"}, {"path": f"rows{number}"}]
+        made(rewritten(recipe, amounts=amounts, outputs=outputs))
+        found = tokens_of(tmp_path / f"rows{number}", "plain")
+        first = next(n for n in range(1, len(ids)) if sum(lengths[one] for one in lowest[:n]) >= wanted)
+        assert found == {one: lengths[one] for one in lowest[:first]}
+        assert {*found} == ids_of(tmp_path / f"text{number}", "plain")
+        [entry] = [one for one in card_of(tmp_path / f"rows{number}").inputs if one.source == "plain"]
+        assert wanted <= entry.tokens == sum(found.values())
+
+
+def test_tokens_of_more_text_than_expected_are_found_in_further_rounds(
+    tmp_path: Path, inline_builds: None
+) -> None:
+    word = "antidisestablishmentarianism"
+    texts = [f"{' '.join([word] * 20)} {n}" for n in range(300)]
+    train_bpe(texts, vocabulary=400).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "web.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    recipe = {
+        "inputs": [{"path": str(tmp_path / "web.jsonl"), "source": "web"}],
+        "tokenizer": {"path": str(tmp_path / "tokenizer.json"), "eos": EOS},
+        "pack": {"sequence_length": 64},
+    }
+    place = {"work": str(tmp_path / "work"), "output": str(tmp_path / "out")}
+    made(recipe | place | {"amounts": {"web": {"tokens": 1000}}})
+    rounds = len([*(tmp_path / "work").rglob("amounts_count/*/commit.json")])
+    assert rounds == 2, "the first bound is for text of 8 bytes a token"
+    assert 1000 <= card_of(tmp_path / "out").inputs[0].tokens < 1030
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -254,6 +305,8 @@ def test_rows_and_text_of_one_build_have_the_same_documents(
         ({"amounts": {"web": {"share": 1.5}}}, "amounts.web.share: write a share between 0 and 1"),
         ({"amounts": {"web": {"share": 2}}}, "amounts.web.share: write a share between 0 and 1"),
         ({"amounts": {"web": {"share": "150%"}}}, "amounts.web.share: write a share"),
+        ({"amounts": {"web": {"documents": 3, "tokens": 5}}}, "amounts.web: give documents or tokens"),
+        ({"amounts": {"web": {"tokens": 5}}}, "amounts.web.tokens: no output has tokens; give documents"),
         ({"weights": {"web": 2}}, "weights: unknown key; `amounts` at the top level says"),
         ({"repeat": 2}, "repeat: unknown key; `amounts` at the top level says"),
     ],

@@ -239,7 +239,7 @@ class AmountConfig(StrictModel):
 
     Documents are chosen after filters and duplicate removal, and before `split`, by a hash of the document:
     those with the lowest hashes. So a source that grows keeps its choice: with `share` a chosen document
-    stays chosen, and with `documents` new documents replace those with the highest hashes.
+    stays chosen, and with `documents` or `tokens` new documents replace those with the highest hashes.
     """
 
     share: Annotated[float, BeforeValidator(_fraction), WithJsonSchema(_SHARE_SCHEMA)] | None = Field(
@@ -251,21 +251,34 @@ class AmountConfig(StrictModel):
     documents: Number | None = Field(
         default=None, description="Number of documents, exactly.", examples=[100000, "1.5M"]
     )
+    tokens: Number | None = Field(
+        default=None,
+        description="Number of tokens, eos included, as they are before packing: the first documents that "
+        "have so many together, so at most one document more. Needs an output of tokens.",
+        examples=["10B"],
+    )
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [name for name in ("share", "documents") if getattr(self, name) is not None]
+        given = [name for name in ("share", "documents", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")
         if not given:
-            raise ValueError("give one of share and documents; leave out the source to take all of it")
+            raise ValueError(
+                "give one of share, documents and tokens; leave out the source to take all of it"
+            )
         return self
 
     def scaled(self, share: float) -> AmountConfig:
         """Return the amount for a sample of `share` of the source."""
-        if self.documents is None:
-            return self
-        return self.model_copy(update={"documents": max(1, int(self.documents * share))})
+        given = {"documents": self.documents, "tokens": self.tokens}
+        changes = {name: max(1, int(one * share)) for name, one in given.items() if one is not None}
+        return self.model_copy(update=changes)
+
+    @property
+    def number(self) -> int | None:
+        """The number of documents or tokens; None for a share."""
+        return self.documents or self.tokens
 
 
 class OutputConfig(StrictModel):

@@ -340,11 +340,16 @@ class Recipe(StrictModel):
                     raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
 
     def _check_amounts(self) -> None:
-        """Raise ValueError if `amounts` names a source that does not exist."""
-        for label in self.amounts:
+        """Raise ValueError if `amounts` names a source that does not exist, or counts tokens without any."""
+        for label, amount in self.amounts.items():
             if label not in self.sources:
                 known = ", ".join(dict.fromkeys(self.sources))
                 raise ValueError(f"amounts.{label}: there is no source {label!r}; sources: {known}")
+            if amount.tokens is not None and all(output.is_text for output in self._all()):
+                raise ValueError(
+                    f"amounts.{label}.tokens: no output has tokens; give documents or share, or add an "
+                    "output of format mds, wds or tokens"
+                )
 
     def _all(self) -> tuple[OutputConfig, ...]:
         return self.outputs or (self.output,)

@@ -2,16 +2,18 @@
 
 The documents of a source are ordered by hash(seed, document id), and those with the lowest hashes are taken
 until the amount is reached. So a choice depends on nothing but the documents that are left, and a source that
-grows keeps its choice: of a `share`, every document decides for itself; of a number of documents, new
-documents replace those with the highest hashes.
+grows keeps its choice: of a `share`, every document decides for itself; of a number of documents or tokens,
+new documents replace those with the highest hashes.
 
-    count    a split: the hashes of its documents below a bound                    CHOICES
-    sums     a range of hashes: how many documents of each source it has
+    count    a split: the hashes and lengths of its documents below a bound        CHOICES
+    sums     a range of hashes: how many documents or tokens of each source it has
     lasts    a range of hashes that completes an amount: the last hash that is taken
     amounts  a split: the rows of its documents that are not taken                 one file, as OUTCOME
 
 The bound is a little above the share of a source that is expected to be enough, so few hashes are sorted; if
-it was too low, the stages run again with a higher one. A share needs only the last stage. Documents that are
+it was too low, the stages run again with a higher one. A share needs only the last stage. For a number of
+tokens, the documents below the bound are tokenized to be counted, and again to be written: at most
+`_TEXT_OF_TOKEN` bytes of text for each token that is wanted, unless these are too few. Documents that are
 not taken are removed like duplicates, with the reason AMOUNT, and are listed in `duplicates/`.
 
 With `group`, all documents of a group have one hash, so a group is taken as a whole. Documents without text
@@ -43,9 +45,18 @@ from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage, partition_name
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.inputs import GroupConfig
+from shardkit.writers.recipe.outputs import AmountConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
+from shardkit.writers.stages.tokenize import (
+    PARITY,
+    TOKENIZER,
+    TokenSettings,
+    count_tokens,
+    parity_task,
+)
 from shardkit.writers.tokens.groups import order_hashes
 
 CHOICES = Table("choices.run", np.dtype([("key", "<u8"), ("units", "<i8"), ("source", "<i4")]))
@@ -53,6 +64,7 @@ _ROWS = "rows.bin"
 _ALL = (1 << 64) - 1  # the highest hash: if it is the last one taken, all documents are
 _PURPOSE = "amount"
 _SPARES = 6.0  # hashes to sort beyond the expected number, in standard deviations
+_TEXT_OF_TOKEN = 8  # bytes; about twice the average of English
 _FURTHER = 4  # factor by which a bound grows that was too low
 
 
@@ -81,9 +93,9 @@ class _Choice:
         tasks, numbers = [], []
         for number in self._splits_of(lasts):
             split, label = self.documents.splits[number], self._label(number)
-            args = self.documents.file(number), self.documents.removals[number]
-            choosing = lasts[label], recipe.seed, recipe.group
-            tasks.append(AMOUNTS.task(split.task_name, split.bytes, *args, *choosing))
+            file, removed = self.documents.file(number), self.documents.removals[number]
+            choosing = lasts[label], recipe.seed
+            tasks.append(AMOUNTS.task(split.task_name, split.bytes, file, removed, *choosing, recipe.group))
             numbers.append(number)
         [commits] = self.build.run(tasks)
         tables = [NOTHING for _ in self.documents.splits]
@@ -99,7 +111,6 @@ class _Choice:
                 rows = commit.file(_ROWS)
                 tables[number] = SplitTable(rows, 0, result.left.documents, result.digest, result.left)
         facts = [AmountFacts(label, found[label], taken[label]) for label in self.labels]
-        self._warn_of_few(facts)
         removals = [
             own.also(AMOUNT, table) if table.count else own
             for own, table in zip(self.documents.removals, tables, strict=True)
@@ -113,24 +124,41 @@ class _Choice:
         return (number for number in range(len(self.documents.splits)) if self._label(number) in labels)
 
     def _lasts_of_numbers(self) -> dict[str, int]:
-        """Return the last hash that is taken of each source with a number of documents."""
+        """Return the last hash that is taken of each source with a number of documents or tokens.
+
+        Warns of sources that have less.
+        """
         amounts = self.documents.recipe.amounts
-        wanted = {label: one.documents for label, one in amounts.items() if one.documents is not None}
-        left = self._left()
-        bounds = {
-            label: min(1.0, (number + _SPARES * sqrt(number) + 10) / max(1, left[label].documents))
-            for label, number in wanted.items()
-        }
+        wanted = {label: one.number for label, one in amounts.items() if one.number is not None}
+        left, tokenizer = self._left(), self._tokenizer()
+        bounds = {label: _bound(amounts[label], left[label]) for label in wanted}
         lasts: dict[str, int] = {}
         while bounds:
-            here = {label: wanted[label] for label in bounds}
-            lasts |= self._find(here, {label: _last_of(bound) for label, bound in bounds.items()})
+            limits = {label: _last_of(bound) for label, bound in bounds.items()}
+            found, units = self._find({label: wanted[label] for label in bounds}, limits, tokenizer)
+            lasts |= found
+            for label, bound in bounds.items():
+                if label not in found and bound >= 1:
+                    lasts[label] = _ALL
+                    unit = "documents" if amounts[label].tokens is None else "tokens"
+                    warn_user(
+                        f"amounts.{label}: {wanted[label]:,} {unit} are wanted, but only {units[label]:,} "
+                        f"are left after filters and duplicate removal; all of them are used"
+                    )
             bounds = {
-                label: min(1.0, _FURTHER * bound)
-                for label, bound in bounds.items()
-                if label not in lasts and bound < 1
+                label: min(1.0, _FURTHER * bound) for label, bound in bounds.items() if label not in lasts
             }
-        return dict.fromkeys(wanted, _ALL) | lasts
+        return lasts
+
+    def _tokenizer(self) -> TokenizerFile | None:
+        """Return the tokenizer that counts tokens, with the engine that will encode; None if none counts."""
+        if all(one.tokens is None for one in self.documents.recipe.amounts.values()):
+            return None
+        file, [checked] = self.build.inputs.tokenizer, self.documents.beside
+        assert file is not None
+        unlike = TOKENIZER.result(checked).unlike
+        [[compared]] = self.build.run([parity_task(self.documents.files, file, unlike)])
+        return replace(file, engine=PARITY.result(compared).engine, unlike=unlike)
 
     def _left(self) -> dict[str, Count]:
         """Return the number and text bytes of the remaining documents of each source, by label."""
@@ -142,16 +170,27 @@ class _Choice:
             left[self._label(number)] += Count(kept.documents - lost.documents, kept.bytes - lost.bytes)
         return left
 
-    def _find(self, wanted: Mapping[str, int], bounds: Mapping[str, int]) -> dict[str, int]:
-        """Return the last hash taken of each source that has enough documents up to its bound."""
+    def _find(
+        self, wanted: Mapping[str, int], bounds: Mapping[str, int], tokenizer: TokenizerFile | None
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the last hash taken of each source that has enough up to its bound, and what each has."""
         recipe, limits = self.documents.recipe, self.build.limits
         tasks = []
         for number in self._splits_of(wanted):
             split, label = self.documents.splits[number], self._label(number)
-            args = self.documents.file(number), self.documents.removals[number]
-            settings = self.labels.index(label), bounds[label], recipe.seed, recipe.group
+            counting = None
+            if recipe.amounts[label].tokens is not None:
+                assert tokenizer is not None
+                settings = TokenSettings(recipe.seed, recipe.inputs[split.source].fim, recipe.group)
+                counting = Counting(tokenizer, settings)
+            file, removed = self.documents.file(number), self.documents.removals[number]
+            choosing = Choosing(self.labels.index(label), bounds[label], recipe.seed, recipe.group)
             memory = self.build.memory_bytes
-            tasks.append(AMOUNTS_COUNT.task(split.task_name, split.bytes, *args, *settings, memory, limits))
+            tasks.append(
+                AMOUNTS_COUNT.task(
+                    split.task_name, split.bytes, file, removed, choosing, counting, memory, limits
+                )
+            )
         [counted] = self.build.run(tasks)
         rows = sum(AMOUNTS_COUNT.result(commit) for commit in counted)
         end = max(bounds.values()) + 1
@@ -163,23 +202,26 @@ class _Choice:
         pieces = [(partition_name(n, readers), moved.slice(*edge)) for n, edge in enumerate(edges)]
         [summed] = self.build.run([AMOUNTS_SUMS.task(name, one.bytes, one) for name, one in pieces])
         places = _places({self.labels.index(label): one for label, one in wanted.items()}, summed)
-        tasks = [AMOUNTS_LASTS.task(*_named(pieces[n]), pieces[n][1], here) for n, here in places.items()]
+        tasks = []
+        for number, here in places.items():
+            name, piece = pieces[number]
+            tasks.append(AMOUNTS_LASTS.task(name, piece.bytes, piece, here))
         [ended] = self.build.run(tasks)
         found = [AMOUNTS_LASTS.result(commit) for commit in ended]
-        return {self.labels[int(number)]: last for one in found for number, last in one.items()}
-
-    def _warn_of_few(self, facts: Sequence[AmountFacts]) -> None:
-        for one in facts:
-            asked = self.documents.recipe.amounts[one.source].documents
-            if asked is not None and one.taken.documents < asked:
-                warn_user(
-                    f"amounts.{one.source}: {asked:,} documents are wanted, but only {one.found.documents:,} "
-                    f"are left after filters and duplicate removal; all of them are used"
-                )
+        lasts = {self.labels[int(number)]: last for one in found for number, last in one.items()}
+        units: Counter[str] = Counter()
+        for commit in summed:
+            units.update(AMOUNTS_SUMS.result(commit))
+        return lasts, {label: units[str(self.labels.index(label))] for label in wanted}
 
 
-def _named(piece: tuple[str, Slice]) -> tuple[str, int]:
-    return piece[0], piece[1].bytes
+def _bound(amount: AmountConfig, left: Count) -> float:
+    """Return the share of the `left` documents of a source that is expected to have enough."""
+    if amount.tokens is not None:
+        return min(1.0, _TEXT_OF_TOKEN * amount.tokens / max(1, left.bytes))
+    assert amount.documents is not None
+    expected = amount.documents + _SPARES * sqrt(amount.documents) + 10
+    return min(1.0, expected / max(1, left.documents))
 
 
 def _last_of(share: float) -> int:
@@ -202,8 +244,8 @@ def _places(wanted: Mapping[int, int], summed: Sequence[Commit]) -> dict[int, di
 
 def _kept(
     documents: Artifact, removed: SplitRemovals
-) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64], int, npt.NDArray[np.int64]]]:
-    """Yield (kept documents with text, their rows in the file, first row, text sizes) of each batch."""
+) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield (kept documents with text, their rows in the file, text sizes) of each batch with any."""
     lost, start = removed.load(), 0
     with documents.open_arrow(mapped=True) as source:
         reader = pa.ipc.open_file(source)
@@ -216,35 +258,54 @@ def _kept(
             rows = np.flatnonzero(keep)
             taken = batch if keep.all() else batch.take(pa.array(rows))
             if len(rows):
-                yield taken, rows + start, start, sizes[keep]
+                yield taken, rows + start, sizes[keep]
             start += batch.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """How documents of source number `source` are ordered: by hash, up to and including `bound`."""
+
+    source: int
+    bound: int
+    seed: int
+    group: Annotated[GroupConfig | None, RecipeKey("group")]
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """How the tokens of documents are counted: as they will be encoded."""
+
+    tokenizer: Annotated[TokenizerFile, RecipeKey()]
+    settings: Annotated[TokenSettings, RecipeKey("encoding")]
 
 
 def count_documents(
     folder: Path,
     documents: Artifact,
     removed: SplitRemovals,
-    source: int,
-    bound: int,
-    seed: int,
-    group: Annotated[GroupConfig | None, RecipeKey("group")],
+    choosing: Choosing,
+    counting: Counting | None,
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> int:
-    """Write the hashes of a split's documents, up to and including `bound`; return their number."""
+    """Write the hash and the tokens (or 1) of each document up to the bound; return their number."""
     count = 0
     with RunWriter(folder / CHOICES.file, CHOICES, memory_bytes=memory_bytes, limits=limits) as run:
-        for batch, _, _, _ in _kept(documents, removed):
-            hashes = order_hashes(batch, group, seed, _PURPOSE)
-            hashes = hashes[hashes <= np.uint64(bound)]
-            rows = np.zeros(len(hashes), CHOICES.dtype)
-            rows["key"], rows["units"], rows["source"] = hashes, 1, source
+        for batch, _, _ in _kept(documents, removed):
+            hashes = order_hashes(batch, choosing.group, choosing.seed, _PURPOSE)
+            near = hashes <= np.uint64(choosing.bound)
+            rows = np.zeros(int(near.sum()), CHOICES.dtype)
+            rows["key"], rows["units"], rows["source"] = hashes[near], 1, choosing.source
+            if counting is not None and len(rows):
+                taken = batch.filter(pa.array(near))
+                rows["units"] = count_tokens(taken, counting.tokenizer.encoder(), counting.settings)
             run.write(rows)
             count += len(rows)
     return count
 
 
-AMOUNTS_COUNT = Stage("amounts_count", "amounts", count_documents)
+AMOUNTS_COUNT = Stage("amounts_count", "amounts", count_documents, cost=5)
 
 
 def sum_units(folder: Path, piece: Slice) -> dict[str, int]:
@@ -293,7 +354,7 @@ def choose(
     found = left = Count()
     hasher = xxhash.xxh3_128()
     with (folder / _ROWS).open("wb") as file:
-        for batch, rows, _, sizes in _kept(documents, removed):
+        for batch, rows, sizes in _kept(documents, removed):
             beyond = order_hashes(batch, group, seed, _PURPOSE) > np.uint64(last)
             found += Count(len(rows), int(sizes.sum()))
             left += Count(int(beyond.sum()), int(sizes[beyond].sum()))

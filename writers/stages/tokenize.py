@@ -387,6 +387,15 @@ def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
     return lambda documents: encode(documents, [""] * documents.num_rows)
 
 
+def count_tokens(batch: pa.RecordBatch, encoder: Encoder, settings: TokenSettings) -> npt.NDArray[np.int64]:
+    """Return the number of tokens that `tokenize_split` makes of each document; 0 for one that it drops."""
+    if "marks" in batch.schema.names:
+        _, lengths, _, _ = encoder.encode_marked(batch.column("text"), batch.column("marks"))
+    else:
+        _, lengths = _encoding(encoder, settings)(batch)
+    return np.where(lengths > 0, lengths + (1 if encoder.bos_id is None else 2), 0)
+
+
 def _tokenize_batch(
     batch: pa.RecordBatch,
     removed: Removed,
