@@ -86,9 +86,19 @@ class LanguageCounts:
         return LanguageCounts(self.documents + other.documents, self.tokens + other.tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatFacts(Count):
+    """Copies of documents beyond the first copy of each, and the number of their tokens."""
+
+    tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """Facts about one input of the recipe; `languages` is None if no filter determines languages."""
+    """Facts about one input of the recipe; `languages` is None if no filter determines languages.
+
+    `tokens` and the tokens of `languages` include those of the copies in `repeated`; documents do not.
+    """
 
     source: str
     files: int
@@ -97,6 +107,7 @@ class InputFacts:
     funnel: FunnelCounts
     tokens: int = 0  # cards of the earliest versions have neither this key nor `languages`
     languages: dict[str, LanguageCounts] | None = None
+    repeated: RepeatFacts = RepeatFacts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def make_card(
             "funnel": funnel.source(number).to_dict(),
             "tokens": funnel.source_tokens[number],
             "languages": None if funnel.source_languages is None else funnel.source_languages[number],
+            **({"repeated": asdict(funnel.repeated[number])} if funnel.repeated else {}),
         }
         for number, entry in enumerate(inputs)
     ]

@@ -21,7 +21,7 @@ from os import fspath
 from pathlib import Path
 from typing import Any
 
-from shardkit.card import DatasetCard, Histogram
+from shardkit.card import DatasetCard, Histogram, RepeatFacts
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.files import not_for_everyone
 from shardkit.formats.dropped_table import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
@@ -67,7 +67,7 @@ from shardkit.writers.stages.publish import (
     publish,
 )
 from shardkit.writers.stages.text import TEXT
-from shardkit.writers.stages.tokenize import TOKENIZE
+from shardkit.writers.stages.tokenize import TOKENIZE, Tokenized
 from shardkit.yaml_file import apply_override
 
 
@@ -396,6 +396,7 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
         {"lengths": lengths, "row_padding": row_padding, "row_pieces": row_pieces},
         [add_languages(of_source) for of_source in languages] if labelled else None,
         trained,
+        _repeated(documents, tokenized) if recipe.repeats else (),
     )
     return funnel, [(commit, part.shards) for commit, part in zip(made.packed, parts, strict=True)]
 
@@ -406,6 +407,18 @@ def _removed(documents: Documents) -> dict[str, Count]:
     for one in documents.amounts:
         removed[AMOUNT] = removed.get(AMOUNT, Count()) + one.left_out
     return removed
+
+
+def _repeated(documents: Documents, tokenized: Sequence[Tokenized]) -> list[RepeatFacts]:
+    """Return the copies of documents of each source beyond the first ones."""
+    copies = documents.by_source([one.repeated for one in tokenized])
+    tokens = [0 for _ in copies]
+    for split, one in zip(documents.splits, tokenized, strict=True):
+        tokens[split.source] += one.repeated_tokens
+    return [
+        RepeatFacts(documents=count.documents, bytes=count.bytes, tokens=number)
+        for count, number in zip(copies, tokens, strict=True)
+    ]
 
 
 def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:

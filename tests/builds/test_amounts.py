@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +290,95 @@ def test_tokens_of_more_text_than_expected_are_found_in_further_rounds(
     assert 1000 <= card_of(tmp_path / "out").inputs[0].tokens < 1030
 
 
+def test_repeated_documents_are_in_the_order_as_often_as_asked(
+    tmp_path: Path, inline_builds: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_corpus(tmp_path)
+    amounts = {"plain": {"repeat": 2.5}, "zipped": {"documents": 40, "repeat": 2}}
+    made(rewritten(recipe, amounts=amounts, split={"validation": 12}))
+    train = tmp_path / "out" / "train"
+    [table] = [pq.read_table(one) for one in (train / "provenance").glob("*.parquet")]
+    starts = [row for row in table.to_pylist() if row["document_start"] == 0]
+    labels = card_of(train).source_labels
+    times: dict[str, dict[str, int]] = {label: {} for label in labels}
+    for row in starts:
+        of_source = times[labels[row["source"]]]
+        of_source[row["document_id"].hex()] = of_source.get(row["document_id"].hex(), 0) + 1
+    assert {*times["tables"].values()} == {1}
+    assert {*times["zipped"].values()} == {2}
+    ids = [*times["plain"]]
+    below = keyed_hashes(map(bytes.fromhex, ids), SEED, "repeat") < np.uint64(1 << 63)
+    assert [times["plain"][one] for one in ids] == [3 if again else 2 for again in below.tolist()]
+    assert 0.3 < below.mean() < 0.7
+    for entry in card_of(train).inputs:
+        found = [*times[entry.source].values()]
+        assert entry.funnel.kept.documents == len(found)
+        assert entry.repeated.documents == sum(found) - len(found)
+        once = tokens_of(train, entry.source)
+        assert entry.tokens == sum(once.values())
+        assert entry.repeated.tokens == sum(
+            length - length // times[entry.source][one] for one, length in once.items()
+        )
+    order = {row["document_id"].hex(): [] for row in starts}  # type: ignore[var-annotated]
+    for place, row in enumerate(sorted(starts, key=lambda row: (row["shard"], row["row"]))):
+        order[row["document_id"].hex()].append(place / len(starts))
+    gaps = [abs(places[1] - places[0]) for places in order.values() if len(places) > 1]
+    assert 0.2 < float(np.mean(gaps)) < 0.47, "a third apart on average, as independent places are"
+    assert shardkit.verify(train).ok
+    assert b"Copies of repeated documents" in (train / "report.html").read_bytes()
+    validation = card_of(tmp_path / "out" / "validation")
+    assert sum(one.repeated.documents for one in validation.inputs) == 0
+    assert validation.packing["documents"] == 12
+
+    document = next(one for one, places in order.items() if len(places) == 3)
+    capfd.readouterr()
+    assert main(["trace", str(train), "--why", "--document", document, "--json"]) == 0
+    [facts] = json.loads(capfd.readouterr().out)["documents"]
+    rows = {row["row"] for row in starts if row["document_id"].hex() == document and not row["shard"]}
+    assert rows <= {*facts["rows"]}
+    assert facts["text"]
+
+
+def test_a_larger_repetition_repeats_all_that_a_smaller_one_does(tmp_path: Path, inline_builds: None) -> None:
+    recipe = make_corpus(tmp_path)
+    lengths = []
+    for number, times in enumerate((1.2, 1.7, 2, 2.3)):
+        made(rewritten(recipe, amounts={"plain": {"repeat": times}}, output={"path": f"out{number}"}))
+        lengths.append(tokens_of(tmp_path / f"out{number}", "plain"))
+    for few, many in pairwise(lengths):
+        assert all(length <= many[one] for one, length in few.items())
+        assert few != many
+
+
+def test_conversations_repeat_with_their_masks(tmp_path: Path, inline_builds: None) -> None:
+    talks = [
+        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": text_of(n)}]
+        for n in range(60)
+    ]
+    lines = "".join(json.dumps({"messages": one}) + "\n" for one in talks)
+    (tmp_path / "chat.jsonl").write_text(lines)
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    train_bpe([text_of(n) for n in range(50)]).save(str(tmp_path / "tokenizer.json"))
+    recipe = {
+        "inputs": [{"path": str(tmp_path / "chat.jsonl"), "messages": "messages", "source": "chat"}],
+        "tokenizer": {"path": str(tmp_path / "tokenizer.json"), "eos": EOS},
+        "pack": {"sequence_length": 256},
+    }
+    found = {}
+    for times in (None, 2):
+        amounts = {} if times is None else {"chat": {"repeat": times}}
+        made(recipe | {"output": str(tmp_path / f"out{times}"), "amounts": amounts})
+        found[times] = card_of(tmp_path / f"out{times}").data
+    assert found[2]["trained_tokens"] == 2 * found[None]["trained_tokens"] > 0
+    assert found[2]["tokens"] == 2 * found[None]["tokens"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"amounts": {"wbe": {"share": 0.5}}}, "amounts.wbe: there is no source 'wbe'; sources: web"),
-        ({"amounts": {"web": {}}}, "amounts.web: give one of"),
+        ({"amounts": {"web": {}}}, "amounts.web: give share"),
         (
             {"amounts": {"web": {"share": 0.5, "documents": 5}}},
             "amounts.web: give share or doc",
@@ -307,6 +392,9 @@ def test_tokens_of_more_text_than_expected_are_found_in_further_rounds(
         ({"amounts": {"web": {"share": "150%"}}}, "amounts.web.share: write a share"),
         ({"amounts": {"web": {"documents": 3, "tokens": 5}}}, "amounts.web: give documents or tokens"),
         ({"amounts": {"web": {"tokens": 5}}}, "amounts.web.tokens: no output has tokens; give documents"),
+        ({"amounts": {"web": {"repeat": 2}}}, "amounts.web.repeat: only rows of tokens"),
+        ({"amounts": {"web": {"repeat": 1}}}, "amounts.web.repeat: should be more than 1"),
+        ({"amounts": {"web": {"repeat": 0.5}}}, "amounts.web.repeat: should be more than 1"),
         ({"weights": {"web": 2}}, "weights: unknown key; `amounts` at the top level says"),
         ({"repeat": 2}, "repeat: unknown key; `amounts` at the top level says"),
     ],
@@ -343,8 +431,9 @@ def test_workers_and_a_changed_amount_decide_no_other_byte(tmp_path: Path) -> No
     assert tree(places[0]) == tree(places[1])
     kept = {"work": str(tmp_path / "work")}
     made(recipe_of(inputs, tmp_path / "b", {"web": {"documents": 150}}) | kept)
-    explained = explain_build(recipe_of(inputs, tmp_path / "c", amounts) | kept)
-    again = {one.stage: one.tasks - one.finished for one in explained.stages}
-    assert {stage for stage, tasks in again.items() if tasks} <= {"amounts_count", "amounts", "text"}
+    again = shardkit.writers.Recipe.model_validate(recipe_of(inputs, tmp_path / "c", amounts) | kept)
+    explained = explain_build(again)
+    unfinished = {one.stage for one in explained.stages if one.tasks > one.finished}
+    assert unfinished <= {"amounts_count", "amounts", "text"}
     made(recipe_of(inputs, tmp_path / "c", amounts) | kept)
     assert tree(tmp_path / "c") == tree(places[0])

@@ -73,6 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "limit": {"limit": 50},
     "amounts": {"amounts": {"web": {"documents": 70}}, "outputs": [MDS, PARQUET]},
     "amounts-tokens": {"amounts": {"web": {"tokens": 900}}},
+    "amounts-repeat": {"amounts": {"web": {"repeat": 2.5}}, "split": {"validation": 5}},
     "amounts-share": {"amounts": {"web": {"share": 0.5}}, "split": {"validation": 5}},
 }
 QUICK = ("outputs", "texts", "split-outputs", "number", "buckets", "group", "chat", "work", "amounts")

@@ -257,15 +257,22 @@ class AmountConfig(StrictModel):
         "have so many together, so at most one document more. Needs an output of tokens.",
         examples=["10B"],
     )
+    repeat: Annotated[float, Field(gt=1, le=1000)] | None = Field(
+        default=None,
+        description="How often each chosen document is in the rows of train, at different places of the "
+        "order; 2.5: all of them twice, and half of them, by hash, a third time. Other parts of a `split` "
+        "have each document once.",
+        examples=[2, 2.5],
+    )
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         given = [name for name in ("share", "documents", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")
-        if not given:
+        if not given and self.repeat is None:
             raise ValueError(
-                "give one of share, documents and tokens; leave out the source to take all of it"
+                "give share, documents, tokens or repeat; leave out the source to take all of it"
             )
         return self
 
@@ -274,6 +281,11 @@ class AmountConfig(StrictModel):
         given = {"documents": self.documents, "tokens": self.tokens}
         changes = {name: max(1, int(one * share)) for name, one in given.items() if one is not None}
         return self.model_copy(update=changes)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some documents of the source are left out."""
+        return self.share is not None or self.number is not None
 
     @property
     def number(self) -> int | None:

@@ -350,6 +350,17 @@ class Recipe(StrictModel):
                     f"amounts.{label}.tokens: no output has tokens; give documents or share, or add an "
                     "output of format mds, wds or tokens"
                 )
+            if amount.repeat is None:
+                continue
+            if wrong := [output.format for output in self._all() if output.format not in ("mds", "wds")]:
+                raise ValueError(
+                    f"amounts.{label}.repeat: only rows of tokens (mds, wds) repeat documents; an output of "
+                    f"format {wrong[0]} has each document once: write it with another recipe"
+                )
+            if self.group is not None:
+                raise ValueError(
+                    f"amounts.{label}.repeat: grouped documents cannot be repeated; use a mixture"
+                )
 
     def _all(self) -> tuple[OutputConfig, ...]:
         return self.outputs or (self.output,)
@@ -418,6 +429,17 @@ class Recipe(StrictModel):
     def sources(self) -> tuple[str, ...]:
         """The label of each input."""
         return tuple(config.source or f"input-{number}" for number, config in enumerate(self.inputs))
+
+    def repeat_of(self, source: int) -> float:
+        """Return how often this dataset has each document of input number `source`."""
+        amount = self.amounts.get(self.sources[source])
+        is_train = self.part in (None, TRAIN)
+        return 1.0 if amount is None or amount.repeat is None or not is_train else amount.repeat
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this dataset has documents more than once."""
+        return any(self.repeat_of(number) > 1 for number in range(len(self.inputs)))
 
     @property
     def buckets(self) -> BucketsConfig | None:

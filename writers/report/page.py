@@ -86,7 +86,8 @@ def render_sources(card: DatasetCard) -> str:
     rows = []
     for entry in inputs:
         read, kept = entry.funnel.read.documents, entry.funnel.kept.documents
-        per_token = f"{entry.funnel.kept.bytes / entry.tokens:.2f}" if entry.tokens else ""
+        once = entry.tokens - entry.repeated.tokens
+        per_token = f"{entry.funnel.kept.bytes / once:.2f}" if once else ""
         rows.append(
             [
                 cell(entry.source),
@@ -107,6 +108,16 @@ def render_sources(card: DatasetCard) -> str:
         '<p class="note">Bytes a token: English has 4 to 5 with most vocabularies. With far fewer, '
         "the tokenizer was made for other text, and the same text costs more tokens.</p>"
     )
+    copies = [
+        f"{entry.repeated.documents:,} of {text(entry.source)} ({entry.repeated.tokens:,} tokens)"
+        for entry in inputs
+        if entry.repeated.documents
+    ]
+    if copies:
+        note += (
+            '<p class="note">Copies of repeated documents, which count as tokens but not as documents: '
+            f"{', '.join(copies)}.</p>"
+        )
     return section("Sources", table(head, rows, caption="Documents and tokens by source"), note)
 
 

@@ -83,7 +83,8 @@ class _Choice:
     @property
     def labels(self) -> list[str]:
         """The labels of the sources with an amount; several inputs may have the same label."""
-        return sorted(self.documents.recipe.amounts)
+        amounts = self.documents.recipe.amounts
+        return sorted(label for label, one in amounts.items() if one.chooses)
 
     def run(self) -> Documents:
         """Run all stages; return the documents that are left, with what is known of each amount."""
@@ -385,9 +386,9 @@ def needs(n: Needs) -> None:
 
 
 def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
-    counted = any(one.share is None for one in recipe.amounts.values())
+    counted = any(one.number is not None for one in recipe.amounts.values())
     found = (AMOUNTS_COUNT, AMOUNTS_SUMS, AMOUNTS_LASTS) if counted else ()
-    return (*found, AMOUNTS) if recipe.amounts else ()
+    return (*found, AMOUNTS) if any(one.chooses for one in recipe.amounts.values()) else ()
 
 
 STEP = Step(_stages, choose_amounts, needs)

@@ -86,8 +86,8 @@ class Shape:
             is_exact_first=next((one for one in schemes if one != "url"), "exact") == "exact",
             stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
-            amounts=len(recipe.amounts),
-            counted=sum(one.share is None for one in recipe.amounts.values()),
+            amounts=sum(one.chooses for one in recipe.amounts.values()),
+            counted=sum(one.number is not None for one in recipe.amounts.values()),
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
         )
 

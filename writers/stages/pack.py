@@ -100,7 +100,8 @@ def sums_of(parts: Sequence[Packed]) -> dict[str, int]:
 class PackSettings:
     """Settings that turn the documents of a dataset into shards.
 
-    `key_digits` is the number of digits of tar keys. If `masked`, documents and rows have loss masks.
+    `key_digits` is the number of digits of tar keys. If `masked`, documents and rows have loss masks. If it
+    `repeats` documents, their copies have hashes that do not follow from their ids alone.
     """
 
     pack: PackConfig
@@ -111,6 +112,7 @@ class PackSettings:
     key_digits: int = KEY_DIGITS
     masked: bool = False
     bos_id: int | None = None
+    repeats: bool = False
 
     @classmethod
     def of(
@@ -119,7 +121,7 @@ class PackSettings:
         """Return the settings for the recipe of one dataset."""
         digits = tar_key_digits(partitions)
         settings = recipe.pack, recipe.output, recipe.seed
-        return cls(*settings, eos_id, dtype, digits, recipe.is_masked, bos_id)
+        return cls(*settings, eos_id, dtype, digits, recipe.is_masked, bos_id, recipe.repeats)
 
 
 def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int) -> list[Task]:
@@ -222,7 +224,7 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
         write_blocks(folder, result.shards)
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
-    hashed_with = None if part.joined is not None else seed
+    hashed_with = None if part.joined is not None or settings.repeats else seed
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=hashed_with)
     return result
 
@@ -329,7 +331,8 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = Fa
     ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(len(rows), 2)
     order = np.lexsort((ids[:, 1], ids[:, 0], rows["key"]))
     rows, starts, ids = rows[order], starts[order], ids[order]
-    if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
+    same_key = rows["key"][1:] == rows["key"][:-1]  # copies of a repeated document have keys of their own
+    if (repeated := (ids[1:] == ids[:-1]).all(axis=1) & same_key).any():
         first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
         raise BuildError(
             f"document {first} occurs twice; if an input with `document_id` contains it twice, remove "

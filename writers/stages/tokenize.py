@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.formats.tokenizer_file import Engine
-from shardkit.hashing import digest_of
+from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import LanguageLabels
@@ -123,6 +123,8 @@ class Tokenized:
 
     `lengths` is a histogram of tokens per document, eos included; `languages` are LanguageCounts as plain
     data. `trained` counts the tokens that the loss masks include in training, if the build has masks.
+    `repeated` are the copies of documents beyond the first, and `repeated_tokens` their tokens: these are
+    also in all counts of tokens, but not in the ledger.
     """
 
     ledger: Ledger
@@ -130,6 +132,8 @@ class Tokenized:
     lengths: Histogram = field(default_factory=Histogram)
     languages: dict[str, dict[str, int]] | None = None
     trained: int = 0
+    repeated: Count = field(default_factory=Count)
+    repeated_tokens: int = 0
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
@@ -276,7 +280,12 @@ def tasks(
     for number, split in enumerate(documents.splits):
         source = None if selection is None else recipe.sources[split.source]
         settings = TokenSettings(
-            recipe.seed, recipe.inputs[split.source].fim, recipe.group, selection, source
+            recipe.seed,
+            recipe.inputs[split.source].fim,
+            recipe.group,
+            selection,
+            source,
+            recipe.repeat_of(split.source),
         )
         made.append(
             TOKENIZE.task(
@@ -297,13 +306,17 @@ def tasks(
 
 @dataclass(frozen=True, slots=True)
 class TokenSettings:
-    """Settings of tokenizing a split, except the tokenizer; `source` is its input's label for `selection`."""
+    """Settings of tokenizing a split, except the tokenizer; `source` is its input's label for `selection`.
+
+    `repeat` is how often each document is written; of a fraction, some are written once more.
+    """
 
     seed: int
     fim: FimConfig | None = None
     group: GroupConfig | None = None
     selection: Annotated[Selection | None, RecipeKey("output")] = None
     source: str | None = None
+    repeat: float = 1.0
 
 
 def tokenize_split(
@@ -326,6 +339,8 @@ def tokenize_split(
     ledger, lengths, spilled = Ledger(), Histogram(), 0
     marks = 1 if encoder.bos_id is None else 2  # tokens per document in addition to its text: eos, bos
     trained = 0
+    repeated = Count()
+    repeated_tokens = 0
     encode = _encoding(encoder, settings)
     counts = None if languages is None else LanguageCounts(languages)
     with (
@@ -348,14 +363,30 @@ def tokenize_split(
             kept, copies, ids, tokens, masks = _tokenize_batch(
                 batch, part, encoder, ledger, twins, encode, others
             )
+            lengths.add(Histogram.of(tokens + marks))
+            spilled += len(ids) + marks * len(tokens)
             if kept.num_rows:
                 hashes = order_hashes(kept, group, settings.seed)
                 ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
                 mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
                 trained += 0 if mask is None else int(mask.sum())
                 run.write(*document_rows(kept, hashes, copies, ended, tokens + marks, mask))
-            lengths.add(Histogram.of(tokens + marks))
-            spilled += len(ids) + marks * len(tokens)
+            if settings.repeat > 1 and kept.num_rows:
+                times = _times(kept, settings)
+                sizes = np.diff(text_offsets(kept.column("text")))
+                for number in range(1, int(times.max())):
+                    more = times > number
+                    of_tokens = np.repeat(more, tokens + marks)
+                    again, sized = kept.filter(pa.array(more)), (tokens + marks)[more]
+                    hashes = order_hashes(again, group, settings.seed, f"shuffle-{number}")
+                    part_mask = None if mask is None else mask[of_tokens]
+                    run.write(*document_rows(again, hashes, copies[more], ended[of_tokens], sized, part_mask))
+                    lengths.add(Histogram.of(sized))
+                    trained += 0 if part_mask is None else int(part_mask.sum())
+                    repeated += Count(again.num_rows, int(sizes[more].sum()))
+                    repeated_tokens += int(sized.sum())
+                    if counts is not None:
+                        counts.count(again, sized, repeated=True)
             if counts is not None:
                 counts.count(kept, tokens + marks)
             PULSE.tell(ledger)
@@ -365,10 +396,19 @@ def tokenize_split(
                     f"{documents}: duplicate row {rows.max()} does not exist; the file has only {start} rows"
                 )
     ledger.check(str(folder))
-    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
+    languages_found = None if counts is None else counts.to_dict()
+    tokens_of_all = spilled + repeated_tokens
+    return Tokenized(ledger, tokens_of_all, lengths, languages_found, trained, repeated, repeated_tokens)
 
 
 TOKENIZE = Stage("tokenize", "tokenize", tokenize_split, cost=25)
+
+
+def _times(documents: pa.RecordBatch, settings: TokenSettings) -> npt.NDArray[np.int64]:
+    """Return int64[n], how often each document is written."""
+    whole, part = divmod(settings.repeat, 1)
+    hashes = keyed_hashes(documents.column("document_id").to_pylist(), settings.seed, "repeat")
+    return int(whole) + (hashes < np.uint64(int(part * (1 << 53)) << 11)).astype(np.int64)
 
 
 def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
