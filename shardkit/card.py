@@ -235,11 +235,15 @@ class BucketFacts:
 
 @dataclass(frozen=True, slots=True)
 class AmountFacts:
-    """How much of a source was used: of the documents `found` after duplicate removal, those `taken`."""
+    """How much of a source was used: of the documents `found` after duplicate removal, those `taken`.
+
+    If values of a field were counted, `values` has how many documents each had, and how many were taken.
+    """
 
     source: str
     found: Count
     taken: Count
+    values: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def left_out(self) -> Count:

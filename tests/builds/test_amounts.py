@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.cli.main import main
-from shardkit.errors import RecipeError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import keyed_hashes
 from shardkit.units import parse_count
 from shardkit.writers import build
@@ -201,6 +201,54 @@ def test_parts_of_a_split_are_drawn_from_the_chosen_documents(tmp_path: Path, in
     assert train | held == ids_of(tmp_path / "alone", "web")
 
 
+def with_topics(folder: Path, counts: dict[str | None, int]) -> list[dict[str, Any]]:
+    lines = [
+        {"text": f"{topic} {text_of(n)}"} | ({} if topic is None else {"topic": topic})
+        for topic, count in counts.items()
+        for n in range(count)
+    ]
+    (folder / "forum.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return [{"path": str(folder / "forum.jsonl"), "source": "forum", "metadata": ["topic"]}]
+
+
+@pytest.mark.parametrize(
+    ("amount", "expected"),
+    [
+        ({"by": "topic", "at_most": 10}, {"cats": 120, "dogs": 45, "null": 70, "law": 12}),
+        ({"by": "topic", "at_most": 2.5}, {"cats": 30, "dogs": 30, "null": 30, "law": 12}),
+        ({"by": "topic", "documents": 50}, {"cats": 50, "dogs": 45, "null": 50, "law": 12}),
+    ],
+)
+def test_no_value_of_a_field_has_more_than_it_should(
+    tmp_path: Path, inline_builds: None, amount: dict[str, Any], expected: dict[str, int]
+) -> None:
+    there: dict[str | None, int] = {"cats": 200, "dogs": 45, None: 70, "law": 12}
+    inputs = with_topics(tmp_path, there)
+    made(recipe_of(inputs, tmp_path / "out", {"forum": amount}))
+    found: dict[str, int] = {}
+    for row in documents(tmp_path / "out"):
+        topic = "null" if row["metadata"] is None else json.loads(row["metadata"]).get("topic", "null")
+        found[topic] = found.get(topic, 0) + 1
+    assert found == expected
+    [entry] = card_of(tmp_path / "out").amounts
+    assert entry.values == {one: [there[None if one == "null" else one], n] for one, n in found.items()}
+    assert b"forum: cats" in (tmp_path / "out" / "report.html").read_bytes()
+
+
+def test_a_field_with_very_many_values_is_refused(tmp_path: Path, inline_builds: None) -> None:
+    inputs = with_topics(tmp_path, {f"t{n}": 1 for n in range(1001)})
+    with pytest.raises(BuildError, match=r"amounts.forum.by: 'topic' has more than 1,000 values"):
+        made(recipe_of(inputs, tmp_path / "out", {"forum": {"by": "topic", "at_most": 2}}))
+
+
+def test_a_source_of_which_nothing_is_left_has_nothing_to_choose(tmp_path: Path, inline_builds: None) -> None:
+    inputs = [write_source(tmp_path, name, range(20)) for name in ("web", "code")]
+    drop = [{"length": {"min_words": 900}}]
+    recipe = recipe_of(inputs, tmp_path / "out", {"web": {"documents": 5}}, filters=drop)
+    with pytest.raises(BuildError, match=r"nothing to write|no document"):
+        made(recipe)
+
+
 def test_groups_are_taken_whole(tmp_path: Path, inline_builds: None) -> None:
     lines = [{"text": text_of(n * 10), "repo": f"r{n % 40}"} for n in range(400)]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -378,7 +426,7 @@ def test_conversations_repeat_with_their_masks(tmp_path: Path, inline_builds: No
     ("changes", "message"),
     [
         ({"amounts": {"wbe": {"share": 0.5}}}, "amounts.wbe: there is no source 'wbe'; sources: web"),
-        ({"amounts": {"web": {}}}, "amounts.web: give share"),
+        ({"amounts": {"web": {}}}, "amounts.web: give share, documents, tokens, at_most or repeat"),
         (
             {"amounts": {"web": {"share": 0.5, "documents": 5}}},
             "amounts.web: give share or doc",
@@ -395,6 +443,11 @@ def test_conversations_repeat_with_their_masks(tmp_path: Path, inline_builds: No
         ({"amounts": {"web": {"repeat": 2}}}, "amounts.web.repeat: only rows of tokens"),
         ({"amounts": {"web": {"repeat": 1}}}, "amounts.web.repeat: should be more than 1"),
         ({"amounts": {"web": {"repeat": 0.5}}}, "amounts.web.repeat: should be more than 1"),
+        ({"amounts": {"web": {"at_most": 2}}}, "amounts.web: at_most: give `by`"),
+        ({"amounts": {"web": {"by": "t", "share": 0.5}}}, "amounts.web: by: is for documents, tokens"),
+        ({"amounts": {"web": {"by": "t"}}}, "amounts.web: "),
+        ({"amounts": {"web": {"by": "t", "at_most": 2}}}, "amounts.web.by: no input keeps a field 't'"),
+        ({"amounts": {"web": {"by": "language", "documents": 2}}}, "amounts.web.by: languages are known"),
         ({"weights": {"web": 2}}, "weights: unknown key; `amounts` at the top level says"),
         ({"repeat": 2}, "repeat: unknown key; `amounts` at the top level says"),
     ],

@@ -234,6 +234,9 @@ class SplitConfig(StrictModel):
         return self
 
 
+_AMOUNTS = ("share", "documents", "tokens", "at_most")
+
+
 class AmountConfig(StrictModel):
     """How much of a source goes into the datasets.
 
@@ -257,6 +260,18 @@ class AmountConfig(StrictModel):
         "have so many together, so at most one document more. Needs an output of tokens.",
         examples=["10B"],
     )
+    by: FieldName | None = Field(
+        default=None,
+        description="A field of `metadata`, `language` (needs that filter) or the label of `buckets`: "
+        "`documents` and `tokens` hold for each of its values, of which there may be 1,000; documents "
+        "without the field are a value of their own, null.",
+    )
+    at_most: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description="With `by`: no value of the field has more than so many times the documents of the "
+        "rarest one; 10: at most 10:1.",
+        examples=[10],
+    )
     repeat: Annotated[float, Field(gt=1, le=1000)] | None = Field(
         default=None,
         description="How often each chosen document is in the rows of train, at different places of the "
@@ -267,12 +282,18 @@ class AmountConfig(StrictModel):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [name for name in ("share", "documents", "tokens") if getattr(self, name) is not None]
+        given = [name for name in _AMOUNTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")
         if not given and self.repeat is None:
             raise ValueError(
-                "give share, documents, tokens or repeat; leave out the source to take all of it"
+                "give share, documents, tokens, at_most or repeat; leave out the source to take all of it"
+            )
+        if self.at_most is not None and self.by is None:
+            raise ValueError("at_most: give `by`, the field whose values are compared")
+        if self.by is not None and given in ([], ["share"]):
+            raise ValueError(
+                "by: is for documents, tokens and at_most; a share of a source is one of each value, too"
             )
         return self
 
@@ -285,7 +306,12 @@ class AmountConfig(StrictModel):
     @property
     def chooses(self) -> bool:
         """Whether some documents of the source are left out."""
-        return self.share is not None or self.number is not None
+        return self.share is not None or self.counts
+
+    @property
+    def counts(self) -> bool:
+        """Whether documents or tokens are counted to choose."""
+        return self.number is not None or self.at_most is not None
 
     @property
     def number(self) -> int | None:

@@ -8,6 +8,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -327,17 +328,17 @@ class Recipe(StrictModel):
                 if name == "source" and (unknown := {*values} - {*self.sources}):
                     known = ", ".join(dict.fromkeys(self.sources))
                     raise ValueError(f"{key}: there is no source {min(unknown)!r}; sources: {known}")
-                if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
-                    raise ValueError(
-                        f"{key}: languages are known only with the `language` filter; add it to filters"
-                    )
-                carried = {field for config in self.inputs for field in config.metadata}
-                own = name in ("source", "language", "copies") or any(
-                    config.path_fields for config in self.inputs
-                )
-                own = own or (self.buckets is not None and self.buckets.field == name)
-                if not own and name not in carried:
-                    raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
+                self._check_field(key, name, ("source", "copies"))
+
+    def _check_field(self, key: str, name: str, own: Sequence[str] = ()) -> None:
+        """Raise ValueError if documents do not have a field `name`, nor is it one of `own`."""
+        if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
+            raise ValueError(f"{key}: languages are known only with the `language` filter; add it to filters")
+        known = {"language", *own}.union(*(config.metadata for config in self.inputs))
+        if self.buckets is not None:
+            known.add(self.buckets.field)
+        if name not in known and not any(config.path_fields for config in self.inputs):
+            raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
 
     def _check_amounts(self) -> None:
         """Raise ValueError if `amounts` names a source that does not exist, or counts tokens without any."""
@@ -345,6 +346,10 @@ class Recipe(StrictModel):
             if label not in self.sources:
                 known = ", ".join(dict.fromkeys(self.sources))
                 raise ValueError(f"amounts.{label}: there is no source {label!r}; sources: {known}")
+            if amount.by is not None:
+                self._check_field(f"amounts.{label}.by", amount.by)
+                if self.group is not None:
+                    raise ValueError(f"amounts.{label}.by: a group may have several values; leave out by")
             if amount.tokens is not None and all(output.is_text for output in self._all()):
                 raise ValueError(
                     f"amounts.{label}.tokens: no output has tokens; give documents or share, or add an "

@@ -160,6 +160,12 @@ def render_amounts(card: DatasetCard) -> str:
         ]
         for one in card.amounts
     ]
+    for one in card.amounts:
+        most = sorted(one.values.items(), key=lambda item: -item[1][0])[:_MOST_LANGUAGES]
+        rows += [
+            [cell(f"{one.source}: {value}"), number(found), number(taken), number(found - taken)]
+            for value, (found, taken) in most
+        ]
     note = (
         '<p class="note">Of the documents that filters and duplicate removal left, those with the lowest '
         "hashes were taken. The others are in <code>duplicates/</code>, with the reason amount.</p>"

@@ -87,7 +87,7 @@ class Shape:
             stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
             amounts=sum(one.chooses for one in recipe.amounts.values()),
-            counted=sum(one.number is not None for one in recipe.amounts.values()),
+            counted=sum(one.counts for one in recipe.amounts.values()),
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
         )
 

@@ -59,7 +59,7 @@ class Joined:
     left_out: int
 
 
-def _fields(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
+def metadata_field(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
     """Return the field `name` of each document's metadata as text, or None if a document does not have it."""
     if name is None:
         return [None] * len(metadata)
@@ -81,7 +81,7 @@ def order_hashes(
     placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, purpose)
     if group is None:
         return placed
-    values = _fields(documents.column("metadata"), group.by)
+    values = metadata_field(documents.column("metadata"), group.by)
     is_in = np.array([value is not None for value in values], np.bool_)
     placed[is_in] = keyed_hashes(_keys([value for value in values if value is not None]), seed, purpose)
     return placed
@@ -95,7 +95,7 @@ def encode_grouped(
     Documents without the field `group.by`, or whose text has no token, get no header. An EncodingError has
     the row of the document.
     """
-    values, titles = (_fields(documents.column("metadata"), name) for name in (group.by, group.title))
+    values, titles = (metadata_field(documents.column("metadata"), name) for name in (group.by, group.title))
     rows = [row for row, value in enumerate(values) if value is not None]
     named = [values[row] or "" for row in rows]
     shown = keyed_hashes(_keys(named), seed, "group-header") < group.header_rate * _WHOLE
@@ -150,7 +150,7 @@ def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s
         np.append(same, False) | np.append(False, same)
     )  # rows that share their hash with a neighbor; all others have nothing to join
     metadata = table.column("metadata").take(pa.array(near))
-    values, keys = _fields(metadata, groups.config.by), _fields(metadata, groups.config.order)
+    values, keys = metadata_field(metadata, groups.config.by), metadata_field(metadata, groups.config.order)
     of_value = [
         (int(hashes[row]), value is None, value or "") for row, value in zip(near, values, strict=True)
     ]
