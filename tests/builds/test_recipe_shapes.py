@@ -74,7 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "amounts": {"amounts": {"web": {"documents": 70}}, "outputs": [MDS, PARQUET]},
     "amounts-tokens": {"amounts": {"web": {"tokens": 900}}},
     "amounts-repeat": {"amounts": {"web": {"repeat": 2.5}}, "split": {"validation": 5}},
-    "amounts-by": {"amounts": {"web": {"by": "repo", "at_most": 2}}},
+    "amounts-by": {"amounts": {"web": {"by": "repo", "documents": 20}}},
     "amounts-share": {"amounts": {"web": {"share": 0.5}}, "split": {"validation": 5}},
 }
 QUICK = ("outputs", "texts", "split-outputs", "number", "buckets", "group", "chat", "work", "amounts")

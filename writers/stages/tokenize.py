@@ -335,12 +335,8 @@ def tokenize_split(
     Documents without any token are dropped, with the reason "empty".
     """
     encoder, lost = tokenizer.encoder(), removed.load()
-    group, selection = settings.group, settings.selection
-    ledger, lengths, spilled = Ledger(), Histogram(), 0
+    found, selection = Tokenized(Ledger(), 0), settings.selection
     marks = 1 if encoder.bos_id is None else 2  # tokens per document in addition to its text: eos, bos
-    trained = 0
-    repeated = Count()
-    repeated_tokens = 0
     encode = _encoding(encoder, settings)
     counts = None if languages is None else LanguageCounts(languages)
     with (
@@ -361,44 +357,21 @@ def tokenize_split(
                 labels = None if counts is None else counts.labels_of(batch)
                 others = selection.others(batch, settings.source, labels, part)
             kept, copies, ids, tokens, masks = _tokenize_batch(
-                batch, part, encoder, ledger, twins, encode, others
+                batch, part, encoder, found.ledger, twins, encode, others
             )
-            lengths.add(Histogram.of(tokens + marks))
-            spilled += len(ids) + marks * len(tokens)
             if kept.num_rows:
-                hashes = order_hashes(kept, group, settings.seed)
                 ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
                 mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
-                trained += 0 if mask is None else int(mask.sum())
-                run.write(*document_rows(kept, hashes, copies, ended, tokens + marks, mask))
-            if settings.repeat > 1 and kept.num_rows:
-                times = _times(kept, settings)
-                sizes = np.diff(text_offsets(kept.column("text")))
-                for number in range(1, int(times.max())):
-                    more = times > number
-                    of_tokens = np.repeat(more, tokens + marks)
-                    again, sized = kept.filter(pa.array(more)), (tokens + marks)[more]
-                    hashes = order_hashes(again, group, settings.seed, f"shuffle-{number}")
-                    part_mask = None if mask is None else mask[of_tokens]
-                    run.write(*document_rows(again, hashes, copies[more], ended[of_tokens], sized, part_mask))
-                    lengths.add(Histogram.of(sized))
-                    trained += 0 if part_mask is None else int(part_mask.sum())
-                    repeated += Count(again.num_rows, int(sizes[more].sum()))
-                    repeated_tokens += int(sized.sum())
-                    if counts is not None:
-                        counts.count(again, sized, repeated=True)
-            if counts is not None:
-                counts.count(kept, tokens + marks)
-            PULSE.tell(ledger)
+                _write_copies(run, (kept, copies, ended, tokens + marks, mask), settings, found, counts)
+            PULSE.tell(found.ledger)
         for rows in lost.rows.values():
             if len(rows) and not 0 <= rows.min() <= rows.max() < start:
                 raise BuildError(
                     f"{documents}: duplicate row {rows.max()} does not exist; the file has only {start} rows"
                 )
-    ledger.check(str(folder))
-    languages_found = None if counts is None else counts.to_dict()
-    tokens_of_all = spilled + repeated_tokens
-    return Tokenized(ledger, tokens_of_all, lengths, languages_found, trained, repeated, repeated_tokens)
+    found.ledger.check(str(folder))
+    found.languages = None if counts is None else counts.to_dict()
+    return found
 
 
 TOKENIZE = Stage("tokenize", "tokenize", tokenize_split, cost=25)
@@ -425,6 +398,42 @@ def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
     if group is not None:
         return partial(encode_grouped, encoder, group, seed, encode)
     return lambda documents: encode(documents, [""] * documents.num_rows)
+
+
+_Encoded = tuple[
+    pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8] | None
+]
+"""Documents, their copy counts, the tokens of all of them, how many each has, and loss masks if there are."""
+
+
+def _write_copies(
+    run: RunWriter,
+    encoded: _Encoded,
+    settings: TokenSettings,
+    found: Tokenized,
+    counts: LanguageCounts | None,
+) -> None:
+    """Write documents as often as `settings.repeat` says, with a key for each copy; add to the counts."""
+    documents, copies, tokens, lengths, mask = encoded
+    times = _times(documents, settings) if settings.repeat > 1 else np.ones(len(lengths), np.int64)
+    sizes = np.diff(text_offsets(documents.column("text")))
+    for number in range(int(times.max())):
+        purpose = f"shuffle-{number}" if number else "shuffle"
+        if number:
+            more = times > number
+            of_tokens = np.repeat(more, lengths)
+            documents, copies, sizes = documents.filter(pa.array(more)), copies[more], sizes[more]
+            mask = None if mask is None else mask[of_tokens]
+            tokens, lengths, times = tokens[of_tokens], lengths[more], times[more]
+            found.repeated += Count(len(lengths), int(sizes.sum()))
+            found.repeated_tokens += int(lengths.sum())
+        hashes = order_hashes(documents, settings.group, settings.seed, purpose)
+        run.write(*document_rows(documents, hashes, copies, tokens, lengths, mask))
+        found.lengths.add(Histogram.of(lengths))
+        found.tokens += len(tokens)
+        found.trained += 0 if mask is None else int(mask.sum())
+        if counts is not None:
+            counts.count(documents, lengths, repeated=number > 0)
 
 
 def count_tokens(batch: pa.RecordBatch, encoder: Encoder, settings: TokenSettings) -> npt.NDArray[np.int64]:
