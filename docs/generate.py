@@ -175,7 +175,8 @@ def type_words(field: Json, models: Json) -> str:
     """What a value may be, in words."""
     words = [kind_words(choice, models) for choice in alternatives(field)]
     if {"integer", "text"} <= {word.split(",")[0] for word in words}:
-        return "bytes, or a size such as `64MiB`"
+        is_count = any(one.get("minimum") == 1 for one in alternatives(field) if one.get("type") == "integer")
+        return "count, such as `10B`" if is_count else "bytes, or a size such as `64MiB`"
     words.sort(key=lambda word: word.startswith("list"))
     return " or ".join(dict.fromkeys(words))
 

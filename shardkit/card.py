@@ -86,9 +86,19 @@ class LanguageCounts:
         return LanguageCounts(self.documents + other.documents, self.tokens + other.tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatFacts(Count):
+    """Copies of documents beyond the first copy of each, and the number of their tokens."""
+
+    tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """Facts about one input of the recipe; `languages` is None if no filter determines languages."""
+    """Facts about one input of the recipe; `languages` is None if no filter determines languages.
+
+    `tokens` and the tokens of `languages` include those of the copies in `repeated`; documents do not.
+    """
 
     source: str
     files: int
@@ -97,6 +107,7 @@ class InputFacts:
     funnel: FunnelCounts
     tokens: int = 0  # cards of the earliest versions have neither this key nor `languages`
     languages: dict[str, LanguageCounts] | None = None
+    repeated: RepeatFacts = RepeatFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +231,24 @@ class BucketFacts:
     edges: dict[str, list[float]]
     sampled: int
     documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class AmountFacts:
+    """How much of a source was used: of the documents `found` after duplicate removal, those `taken`.
+
+    If values of a field were counted, `values` has how many documents each had, and how many were taken.
+    """
+
+    source: str
+    found: Count
+    taken: Count
+    values: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> Count:
+        """The documents that were not taken."""
+        return Count(self.found.documents - self.taken.documents, self.found.bytes - self.taken.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +389,7 @@ class DatasetCard:
     filter_files = _Stated(dict[str, str])  # digests of word lists and models
     packing = _Stated(dict[str, int])
     histograms = _Stated(dict[str, Histogram])  # keys: "lengths" (of documents), "row_padding", "row_pieces"
+    amounts = _Stated(list[AmountFacts])
     split = _Stated(SplitFacts)
     buckets = _Stated(BucketFacts)
 
@@ -463,7 +493,7 @@ class DatasetCard:
         """Return the funnel as steps in the order of the build; steps that lost nothing are left out.
 
             read -> quarantined -> lost while reading -> each filter -> duplicates by kind
-                 -> other parts of the split -> empty -> kept
+                 -> beyond the amount of a source -> other parts of the split -> empty -> kept
 
         All rules of one filter form one step; `filters` has the counts by rule.
         """
@@ -477,6 +507,7 @@ class DatasetCard:
         order = [
             *dict.fromkeys(name for entry in filters for name in entry),
             *_DUPLICATES,
+            "amount",
             "split",
             "output",
             "empty",

@@ -1,14 +1,16 @@
-"""Conversion of numbers that users write: sizes such as "64MiB" to bytes and back, and checks of integers."""
+"""Conversion of numbers that users write: sizes such as "64MiB", counts such as "10B", checks of integers."""
 
 from __future__ import annotations
 
 import operator
 import re
+from decimal import Decimal
 from typing import SupportsIndex
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)\s*")
 _MAX_SIZE = 1 << 63  # sizes must be below this, the limit of files and memory on 64-bit systems
 
@@ -34,6 +36,21 @@ def _checked(size: int) -> int:
     if size >= _MAX_SIZE:
         raise ValueError("a size must be less than 2**63 bytes")
     return size
+
+
+def parse_count(value: object) -> int:
+    """Return a count from an int or from text such as "10B" or "1.5M" (K, M, B and T: 10**3 to 10**12).
+
+    Raises ValueError on anything else, and on counts below 1 or above 2**62.
+    """
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.replace(",", "").replace("_", ""))):
+        factor = _COUNTS.get(match[2].upper())
+        value = value if factor is None else round(Decimal(match[1]) * factor)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 62:
+        raise ValueError(
+            f"write a number of at least 1, or text such as 10B, 1.5M or 200K, not {value!r:.80}"
+        )
+    return value
 
 
 def whole_number(value: SupportsIndex, name: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from shardkit.card import (
     CARD_NAME,
     FILES_NAME,
+    AmountFacts,
     DatasetCard,
     DedupFacts,
     FilterFacts,
@@ -56,6 +57,7 @@ def make_card(
     tokenizer: Mapping[str, Any] | None,
     inputs: Sequence[Mapping[str, Any]],
     partitions: int,
+    amounts: Sequence[AmountFacts] = (),
     split: PartsFound | None = None,
     dedup: DedupFacts | None = None,
     filters: FilterFacts | None = None,
@@ -70,6 +72,7 @@ def make_card(
             "funnel": funnel.source(number).to_dict(),
             "tokens": funnel.source_tokens[number],
             "languages": None if funnel.source_languages is None else funnel.source_languages[number],
+            **({"repeated": asdict(funnel.repeated[number])} if funnel.repeated else {}),
         }
         for number, entry in enumerate(inputs)
     ]
@@ -94,6 +97,8 @@ def make_card(
         facts["buckets"] = dict(buckets)
     if tokenizer is not None:
         facts |= _of_tokens(tokenizer, funnel, partitions) | {"dtype": file_dtype(recipe, tokenizer)}
+    if amounts:
+        facts["amounts"] = [asdict(one) for one in amounts]
     if split is not None:
         assert recipe.split is not None
         facts["split"] = {

@@ -312,13 +312,15 @@ def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, s
         one.model_copy(update=place)
         for one, place in zip(recipe.outputs or (recipe.output,), places, strict=True)
     )
+    labels = {config.source for config in inputs}
     split = recipe.split
     if split is not None:
-        labels = {config.source for config in inputs}
         parts = {name: _scaled(asked, labels, share) for name, asked in split.parts.items()}
         split = split.model_copy(update={"parts": parts})
+    amounts = {label: one.scaled(share) for label, one in recipe.amounts.items() if label in labels}
     changes = {
         "inputs": tuple(inputs),
+        "amounts": amounts,
         "output": outputs[0],
         "outputs": outputs if recipe.outputs else (),
         "work": str(folder / "work"),

@@ -21,7 +21,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from shardkit.card import DatasetCard, Histogram
+from shardkit.card import DatasetCard, Histogram, RepeatFacts
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.files import not_for_everyone
 from shardkit.formats.dropped_table import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
@@ -34,6 +34,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
+from shardkit.writers.dedup.outcomes import AMOUNT
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
@@ -67,7 +68,7 @@ from shardkit.writers.stages.publish import (
     publish,
 )
 from shardkit.writers.stages.text import TEXT
-from shardkit.writers.stages.tokenize import TOKENIZE
+from shardkit.writers.stages.tokenize import TOKENIZE, Tokenized
 from shardkit.yaml_file import apply_override, load_yaml
 
 
@@ -410,7 +411,7 @@ def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
     funnel = Funnel(
         _ledgers(documents, "writing", [ledger for one in written for ledger in one.ledgers]),
         [0 for _ in documents.recipe.inputs],
-        {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
+        _removed(documents),
         None,
         {"documents": sum(shard.samples for one in shards for shard in one)},
     )
@@ -447,14 +448,35 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
     funnel = Funnel(
         _ledgers(documents, "tokenizing", [one.ledger for one in tokenized]),
         tokens,
-        {reason: sum(documents.lost[reason], Count()) for reason in documents.pending},
+        _removed(documents),
         recipe.pack.sequence_length if recipe.output.has_rows else None,
         packed,
         {"lengths": lengths, "row_padding": row_padding, "row_pieces": row_pieces},
         [add_languages(of_source) for of_source in languages] if labelled else None,
         trained,
+        _repeated(documents, tokenized) if recipe.repeats else (),
     )
     return funnel, [(commit, part.shards) for commit, part in zip(made.packed, parts, strict=True)]
+
+
+def _removed(documents: Documents) -> dict[str, Count]:
+    """Return by reason what steps over all documents took from the last files of documents."""
+    removed = {reason: sum(documents.lost[reason], Count()) for reason in documents.pending}
+    for one in documents.amounts:
+        removed[AMOUNT] = removed.get(AMOUNT, Count()) + one.left_out
+    return removed
+
+
+def _repeated(documents: Documents, tokenized: Sequence[Tokenized]) -> list[RepeatFacts]:
+    """Return the copies of documents of each source beyond the first ones."""
+    copies = documents.by_source([one.repeated for one in tokenized])
+    tokens = [0 for _ in copies]
+    for split, one in zip(documents.splits, tokenized, strict=True):
+        tokens[split.source] += one.repeated_tokens
+    return [
+        RepeatFacts(documents=count.documents, bytes=count.bytes, tokens=number)
+        for count, number in zip(copies, tokens, strict=True)
+    ]
 
 
 def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:
@@ -487,6 +509,7 @@ def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> Built
             tokenizer=made.tokenizer,
             inputs=describe_inputs(recipe, inputs.splits, documents.input_hashes),
             partitions=len(made.packed),
+            amounts=documents.amounts,
             split=documents.parts,
             dedup=dedup_facts(documents),
             filters=filters_card([one.filters for one in step.filtering] for step in documents.written),

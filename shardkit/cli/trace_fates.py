@@ -69,6 +69,8 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
     if facts["reason"] in ("duplicate_lines", "empty"):
         left = "all its lines are in other documents" if facts["reason"] == "duplicate_lines" else "no token"
         return [f"dropped as {facts['reason']}: {left}"]
+    if facts["reason"] == "amount":
+        return [f"left out by amounts.{facts['source']}: documents with lower hashes were chosen"]
     likeness = f" (similarity {facts['similarity']:.3f})" if facts["reason"] == "near_duplicate" else ""
     kept = facts["kept_url"] or facts["kept_id"]
     lines = [f"removed as {facts['reason']}{likeness}"]

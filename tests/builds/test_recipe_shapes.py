@@ -76,8 +76,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "steps-chat": {"inputs": [CHAT], "steps": ["exact", LONG]},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
     "limit": {"limit": 50},
+    "amounts": {"amounts": {"web": {"documents": 70}}, "outputs": [MDS, PARQUET]},
+    "amounts-tokens": {"amounts": {"web": {"tokens": 900}}},
+    "amounts-repeat": {"amounts": {"web": {"repeat": 2.5}}, "split": {"validation": 5}},
+    "amounts-by": {"amounts": {"web": {"by": "repo", "documents": 20}}},
+    "amounts-share": {"amounts": {"web": {"share": 0.5}}, "split": {"validation": 5}},
 }
-QUICK = ("outputs", "texts", "split-outputs", "number", "buckets", "group", "chat", "work")
+QUICK = ("outputs", "texts", "split-outputs", "number", "buckets", "group", "chat", "work", "amounts")
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,8 @@ STAGES = (
         "signatures",
         "parts",
     ),
-    *("equal", "bands", "candidates", "shingles", "verify", "near", "parity", "tokenize", "pack"),
+    *("equal", "bands", "candidates", "shingles", "verify", "near", "parity"),
+    *("amounts_count", "amounts_sums", "amounts_lasts", "amounts", "tokenize", "pack"),
     *("provenance", "duplicates", "side_files"),
 )
 RECIPE = """\
@@ -63,6 +64,7 @@ steps:
   - length: {min_words: 3}
   - exact
   - near: {small_shingles: 0}
+amounts: {first: {tokens: 1500, repeat: 1.5}}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB, format: mds}

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from shardkit.formats.dropped_table import DUPLICATES_SCHEMA
 from shardkit.writers.dedup.exact import partition_bounds
+from shardkit.writers.dedup.outcomes import AMOUNT
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, payload_ends
 from shardkit.writers.execution.commit import Commit
@@ -49,7 +50,7 @@ _LAST = np.iinfo(np.uint64).max
 
 _U64 = npt.NDArray[np.uint64]
 
-_REASONS = ("url_duplicate", "exact_duplicate", "near_duplicate", "duplicate_lines", "empty")
+_REASONS = ("url_duplicate", "exact_duplicate", "near_duplicate", "duplicate_lines", "empty", AMOUNT)
 _LEFT_NOTHING = 3  # index in _REASONS; for this reason and later ones no document was kept
 
 _STRINGS = ("file", "id", "url", "text")

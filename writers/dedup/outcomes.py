@@ -262,6 +262,7 @@ def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
     return slice(first, last)
 
 
+AMOUNT = "amount"  # reason for documents of a source beyond its amount
 SPLIT = "split"  # prefix of the reason for documents in another part: split/NAME
 
 PART = np.dtype([("row", "<u4"), ("part", "<i4")])

@@ -1,4 +1,4 @@
-"""Settings of the datasets that a recipe's build writes: tokenizer, packing, parts, places and formats."""
+"""Settings of the datasets that a recipe's build writes: tokenizer, packing, amounts, parts and formats."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -25,6 +26,7 @@ from shardkit.settings import (
     Size,
     StrictModel,
 )
+from shardkit.units import parse_count
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.recipe.inputs import TemplateVariables
 
@@ -150,6 +152,36 @@ class PackConfig(StrictModel):
         return self
 
 
+def _fraction(value: object) -> float:
+    """Return a share of documents as a float: "25%" and 0.25 are the same."""
+    if isinstance(value, str) or (isinstance(value, float) and 0 < value < 1):
+        found = _share(value)
+        if isinstance(found, float):
+            return found
+    raise ValueError(f"write a share between 0 and 1, such as 25% or 0.25, not {value!r:.80}")
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int | str):
+        raise ValueError(
+            f"write a number of at least 1, or text such as 10B, 1.5M or 200K, not {value!r:.80}"
+        )
+    return parse_count(value)
+
+
+_COUNT_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*\d[\d_,]*(\.\d+)?\s*[KMBTkmbt]?\s*$"},
+    ]
+}
+_SHARE_SCHEMA = {
+    "anyOf": [
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"type": "string", "pattern": r"^\s*(\d+(\.\d*)?|\.\d+)\s*%\s*$"},
+    ]
+}
+Number = Annotated[int, BeforeValidator(parse_count), WithJsonSchema(_COUNT_SCHEMA)]
 TEXT_FORMATS = ("parquet", "jsonl")
 Share = Annotated[float | int, BeforeValidator(_share)]
 
@@ -185,6 +217,91 @@ class SplitConfig(StrictModel):
         if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
             raise ValueError("the shares of the parts add up to 1 or more; nothing is left to train on")
         return self
+
+
+_AMOUNTS = ("share", "documents", "tokens", "at_most")
+
+
+class AmountConfig(StrictModel):
+    """How much of a source goes into the datasets.
+
+    Documents are chosen after filters and duplicate removal, and before `split`, by a hash of the document:
+    those with the lowest hashes. So a source that grows keeps its choice: with `share` a chosen document
+    stays chosen, and with `documents` or `tokens` new documents replace those with the highest hashes.
+    """
+
+    share: Annotated[float, BeforeValidator(_fraction), WithJsonSchema(_SHARE_SCHEMA)] | None = Field(
+        default=None,
+        description="Share of the source's documents; each is chosen by its own hash, so the number varies "
+        "by chance.",
+        examples=["25%", 0.25],
+    )
+    documents: Number | None = Field(
+        default=None, description="Number of documents, exactly.", examples=[100000, "1.5M"]
+    )
+    tokens: Number | None = Field(
+        default=None,
+        description="Number of tokens, eos included, as they are before packing: the first documents that "
+        "have so many together, so at most one document more. Needs an output of tokens.",
+        examples=["10B"],
+    )
+    by: FieldName | None = Field(
+        default=None,
+        description="A field of `metadata`, `language` (needs that filter) or the label of `buckets`: "
+        "`documents` and `tokens` hold for each of its values, of which there may be 1,000; documents "
+        "without the field are a value of their own, null.",
+    )
+    at_most: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description="With `by`: no value of the field has more than so many times the documents of the "
+        "rarest one; 10: at most 10:1.",
+        examples=[10],
+    )
+    repeat: Annotated[float, Field(gt=1, le=1000)] | None = Field(
+        default=None,
+        description="How often each chosen document is in the rows of train, at different places of the "
+        "order; 2.5: all of them twice, and half of them, by hash, a third time. Other parts of a `split` "
+        "have each document once.",
+        examples=[2, 2.5],
+    )
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [name for name in _AMOUNTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give {' or '.join(given)}, not both")
+        if not given and self.repeat is None:
+            raise ValueError(
+                "give share, documents, tokens, at_most or repeat; leave out the source to take all of it"
+            )
+        if self.at_most is not None and self.by is None:
+            raise ValueError("at_most: give `by`, the field whose values are compared")
+        if self.by is not None and given in ([], ["share"]):
+            raise ValueError(
+                "by: is for documents, tokens and at_most; a share of a source is one of each value, too"
+            )
+        return self
+
+    def scaled(self, share: float) -> AmountConfig:
+        """Return the amount for a sample of `share` of the source."""
+        given = {"documents": self.documents, "tokens": self.tokens}
+        changes = {name: max(1, int(one * share)) for name, one in given.items() if one is not None}
+        return self.model_copy(update=changes)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some documents of the source are left out."""
+        return self.share is not None or self.counts
+
+    @property
+    def counts(self) -> bool:
+        """Whether documents or tokens are counted to choose."""
+        return self.number is not None or self.at_most is not None
+
+    @property
+    def number(self) -> int | None:
+        """The number of documents or tokens; None for a share."""
+        return self.documents or self.tokens
 
 
 class OutputConfig(StrictModel):

@@ -47,6 +47,19 @@ _LENGTHS = {
     "too_short": "a list that is not empty",
 }
 
+_AMOUNTS = (
+    "`amounts` at the top level says how much of each source is used, as {web: {documents: 1M}} does; "
+    "`limit` at the top level is for trials, and a loader's mixtures weight datasets in training"
+)
+# Keys that other tools have for how much of a source is used; at inputs and at the top level.
+_AMOUNT_KEYS = frozenset(
+    {
+        *("amount", "choose", "downsample", "epochs", "max_documents", "max_tokens", "num_samples"),
+        *("percentage", "proportion", "ratio", "repeat", "repetitions", "sample", "sample_rate", "sampling"),
+        *("share", "subsample", "tokens", "upsample", "weight", "weights"),
+    }
+)
+
 
 def describe_problems(name: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return a message that lists all problems in `error`, one line per key path, for the recipe `name`."""
@@ -87,6 +100,8 @@ def _sentence(
         examples = [each[0] if isinstance(each, list) else each for each in examples]
     example = f", such as {' or '.join(map(_shown, examples))}" if examples else ""
     if kind == "extra_forbidden":
+        if str(location[-1]) in _AMOUNT_KEYS | {"limit"} and (len(location) == 1 or location[0] == "inputs"):
+            return f"unknown key; {_AMOUNTS}"
         return f"unknown key{_suggestion(owner, str(location[-1]))}"
     if kind == "missing":
         return f"required, but missing{example}"

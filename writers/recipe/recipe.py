@@ -8,7 +8,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +27,7 @@ from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.settings import (
     TRAIN,
     Bounds,
+    FieldName,
     Listed,
     LocalPath,
     Place,
@@ -42,6 +43,7 @@ from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe.inputs import DOCUMENTS, FILE_KEYS, GroupConfig, InputConfig
 from shardkit.writers.recipe.outputs import (
+    AmountConfig,
     OutputConfig,
     PackConfig,
     SplitConfig,
@@ -79,7 +81,7 @@ class Recipe(StrictModel):
     # These settings do not affect bytes of a dataset. `outputs`: a recipe of one dataset has only `output`.
     # `max_failed_splits`: which splits failed is in the ledger.
     not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
-    omitted_at_default = frozenset({"group", "limit", "order", "split", "steps", "tokenizer"})
+    omitted_at_default = frozenset({"amounts", "group", "limit", "order", "split", "steps", "tokenizer"})
 
     inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
@@ -124,6 +126,12 @@ class Recipe(StrictModel):
         description="Documents that are joined into one text after duplicate removal, such as the files of a "
         "repository; null: none.",
         examples=["repo", {"by": "repo", "separator": "<file_sep>", "title": "path"}],
+    )
+    amounts: dict[FieldName, AmountConfig] = Field(
+        default={},
+        description="How much of each source goes into the datasets, by the label of the input; sources that "
+        "are not listed are used whole.",
+        examples=[{"web": {"documents": "10M"}, "code": {"share": "25%"}}],
     )
     split: Annotated[SplitConfig, BeforeValidator(short_split)] | None = Field(
         default=None,
@@ -221,6 +229,7 @@ class Recipe(StrictModel):
             raise ValueError("tokenizer: is missing; its chat template is needed to render messages")
         self._check_buckets()
         self._check_where()
+        self._check_amounts()
         self._check_scope()
         self._check_group()
         self._check_trainers()
@@ -340,14 +349,44 @@ class Recipe(StrictModel):
                 if name == "source" and (unknown := {*values} - {*self.sources}):
                     known = ", ".join(dict.fromkeys(self.sources))
                     raise ValueError(f"{key}: there is no source {min(unknown)!r}; sources: {known}")
-                if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
-                    raise ValueError(
-                        f"{key}: languages are known only with the `language` filter; add it to filters"
-                    )
-                own = name in ("source", "language", "copies") or self._fields is None
-                own = own or (self.buckets is not None and self.buckets.field == name)
-                if not own and name not in (self._fields or ()):
-                    raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
+                self._check_field(key, name, ("source", "copies"))
+
+    def _check_field(self, key: str, name: str, own: Sequence[str] = ()) -> None:
+        """Raise ValueError if documents do not have a field `name`, nor is it one of `own`."""
+        if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
+            raise ValueError(f"{key}: languages are known only with the `language` filter; add it to filters")
+        known = {"language", *own} | (self._fields or set())
+        if self.buckets is not None:
+            known.add(self.buckets.field)
+        if name not in known and self._fields is not None:
+            raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
+
+    def _check_amounts(self) -> None:
+        """Raise ValueError if `amounts` names a source that does not exist, or counts tokens without any."""
+        for label, amount in self.amounts.items():
+            if label not in self.sources:
+                known = ", ".join(dict.fromkeys(self.sources))
+                raise ValueError(f"amounts.{label}: there is no source {label!r}; sources: {known}")
+            if amount.by is not None:
+                self._check_field(f"amounts.{label}.by", amount.by)
+                if self.group is not None:
+                    raise ValueError(f"amounts.{label}.by: a group may have several values; leave out by")
+            if amount.tokens is not None and all(output.is_text for output in self._all()):
+                raise ValueError(
+                    f"amounts.{label}.tokens: no output has tokens; give documents or share, or add an "
+                    "output of format mds, wds or tokens"
+                )
+            if amount.repeat is None:
+                continue
+            if wrong := [output.format for output in self._all() if not output.has_rows]:
+                raise ValueError(
+                    f"amounts.{label}.repeat: only rows of tokens (mds, wds) repeat documents; an output of "
+                    f"format {wrong[0]} has each document once: write it with another recipe"
+                )
+            if self.group is not None:
+                raise ValueError(
+                    f"amounts.{label}.repeat: grouped documents cannot be repeated; use a mixture"
+                )
 
     @property
     def _fields(self) -> set[str] | None:
@@ -423,6 +462,17 @@ class Recipe(StrictModel):
     def sources(self) -> tuple[str, ...]:
         """The label of each input."""
         return tuple(config.source or f"input-{number}" for number, config in enumerate(self.inputs))
+
+    def repeat_of(self, source: int) -> float:
+        """Return how often this dataset has each document of input number `source`."""
+        amount = self.amounts.get(self.sources[source])
+        is_train = self.part in (None, TRAIN)
+        return 1.0 if amount is None or amount.repeat is None or not is_train else amount.repeat
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this dataset has documents more than once."""
+        return any(self.repeat_of(number) > 1 for number in range(len(self.inputs)))
 
     @property
     def buckets(self) -> BucketsConfig | None:

@@ -87,7 +87,8 @@ def render_sources(card: DatasetCard) -> str:
     rows = []
     for entry in inputs:
         read, kept = entry.funnel.read.documents, entry.funnel.kept.documents
-        per_token = f"{entry.funnel.kept.bytes / entry.tokens:.2f}" if entry.tokens else ""
+        once = entry.tokens - entry.repeated.tokens
+        per_token = f"{entry.funnel.kept.bytes / once:.2f}" if once else ""
         rows.append(
             [
                 cell(entry.source),
@@ -108,6 +109,16 @@ def render_sources(card: DatasetCard) -> str:
         '<p class="note">Bytes a token: English has 4 to 5 with most vocabularies. With far fewer, '
         "the tokenizer was made for other text, and the same text costs more tokens.</p>"
     )
+    copies = [
+        f"{entry.repeated.documents:,} of {text(entry.source)} ({entry.repeated.tokens:,} tokens)"
+        for entry in inputs
+        if entry.repeated.documents
+    ]
+    if copies:
+        note += (
+            '<p class="note">Copies of repeated documents, which count as tokens but not as documents: '
+            f"{', '.join(copies)}.</p>"
+        )
     return section("Sources", table(head, rows, caption="Documents and tokens by source"), note)
 
 
@@ -137,6 +148,31 @@ def render_buckets(card: DatasetCard) -> str:
     )
     head = ("score", ">edges", ">lowest", ">middle", ">highest")
     return section("Quality classes", table(head, rows, caption="Edges of the bins of each score"), note)
+
+
+def render_amounts(card: DatasetCard) -> str:
+    """Render the section on how much of each source was used."""
+    rows = [
+        [
+            cell(one.source),
+            number(one.found.documents),
+            number(one.taken.documents),
+            number(one.left_out.documents),
+        ]
+        for one in card.amounts
+    ]
+    for one in card.amounts:
+        most = sorted(one.values.items(), key=lambda item: -item[1][0])[:_MOST_LANGUAGES]
+        rows += [
+            [cell(f"{one.source}: {value}"), number(found), number(taken), number(found - taken)]
+            for value, (found, taken) in most
+        ]
+    note = (
+        '<p class="note">Of the documents that filters and duplicate removal left, those with the lowest '
+        "hashes were taken. The others are in <code>duplicates/</code>, with the reason amount.</p>"
+    )
+    head = ("source", ">left", ">taken", ">not taken")
+    return section("Amounts", table(head, rows, caption="Documents by source"), note)
 
 
 def render_split(card: DatasetCard) -> str:
@@ -436,6 +472,7 @@ def render_report(card: DatasetCard) -> bytes:
         render_filters(card.filters, card.funnel.read) if card.filters else "",
         render_dedup(card.dedup) if card.dedup else "",
         render_buckets(card) if card.has("buckets") else "",
+        render_amounts(card) if card.has("amounts") else "",
         render_split(card) if card.has("split") else "",
         render_lengths(card) if card.has("histograms") else "",
         render_packing(card) if card.has("sequence_length") else "",

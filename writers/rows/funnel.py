@@ -2,7 +2,7 @@
 
     read = kept + dropped (by rule) + quarantined (by error)      in documents and in bytes of text
     documents kept by one stage = documents read by the next
-    documents kept = documents written, for a dataset of text
+    documents kept = documents written, for a dataset of text;  + copies of repeated ones, for rows of tokens
     tokens encoded = tokens packed + cropped + joined;  rows * sequence_length = tokens + padding
     tokens to train on = packed + cropped + masked as repetitions, for a dataset with loss masks
     the count and the sum of every histogram = the number of documents or rows, and their total
@@ -23,7 +23,16 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shardkit.card import Count, CounterFacts, EditFacts, ExcerptFacts, FilterFacts, Histogram, RuleFacts
+from shardkit.card import (
+    Count,
+    CounterFacts,
+    EditFacts,
+    ExcerptFacts,
+    FilterFacts,
+    Histogram,
+    RepeatFacts,
+    RuleFacts,
+)
 from shardkit.errors import ConservationError
 from shardkit.writers.rows.filtered import EXCERPTS, SAMPLE, Excerpt, Filtered
 from shardkit.writers.rows.ledger import Ledger
@@ -47,7 +56,8 @@ class Funnel:
     `removed` has counts of duplicates by reason; ledgers must have as many dropped documents. `packed`
     has counts of rows, such as "tokens" and "padding". `histograms` are "lengths" (of documents),
     "row_padding" and "row_pieces". `source_languages` has documents and tokens of each source by language, if
-    the recipe has a language filter. `trained` is set for builds with a loss mask.
+    the recipe has a language filter. `repeated` has an entry per source, or none. `trained` is set for builds
+    with a loss mask.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -58,6 +68,7 @@ class Funnel:
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     source_languages: list[dict[str, dict[str, int]]] | None = None
     trained: Trained | None = None
+    repeated: Sequence[RepeatFacts] = ()
 
     @property
     def total(self) -> Ledger:
@@ -90,7 +101,8 @@ class Funnel:
         total.check("the whole build")
         for reason, count in self.removed.items():
             _same(reason, count, total.dropped.get(reason, Count()))
-        _same("documents to write", total.kept.documents, self.packed["documents"])
+        copies = sum(one.documents for one in self.repeated)
+        _same("documents to write", total.kept.documents + copies, self.packed["documents"])
         if "tokens" in self.packed:
             _same("tokens to pack", self.tokens, self.packed["tokens"] + self._left_out)
         if self.sequence_length is not None:

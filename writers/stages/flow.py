@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardkit.card import Count, NearFacts
+from shardkit.card import AmountFacts, Count, NearFacts
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
@@ -180,6 +180,8 @@ class Documents:
     near_facts: NearFacts | None = None
     labels: Buckets | None = None
     """The rules by which scores of a `buckets` filter become labels; None until they are known."""
+    amounts: Sequence[AmountFacts] = ()
+    """What the recipe's `amounts` took of each source."""
     parts: PartsFound | None = None
     outputs: Sequence[Outputs] = ()
 

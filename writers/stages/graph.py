@@ -1,7 +1,7 @@
 """The steps of a build in order, from splits of raw files to datasets that can be published.
 
-    read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> buckets -> split
-                    -> rows of tokens, files of text -> what was removed
+    read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> buckets -> amounts
+                    -> split -> rows of tokens, files of text -> what was removed
 
 The recipe may have further passes of filters between and after the steps that remove duplicates.
 
@@ -23,6 +23,7 @@ from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages import (
+    amounts,
     buckets,
     clean,
     exact,
@@ -49,7 +50,7 @@ REMOVING: Mapping[str, Step] = {  # keys are the names under `dedup` and in `ste
     "lines": lines.STEP,
     "near": near.STEP,
 }
-MAKING: Sequence[Step] = (buckets.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
+MAKING: Sequence[Step] = (buckets.STEP, amounts.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
 
 
 def steps_of(recipe: Recipe) -> list[Step]:

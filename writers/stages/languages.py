@@ -67,10 +67,14 @@ class LanguageCounts:
         """Return the language label of each document in a batch that has the column from `beside`."""
         return [self._labels[code] for code in batch.column(_COLUMN).to_pylist()]
 
-    def count(self, batch: pa.RecordBatch, lengths: npt.NDArray[np.int64]) -> None:
-        """Count a batch of remaining documents with `lengths` tokens; it has the column from `beside`."""
+    def count(self, batch: pa.RecordBatch, lengths: npt.NDArray[np.int64], *, repeated: bool = False) -> None:
+        """Count a batch of remaining documents with `lengths` tokens; it has the column from `beside`.
+
+        Of `repeated` documents, which were counted before, only the tokens count.
+        """
         codes = batch.column(_COLUMN).to_numpy()
-        self._documents += np.bincount(codes, minlength=len(self._labels))
+        if not repeated:
+            self._documents += np.bincount(codes, minlength=len(self._labels))
         self._tokens += np.bincount(codes, lengths, len(self._labels)).astype(np.int64)
 
     def to_dict(self) -> dict[str, dict[str, int]]:

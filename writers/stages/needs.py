@@ -67,6 +67,10 @@ class Shape:
     is_exact_first: bool = True
     """Whether no scheme but `url` precedes the first `exact` step."""
     has_buckets: bool = False
+    amounts: int = 0
+    """Number of sources with an amount."""
+    counted: int = 0
+    """Number of sources whose amount is not a share."""
     side_files: int = 0
     """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
 
@@ -93,6 +97,8 @@ class Shape:
                 if one.output.is_for_trainer
             ),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
+            amounts=sum(one.chooses for one in recipe.amounts.values()),
+            counted=sum(one.counts for one in recipe.amounts.values()),
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
         )
 

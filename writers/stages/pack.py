@@ -105,7 +105,8 @@ class PackSettings:
 
     `dtype` is that of the tokens as they were encoded. `key_digits` is the number of digits of tar keys. If
     `masked`, documents and rows have loss masks. Formats of other trainers use the dtype `file_dtype` and
-    `tokenizer`, the name of the tokenizer in the recipe.
+    `tokenizer`, the name of the tokenizer in the recipe. If it `repeats` documents, their copies have hashes
+    that do not follow from their ids alone.
     """
 
     pack: PackConfig
@@ -118,6 +119,7 @@ class PackSettings:
     bos_id: int | None = None
     file_dtype: str | None = None
     tokenizer: str | None = None
+    repeats: bool = False
 
     @classmethod
     def of(
@@ -133,7 +135,8 @@ class PackSettings:
         """Return the settings for the recipe of one dataset."""
         digits = tar_key_digits(partitions)
         settings = cls(
-            recipe.pack, recipe.output, recipe.seed, eos_id, dtype, digits, recipe.is_masked, bos_id
+            *(recipe.pack, recipe.output, recipe.seed, eos_id, dtype, digits, recipe.is_masked, bos_id),
+            repeats=recipe.repeats,
         )
         if not recipe.output.is_for_trainer:
             return settings
@@ -250,7 +253,7 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
         write_blocks(folder, result.shards)
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
-    hashed_with = None if part.joined is not None else seed
+    hashed_with = None if part.joined is not None or settings.repeats else seed
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=hashed_with)
     return result
 
@@ -412,7 +415,8 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = Fa
     ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(len(rows), 2)
     order = np.lexsort((ids[:, 1], ids[:, 0], rows["key"]))
     rows, starts, ids = rows[order], starts[order], ids[order]
-    if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
+    same_key = rows["key"][1:] == rows["key"][:-1]  # copies of a repeated document have keys of their own
+    if (repeated := (ids[1:] == ids[:-1]).all(axis=1) & same_key).any():
         first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
         raise BuildError(
             f"document {first} occurs twice; if an input with `document_id` contains it twice, remove "

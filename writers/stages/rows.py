@@ -99,6 +99,7 @@ def _pack(
     facts: TokenizerFacts,
 ) -> Outputs:
     kept = sum((commit.ledger().kept for commit in tokenized), Count())
+    kept = sum((TOKENIZE.result(commit).repeated for commit in tokenized), kept)
     partitions = count_partitions(one.recipe, kept)
     tokens = exchange(build.run, PACK, tokenize.TOKENS, tokenized, readers=partitions, limits=build.limits)
     [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions))

@@ -1,7 +1,7 @@
 """Which documents of a split a dataset contains: those that no stage removed and that its output selects.
 
-The ledger counts each other document under exactly one reason: as a duplicate, as a member of another part
-(such as train), or as not selected by `output.where`.
+The ledger counts each other document under exactly one reason: as a duplicate, as beyond its source's amount,
+as a member of another part (such as train), or as not selected by `output.where`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shardkit.settings import Bounds
 from shardkit.writers.dedup.duplicates import TwinsFile
-from shardkit.writers.dedup.outcomes import Removed
+from shardkit.writers.dedup.outcomes import AMOUNT, Removed
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.ledger import Count, Ledger
@@ -116,7 +116,8 @@ def remaining(
     for reason, losers in removed.rows.items():
         if len(losers):
             ledger.drop(reason, len(losers), int(sizes[losers].sum()))
-            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
+            outcomes = None if reason == AMOUNT else removed.outcomes.get(reason)
+            twins.remove(batch, reason, losers, outcomes)
             keep[losers] = False
     twins.keep(batch, removed.copied)
     elsewhere = removed.elsewhere(batch.num_rows)

@@ -31,7 +31,7 @@ from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.formats.tokenizer_file import Engine
 from shardkit.formats.trainers import trainer_dtype
-from shardkit.hashing import digest_of
+from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import LanguageLabels
@@ -124,6 +124,8 @@ class Tokenized:
 
     `lengths` is a histogram of tokens per document, eos included; `languages` are LanguageCounts as plain
     data. `trained` counts the tokens that the loss masks include in training, if the build has masks.
+    `repeated` are the copies of documents beyond the first, and `repeated_tokens` their tokens: these are
+    also in all counts of tokens, but not in the ledger.
     """
 
     ledger: Ledger
@@ -131,6 +133,8 @@ class Tokenized:
     lengths: Histogram = field(default_factory=Histogram)
     languages: dict[str, dict[str, int]] | None = None
     trained: int = 0
+    repeated: Count = field(default_factory=Count)
+    repeated_tokens: int = 0
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
@@ -286,7 +290,12 @@ def tasks(
     for number, split in enumerate(documents.splits):
         source = None if selection is None else recipe.sources[split.source]
         settings = TokenSettings(
-            recipe.seed, recipe.inputs[split.source].fim, recipe.group, selection, source
+            recipe.seed,
+            recipe.inputs[split.source].fim,
+            recipe.group,
+            selection,
+            source,
+            recipe.repeat_of(split.source),
         )
         made.append(
             TOKENIZE.task(
@@ -307,13 +316,17 @@ def tasks(
 
 @dataclass(frozen=True, slots=True)
 class TokenSettings:
-    """Settings of tokenizing a split, except the tokenizer; `source` is its input's label for `selection`."""
+    """Settings of tokenizing a split, except the tokenizer; `source` is its input's label for `selection`.
+
+    `repeat` is how often each document is written; of a fraction, some are written once more.
+    """
 
     seed: int
     fim: FimConfig | None = None
     group: GroupConfig | None = None
     selection: Annotated[Selection | None, RecipeKey("output")] = None
     source: str | None = None
+    repeat: float = 1.0
 
 
 def tokenize_split(
@@ -332,10 +345,8 @@ def tokenize_split(
     Documents without any token are dropped, with the reason "empty".
     """
     encoder, lost = tokenizer.encoder(), removed.load()
-    group, selection = settings.group, settings.selection
-    ledger, lengths, spilled = Ledger(), Histogram(), 0
+    found, selection = Tokenized(Ledger(), 0), settings.selection
     marks = 1 if encoder.bos_id is None else 2  # tokens per document in addition to its text: eos, bos
-    trained = 0
     encode = _encoding(encoder, settings)
     counts = None if languages is None else LanguageCounts(languages)
     with (
@@ -356,29 +367,31 @@ def tokenize_split(
                 labels = None if counts is None else counts.labels_of(batch)
                 others = selection.others(batch, settings.source, labels, part)
             kept, copies, ids, tokens, masks = _tokenize_batch(
-                batch, part, encoder, ledger, twins, encode, others
+                batch, part, encoder, found.ledger, twins, encode, others
             )
             if kept.num_rows:
-                hashes = order_hashes(kept, group, settings.seed)
                 ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
                 mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
-                trained += 0 if mask is None else int(mask.sum())
-                run.write(*document_rows(kept, hashes, copies, ended, tokens + marks, mask))
-            lengths.add(Histogram.of(tokens + marks))
-            spilled += len(ids) + marks * len(tokens)
-            if counts is not None:
-                counts.count(kept, tokens + marks)
-            PULSE.tell(ledger)
+                _write_copies(run, (kept, copies, ended, tokens + marks, mask), settings, found, counts)
+            PULSE.tell(found.ledger)
         for rows in lost.rows.values():
             if len(rows) and not 0 <= rows.min() <= rows.max() < start:
                 raise BuildError(
                     f"{documents}: duplicate row {rows.max()} does not exist; the file has only {start} rows"
                 )
-    ledger.check(str(folder))
-    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
+    found.ledger.check(str(folder))
+    found.languages = None if counts is None else counts.to_dict()
+    return found
 
 
 TOKENIZE = Stage("tokenize", "tokenize", tokenize_split, cost=25)
+
+
+def _times(documents: pa.RecordBatch, settings: TokenSettings) -> npt.NDArray[np.int64]:
+    """Return int64[n], how often each document is written."""
+    whole, part = divmod(settings.repeat, 1)
+    hashes = keyed_hashes(documents.column("document_id").to_pylist(), settings.seed, "repeat")
+    return int(whole) + (hashes < np.uint64(int(part * (1 << 53)) << 11)).astype(np.int64)
 
 
 def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
@@ -395,6 +408,51 @@ def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
     if group is not None:
         return partial(encode_grouped, encoder, group, seed, encode)
     return lambda documents: encode(documents, [""] * documents.num_rows)
+
+
+_Encoded = tuple[
+    pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8] | None
+]
+"""Documents, their copy counts, the tokens of all of them, how many each has, and loss masks if there are."""
+
+
+def _write_copies(
+    run: RunWriter,
+    encoded: _Encoded,
+    settings: TokenSettings,
+    found: Tokenized,
+    counts: LanguageCounts | None,
+) -> None:
+    """Write documents as often as `settings.repeat` says, with a key for each copy; add to the counts."""
+    documents, copies, tokens, lengths, mask = encoded
+    times = _times(documents, settings) if settings.repeat > 1 else np.ones(len(lengths), np.int64)
+    sizes = np.diff(text_offsets(documents.column("text")))
+    for number in range(int(times.max())):
+        purpose = f"shuffle-{number}" if number else "shuffle"
+        if number:
+            more = times > number
+            of_tokens = np.repeat(more, lengths)
+            documents, copies, sizes = documents.filter(pa.array(more)), copies[more], sizes[more]
+            mask = None if mask is None else mask[of_tokens]
+            tokens, lengths, times = tokens[of_tokens], lengths[more], times[more]
+            found.repeated += Count(len(lengths), int(sizes.sum()))
+            found.repeated_tokens += int(lengths.sum())
+        hashes = order_hashes(documents, settings.group, settings.seed, purpose)
+        run.write(*document_rows(documents, hashes, copies, tokens, lengths, mask))
+        found.lengths.add(Histogram.of(lengths))
+        found.tokens += len(tokens)
+        found.trained += 0 if mask is None else int(mask.sum())
+        if counts is not None:
+            counts.count(documents, lengths, repeated=number > 0)
+
+
+def count_tokens(batch: pa.RecordBatch, encoder: Encoder, settings: TokenSettings) -> npt.NDArray[np.int64]:
+    """Return the number of tokens that `tokenize_split` makes of each document; 0 for one that it drops."""
+    if "marks" in batch.schema.names:
+        _, lengths, _, _ = encoder.encode_marked(batch.column("text"), batch.column("marks"))
+    else:
+        _, lengths = _encoding(encoder, settings)(batch)
+    return np.where(lengths > 0, lengths + (1 if encoder.bos_id is None else 2), 0)
 
 
 def _tokenize_batch(

@@ -59,7 +59,7 @@ class Joined:
     left_out: int
 
 
-def _fields(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
+def metadata_field(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
     """Return the field `name` of each document's metadata as text, or None if a document does not have it."""
     if name is None:
         return [None] * len(metadata)
@@ -71,17 +71,19 @@ def _keys(values: Sequence[str]) -> list[bytes]:
     return [b"group\0" + value.encode() for value in values]
 
 
-def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int) -> UInt64s:
-    """Return uint64[n], the hash of each document that training order sorts by.
+def order_hashes(
+    documents: pa.RecordBatch, group: GroupConfig | None, seed: int, purpose: str = "shuffle"
+) -> UInt64s:
+    """Return uint64[n], the hash of each document that training order sorts by, or a hash for `purpose`.
 
     It is the hash of the document's group value if it has one, else of its id.
     """
-    placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, "shuffle")
+    placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, purpose)
     if group is None:
         return placed
-    values = _fields(documents.column("metadata"), group.by)
+    values = metadata_field(documents.column("metadata"), group.by)
     is_in = np.array([value is not None for value in values], np.bool_)
-    placed[is_in] = keyed_hashes(_keys([value for value in values if value is not None]), seed, "shuffle")
+    placed[is_in] = keyed_hashes(_keys([value for value in values if value is not None]), seed, purpose)
     return placed
 
 
@@ -93,7 +95,7 @@ def encode_grouped(
     Documents without the field `group.by`, or whose text has no token, get no header. An EncodingError has
     the row of the document.
     """
-    values, titles = (_fields(documents.column("metadata"), name) for name in (group.by, group.title))
+    values, titles = (metadata_field(documents.column("metadata"), name) for name in (group.by, group.title))
     rows = [row for row, value in enumerate(values) if value is not None]
     named = [values[row] or "" for row in rows]
     shown = keyed_hashes(_keys(named), seed, "group-header") < group.header_rate * _WHOLE
@@ -148,7 +150,7 @@ def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s
         np.append(same, False) | np.append(False, same)
     )  # rows that share their hash with a neighbor; all others have nothing to join
     metadata = table.column("metadata").take(pa.array(near))
-    values, keys = _fields(metadata, groups.config.by), _fields(metadata, groups.config.order)
+    values, keys = metadata_field(metadata, groups.config.by), metadata_field(metadata, groups.config.order)
     of_value = [
         (int(hashes[row]), value is None, value or "") for row, value in zip(near, values, strict=True)
     ]

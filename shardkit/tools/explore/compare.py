@@ -144,8 +144,8 @@ def _ids(side: Explored, one_in: int) -> tuple[npt.NDArray[np.bytes_], npt.NDArr
                 ids.append(found[chosen])
                 sources.append(table.column("source").to_numpy()[chosen])
     whole = np.concatenate(ids)
-    order = np.argsort(whole, kind="stable")
-    return whole[order], np.concatenate(sources)[order]
+    ids_found, firsts = np.unique(whole, return_index=True)  # a repeated document counts once
+    return ids_found, np.concatenate(sources)[firsts]
 
 
 def _labels(side: Explored, sources: npt.NDArray[np.int32]) -> dict[str, int]:

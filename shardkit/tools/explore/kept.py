@@ -54,12 +54,23 @@ def show_document(explored: Explored, params: Params) -> dict[str, object]:
         raise PageNotFoundError(f"document {document.hex()} is not in this dataset")
     pieces.sort(key=lambda piece: piece.document_start)
     facts = explored.tracer.pieces(pieces)
+    pieces = _one_copy(pieces)
     return {
         "document": facts[0],
         "pieces": facts,
         "tokens": sum(piece.token_end - piece.token_start for piece in pieces),
         "text": _text(explored, pieces),
     }
+
+
+def _one_copy(pieces: list[Piece]) -> list[Piece]:
+    """Return pieces that cover a document once; those of a repeated document cover it several times."""
+    found, end = [], pieces[0].document_start
+    for piece in pieces:
+        if piece.document_start >= end:
+            found.append(piece)
+            end = piece.document_start + piece.token_end - piece.token_start
+    return found
 
 
 def _text(explored: Explored, pieces: list[Piece]) -> str | None:
