@@ -20,7 +20,19 @@ from shardkit.writers.stages.needs import Corpus, Shape
 ROOT = Path(__file__).parents[2]
 # Names of stages that are ordinary words, too: of recipes, cards, verbs, fields and folders.
 WORDS = {
-    *("bands", "buckets", "candidates", "clean", "duplicates", "exact", "files", "index", "lines", "near"),
+    *(
+        "amounts",
+        "bands",
+        "buckets",
+        "candidates",
+        "clean",
+        "duplicates",
+        "exact",
+        "files",
+        "index",
+        "lines",
+        "near",
+    ),
     *("pack", "parts", "provenance", "scores", "split", "text", "tokenizer", "upload", "url", "verify"),
 }
 EVERYTHING = {
@@ -29,6 +41,7 @@ EVERYTHING = {
         {"scores": {"path": "scores.jsonl", "key": "id", "columns": {"quality": {"min": 0.1}}}},
         {"buckets": {"scores": [{"column": "quality"}]}},
     ],
+    "amounts": {"input-0": {"documents": 1000}},
     "split": {"parts": {"val": 10}},
     "outputs": [{"path": "rows"}, {"path": "texts", "format": "parquet"}],
 }
@@ -108,4 +121,4 @@ def test_steps_that_a_recipe_does_not_ask_for_state_nothing() -> None:
     assert sorted(set(stated)) == sorted(
         ["clean", "duplicates", "pack", "parity", "provenance", "side_files", "tokenize"]
     )
-    assert (len(REMOVING), len(MAKING)) == (4, 5)
+    assert (len(REMOVING), len(MAKING)) == (4, 6)
