@@ -26,6 +26,7 @@ WORDS = {
         "buckets",
         "candidates",
         "clean",
+        "documents",
         "duplicates",
         "exact",
         "files",
