@@ -168,6 +168,17 @@ class SideOutput(Protocol):
         """Return the rows that the last batch produced, in document order, and forget them."""
 
 
+@runtime_checkable
+class Paid(Protocol):
+    """A step that pays for each document: it is not given documents that earlier rules dropped.
+
+    So it has no part in the sample that is judged by all rules.
+    """
+
+    def take_spent(self) -> Mapping[str, float]:
+        """Return what the batches since the last call cost, by name, and forget it."""
+
+
 def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return part[i] / whole[i] as float64; 0 where `whole` is 0."""
     ratios = np.zeros(len(part))

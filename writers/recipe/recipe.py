@@ -33,6 +33,7 @@ from shardkit.settings import (
     StrictModel,
 )
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
+from shardkit.writers.filters.ask import AskConfig
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
@@ -261,12 +262,16 @@ class Recipe(StrictModel):
                 if twice := sorted(columns & config.columns.keys()):
                     raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}; rename one")
                 columns |= config.columns.keys()
+            if isinstance(config, AskConfig) and config.score is not None:
+                if config.score.name in columns:
+                    raise ValueError(f"filters: two scores are called {config.score.name!r}; rename one")
+                columns.add(config.score.name)
             if not isinstance(config, BucketsConfig):
                 continue
             found += 1
             if unknown := [one.column for one in config.scores if one.column and one.column not in columns]:
                 raise ValueError(
-                    f"filters: buckets: no `scores` filter before it has the column {unknown[0]!r}; add one"
+                    f"filters: buckets: no `scores` or `ask` before it has the column {unknown[0]!r}; add one"
                 )
             taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
             if config.field in taken:
