@@ -90,18 +90,19 @@ class Answers:
 
     def refresh(self) -> None:
         """Add the answers that other processes have appended since the last call."""
-        with _naming(self.folder):
+        try:
             changed = self.folder.stat().st_mtime_ns
-            # A file that is made within the clock's granularity leaves the time as it is: look once more.
             if changed != self._changed:
-                recent = time.time_ns() - changed < 100_000_000
-                self._changed = -1 if recent else changed
+                # A file that is made within the clock's granularity leaves the time as it is: look once more.
+                self._changed = -1 if time.time_ns() - changed < 100_000_000 else changed
                 for path in sorted(self.folder.glob("*.jsonl")):
                     if path.name not in self._numbers:
                         self._open(path)
             for number in range(len(self._files)):
                 if number != self._own:
                     self._read_new(number)
+        except OSError as error:
+            raise _described(error, self.folder) from error
 
     def find(self, key: bytes) -> Answer | None:
         """Return the kept answer to the request with this 16-byte key; None if there is none."""
@@ -138,10 +139,12 @@ class Answers:
             option=orjson.OPT_APPEND_NEWLINE,
         )
         number = self._take_file() if self._own is None else self._own
-        with _naming(self.folder):
-            written = 0
+        written = 0
+        try:
             while written < len(line):
                 written += os.pwrite(self._files[number], line[written:], self._own_end + written)
+        except OSError as error:
+            raise _described(error, self.folder) from error
         self._new[key] = number, self._own_end, len(line) - 1
         self._own_end += len(line)
         self._unsynced = True
@@ -363,4 +366,8 @@ def _naming(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BuildError(f"ask: answers: {error.filename or folder}: {error.strerror or error}") from error
+        raise _described(error, folder) from error
+
+
+def _described(error: OSError, folder: Path) -> BuildError:
+    return BuildError(f"ask: answers: {error.filename or folder}: {error.strerror or error}")

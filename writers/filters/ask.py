@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -267,7 +267,7 @@ class Asker:
         self._uses = {match[1] for match in _FIELD.finditer(self._template)}
         self._folder = folder / config.answers
         named = [config.model, config.version, self._template, config.system, self._sampling()]
-        self.prompt_digest = blake2b(json.dumps(named).encode(), digest_size=8).hexdigest()
+        self.prompt_digest = sha256(json.dumps(named).encode()).hexdigest()[:16]
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def _load(self, folder: Path) -> str:
@@ -384,7 +384,7 @@ class Asker:
         return bodies
 
     def _key(self, body: bytes) -> bytes:
-        return blake2b(b"%s\0%s" % (self._config.version.encode(), body), digest_size=16).digest()
+        return sha256(b"%s\0%s" % (self._config.version.encode(), body)).digest()[:16]
 
     def take_spent(self) -> Mapping[str, float]:
         """See Paid.take_spent."""
