@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.writers import build
 from shardkit.writers.filters.answers import Answer, Answers, Meter, Rates
 from shardkit.writers.filters.base import Edit, Rule
@@ -312,13 +314,14 @@ def test_rates_hold_for_all_processes_that_share_the_answers(tmp_path: Path) -> 
         (403, "api_key_env"),
         (404, "check `url`, to which /chat/completions is added"),
         (302, "redirects are not followed"),
+        (429, "the server asks to wait 9,999 s"),
     ],
 )
 def test_what_every_document_would_meet_stops_the_build_at_once(
     tmp_path: Path, status: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUR_KEY", KEY)
-    with ModelServer(status=status) as server:
+    with ModelServer(status=status, header="retry-after: 9999") as server:
         made = config(server, concurrency=1, api_key_env="OUR_KEY", on_error="keep")
         with pytest.raises(BuildError, match=problem) as caught:
             judge(tmp_path, made, TEXTS)
@@ -341,6 +344,40 @@ def test_a_document_whose_request_fails_stops_the_build_or_is_dropped_or_kept(tm
         assert spent["failures"] == 5
         with pytest.raises(BuildError, match="50 requests failed in a row"):
             judge(tmp_path, config(server, on_error="keep"), TEXTS)
+
+
+def test_the_key_is_in_no_message_though_the_server_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_KEY", KEY)
+    with ModelServer(status=400) as server, pytest.raises(BuildError) as caught:
+        judge(tmp_path, config(server, api_key_env="OUR_KEY"), TEXTS)
+    assert "Bearer ***" in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+def test_a_request_that_takes_too_long_is_sent_again_and_fails_in_the_end(tmp_path: Path) -> None:
+    with ModelServer(seconds=30) as server:
+        with pytest.raises(BuildError, match=r"no answer in 0.1 s \(after 2 attempts\)"):
+            judge(tmp_path, config(server, timeout_seconds=0.1, retries=1, concurrency=1), TEXTS)
+        assert sum(server.counts()["requests"].values()) == 2
+
+
+def test_it_asks_where_an_event_loop_runs_too_as_in_notebooks(tmp_path: Path, server: ModelServer) -> None:
+    async def cell() -> list[Rule]:
+        return judge(tmp_path, config(server), TEXTS)[0]
+
+    rules = asyncio.run(cell())
+    assert rules[2].values is not None
+    assert rules[2].values.tolist() == [score_of(f"Judge: {text}") for text in TEXTS]
+
+
+def test_without_its_extra_the_error_names_it(
+    tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "httptools", None)
+    with pytest.raises(MissingExtraError, match=r"ask needs httptools: pip install 'shardkit\[ask\]'"):
+        judge(tmp_path, config(server), TEXTS)
 
 
 def test_an_endpoint_that_is_not_there_ends_the_retries(tmp_path: Path) -> None:

@@ -41,7 +41,12 @@ def started(target: Callable[..., None], *args: Any) -> ForkServerProcess:
 
 
 def recipe_in(folder: Path, server: ModelServer, name: str = "out") -> dict[str, Any]:
-    ask = {"url": server.url, "model": "m", "prompt": "Judge: {text}", "answers": str(folder / "answers")}
+    ask: dict[str, Any] = {
+        "url": server.url,
+        "model": "m",
+        "prompt": "Judge: {text}",
+        "answers": str(folder / "answers"),
+    }
     ask |= {"concurrency": CONCURRENCY, "retries": 50, "timeout_seconds": 20}
     ask |= {"score": {"pattern": r"score: *(\d)", "min": 3}}
     return {

@@ -30,7 +30,7 @@ class ModelServer:
     """The process of a server, as a context manager.
 
     `faults`: share of requests that meet one; `seconds`: how long an answer takes; `status`: what every
-    request gets instead of an answer.
+    request gets instead of an answer, with a `header`, and with its own key in the message.
     """
 
     def __init__(
@@ -41,8 +41,16 @@ class ModelServer:
         status: int = 200,
         kinds: tuple[str, ...] = FAULTS,
         plain: bool = False,
+        header: str = "location: http://other.test/v1",
     ) -> None:
-        options = {"faults": faults, "seconds": seconds, "status": status, "kinds": kinds, "plain": plain}
+        options: dict[str, Any] = {
+            "faults": faults,
+            "seconds": seconds,
+            "status": status,
+            "kinds": kinds,
+            "plain": plain,
+        }
+        options |= {"header": header}
         self._command = [sys.executable, __file__, json.dumps(options)]
 
     def __enter__(self) -> Self:
@@ -132,7 +140,7 @@ class _Server(asyncio.Protocol):
                 self.write(200, completion(json.loads(body)))
             else:
                 self.keys.add(headers.get("authorization", ""))
-                self.answer(lines[0], body)
+                self.answer(lines[0], headers, body)
 
     def tell(self) -> None:
         names = ("requests", "answers", "faults")
@@ -142,7 +150,7 @@ class _Server(asyncio.Protocol):
             getattr(self, name).clear()
         self.keys.clear()
 
-    def answer(self, line: str, body: bytes) -> None:
+    def answer(self, line: str, headers: dict[str, str], body: bytes) -> None:
         key = hashlib.sha256(b"1\0" + body).hexdigest()[:32]
         self.requests[key] += 1
         self.seen[key] += 1
@@ -152,9 +160,9 @@ class _Server(asyncio.Protocol):
             self.write(404, b"no such path")
         elif options["status"] != 200:
             self.faults[str(options["status"])] += 1
-            self.write(
-                options["status"], b'{"error": {"message": "no"}}', "location: http://other.test/v1\r\n"
-            )
+            message = f"no, {headers.get('authorization')}"
+            told = json.dumps({"error": {"message": message}}).encode()
+            self.write(options["status"], told, f"{options['header']}\r\n")
         elif draw.random() < options["faults"]:
             kind = draw.choice(options["kinds"])
             self.faults[kind] += 1

@@ -57,6 +57,13 @@ class Answer:
     tokens_out: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request has no answer after all attempts."""
+
+    problem: str
+
+
 class Answers:
     """The kept answers of one folder, as this process sees them. Use it in one thread at a time.
 

@@ -35,9 +35,8 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_val
 from shardkit.errors import BuildError, RecipeError
 from shardkit.settings import Bounds, FieldName, Listed, LocalPath, StrictModel
 from shardkit.writers.execution.digests import DecidesNoByte
-from shardkit.writers.filters.answers import Answer, Meter, Rates, open_answers
+from shardkit.writers.filters.answers import Answer, Failure, Meter, Rates, open_answers
 from shardkit.writers.filters.base import Edit, FilterSettings, Rule
-from shardkit.writers.filters.endpoint import Endpoint, EndpointSettings, Failure
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
@@ -330,6 +329,8 @@ class Asker:
         return results, keys
 
     def _send(self, requests: Mapping[bytes, bytes]) -> dict[bytes, Answer | Failure]:
+        from shardkit.writers.filters.endpoint import Endpoint, EndpointSettings
+
         config, answers = self._config, open_answers(self._folder)
         budget = config.budget or BudgetConfig()
         rates = Rates(config.requests_per_minute, config.tokens_per_minute, budget.requests, budget.tokens)

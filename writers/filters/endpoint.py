@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from shardkit.errors import BuildError, MissingExtraError
-from shardkit.writers.filters.answers import Answer, Answers, Meter
+from shardkit.writers.filters.answers import Answer, Answers, Failure, Meter
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -43,13 +43,6 @@ _SHOWN = 300  # characters of a response in a message
 
 class EndpointError(BuildError):
     """The endpoint cannot be used as the recipe says, whatever the document."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a request has no answer after all attempts."""
-
-    problem: str
 
 
 @dataclass(frozen=True, slots=True)
