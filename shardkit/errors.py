@@ -57,6 +57,7 @@ _EXTRAS = {
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),
     "h11": ("uvicorn", "view"),  # a dependency of uvicorn
+    "httptools": ("httptools", "ask"),
     "huggingface_hub": ("tokenizers", "write"),  # a dependency of tokenizers
     "isal": ("isal", "fast"),
     "jinja2": ("Jinja2", "view"),

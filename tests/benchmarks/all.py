@@ -79,6 +79,7 @@ BENCHMARKS = (
     Benchmark("ray_data", "bench_frameworks.py exact --megabytes 80 --runs 3", 6, ("corpus", "tokenizer")),
     Benchmark("datatrove", "bench_frameworks.py fineweb --runs 3", 12, ("corpus", "tokenizer")),
     Benchmark("steps", "bench_steps.py", 7),
+    Benchmark("ask", "bench_ask.py", 2),
     Benchmark("growth", "bench_growth.py --megabytes 100", 5, ("corpus", "tokenizer")),
     Benchmark("scaling", "bench_scaling.py --megabytes 320", 10, ("corpus", "tokenizer")),
     Benchmark("store", "bench_store.py", 10, ("corpus", "tokenizer", "rgw")),

@@ -377,6 +377,7 @@ def test_a_recipe_with_every_filter_is_read_without_numba_arrow_or_a_model(tmp_p
         "classifier": {"model": "model.bin", "label": "good"},
         "decontamination": {"evaluations": [{"path": "test.jsonl"}]},
         "perplexity": {"model": "model.arpa"},
+        "ask": {"url": "http://localhost/v1", "model": "m", "prompt": "{text}", "score": {}},
         "scores": {"path": "scores.parquet", "columns": {"quality": None}},
         "buckets": {"scores": [{"column": "quality"}]},
         "unigram_log_prob": {"frequencies": "words.csv"},

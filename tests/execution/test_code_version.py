@@ -30,6 +30,7 @@ OTHER_LIBRARIES = {
     "urllib3": "moves objects",
     "fsspec": "moves objects",
     "huggingface_hub": "moves objects",
+    "httptools": "moves answers, which decide",
 }
 
 

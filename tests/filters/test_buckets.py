@@ -237,7 +237,7 @@ def test_recipes_with_buckets_of_nothing_are_refused(folder: Path) -> None:
     recipe = recipe_in(folder)
     joined, buckets = recipe["filters"]
     for changes, problem in (
-        ({"filters": [buckets, joined]}, "no `scores` or `python` filter before it has the column 'a'"),
+        ({"filters": [buckets, joined]}, "no `scores`, `ask` or `python` before it has the column 'a'"),
         ({"filters": [joined, buckets, buckets]}, "a recipe may have only one `buckets` filter"),
         ({"filters": [joined, joined]}, "two `scores` filters have a column 'a'"),
         ({"filters": recipe_in(folder, field="kind")["filters"]}, "documents already have a field 'kind'"),

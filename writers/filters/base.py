@@ -77,7 +77,7 @@ class FilterSettings(StrictModel):
 
     @property
     def is_costly(self) -> bool:
-        """Whether judging a document costs so much that rehearsals and samples leave the filter out."""
+        """Whether judging costs so much that the filter gets no dropped documents and is not rehearsed."""
         return self.resources.gpus > 0
 
     def entry(self, name: str) -> dict[str, Any]:
@@ -177,6 +177,14 @@ class SideOutput(Protocol):
 
     def take_rows(self) -> list[dict[str, Any]]:
         """Return the rows that the last batch produced, in document order, and forget them."""
+
+
+@runtime_checkable
+class Paid(Protocol):
+    """A step that pays for what it judges. Its settings say that it `is_costly`."""
+
+    def take_spent(self) -> Mapping[str, float]:
+        """Return what the batches since the last call cost, by name, and forget it."""
 
 
 def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -56,7 +56,7 @@ _FINEWEB2 = frozenset(
         *("new_line_ratio", "max_avg_word_length", "min_avg_word_length", "max_non_alpha_words_ratio"),
     }
 )
-_SAME_FOR_ALL = ("buckets", "decontamination", "scores")
+_SAME_FOR_ALL = ("ask", "buckets", "decontamination", "scores")
 _JUDGES_ONLY = (
     "settings of filters that edit texts, and of the filters "
     f"{', '.join(_SAME_FOR_ALL)}, must be the same for all languages; remove them from by_language"

@@ -2,8 +2,10 @@
 
 Later filters skip a dropped document, unless the build writes annotations: then every rule judges every
 document, as edited by all previous editors. On a sample of documents, the failures of each rule are also
-counted independently of the other rules. Bytes are conserved: a document's original size equals the bytes
-that editors cut plus its size when it was kept or dropped; `_run` asserts this for every edit.
+counted independently of the other rules. A filter whose settings say that it `is_costly` is never given
+dropped documents: its failures in the sample are counted among those that reach it, and later rules judge the
+sample as if it had edited nothing. Bytes are conserved: a document's original size equals the bytes that
+editors cut plus its size when it was kept or dropped; `_run` asserts this for every edit.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from shardkit.writers.filters.base import (
     Editor,
     Filter,
     FilterSettings,
+    Paid,
     Rule,
     SideOutput,
     first_failing,
@@ -124,7 +127,7 @@ class FilterChain:
         if self._annotate:
             dropped = [self.reasons[code - 1] if code else None for code in codes.tolist()]
             result.annotations["dropped"] = np.array(dropped, np.object_)
-        self._sample(documents, hashes, languages, result)
+        self._sample(documents, hashes, languages, batch.scores, result)
         for work in self._sides:
             work.take_rows()  # discard rows found in the sample, whose documents were all judged above
         result.kept, result.stays = batch.documents, codes == 0
@@ -172,7 +175,8 @@ class FilterChain:
         first = 0
         for step in self._steps:
             alive = codes == 0
-            if not self._annotate:
+            batch.wanted = np.ones(len(batch), np.bool_)
+            if step.is_costly or not self._annotate:
                 batch.wanted = alive
             began = time.thread_time()
             rules, edit = self._run(step, batch)
@@ -185,7 +189,11 @@ class FilterChain:
                 chosen = np.flatnonzero(found == number)
                 codes[chosen] = first + number
                 _drop(result, self.reasons[first + number - 1], rules[number - 1], batch, chosen, hashes)
-            self.costs[step.name].add(FilterCost(judged, judged - int((codes == 0).sum()), seconds))
+            spent = dict(step.work.take_spent()) if isinstance(step.work, Paid) else {}
+            self.costs[step.name].add(FilterCost(judged, judged - int((codes == 0).sum()), seconds, spent))
+            if step.is_costly:
+                sampled = alive & (hashes % np.uint64(SAMPLE) == 0)
+                _count_alone(result, step.name, rules, sampled)
             first += len(step.work.reasons)
             if step.name == self._language:
                 result.languages = batch.languages
@@ -216,23 +224,21 @@ class FilterChain:
         documents: pa.RecordBatch,
         hashes: npt.NDArray[np.uint64],
         languages: npt.NDArray[np.object_] | None,
+        scores: Mapping[str, npt.NDArray[np.float64]],
         result: Filtered,
     ) -> None:
-        """Count each rule's failures in a sample of documents chosen by hash, regardless of other rules.
-
-        Costly filters are left out, so that they judge no document that another rule dropped.
-        """
+        """Count each rule's failures in a sample of documents chosen by hash, regardless of other rules."""
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
             return
         batch = TextBatch(documents.take(pa.array(chosen)), stop_words=self._stop_words)
         batch.languages = None if languages is None else languages[chosen]
+        batch.scores = {name: values[chosen] for name, values in scores.items()}  # those that are paid for
         for step in self._steps:
-            rules, _ = ((), None) if step.is_costly else self._run(step, batch)
-            for rule in rules:
-                if rule.fails is not None and rule.fails.any():
-                    result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
+            if not step.is_costly:
+                rules, _ = self._run(step, batch)
+                _count_alone(result, step.name, rules, batch.wanted)
 
     def _run(self, step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
         """Run a step on a batch; if it is the language filter, store its labels in `batch.languages`."""
@@ -289,6 +295,13 @@ def _drop(
         for row in chosen[np.argsort(hashes[chosen], kind="stable")[:EXCERPTS]].tolist()
     ]
     result.excerpts[reason] = sorted([*result.excerpts.get(reason, ()), *shown])[:EXCERPTS]
+
+
+def _count_alone(result: Filtered, name: str, rules: Sequence[Rule], sampled: npt.NDArray[np.bool_]) -> None:
+    """Count the failures of each rule in the sampled documents."""
+    for rule in rules:
+        if rule.fails is not None and (count := int((rule.fails & sampled).sum())):
+            result.alone[f"{name}/{rule.name}"] = count
 
 
 def _beginning(batch: TextBatch, row: int) -> str:

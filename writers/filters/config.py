@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from shardkit.settings import FieldName, StrictModel
+from shardkit.writers.filters.ask import AskConfig
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -142,6 +143,9 @@ class FilterEntry(StrictModel):
     )
     scores: ScoresConfig | None = Field(
         default=None, description="Scores that were computed elsewhere, joined by the document's id."
+    )
+    ask: AskConfig | None = Field(
+        default=None, description="A language model behind an endpoint scores, labels or rewrites documents."
     )
     buckets: BucketsConfig | None = Field(
         default=None, description="Quality classes from an ensemble of scores, for routing documents."

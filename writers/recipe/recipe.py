@@ -37,6 +37,7 @@ from shardkit.settings import (
     StrictModel,
 )
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
+from shardkit.writers.filters.ask import AskConfig
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
@@ -276,13 +277,17 @@ class Recipe(StrictModel):
                 columns |= config.columns.keys()
             if isinstance(config, PythonConfig):
                 columns |= {*config.columns}
+            if isinstance(config, AskConfig) and config.score is not None:
+                if config.score.name in columns:
+                    raise ValueError(f"filters: two scores are called {config.score.name!r}; rename one")
+                columns.add(config.score.name)
             if not isinstance(config, BucketsConfig):
                 continue
             found += 1
             known = columns.union(*(config.metadata for config in self.inputs))
             if unknown := [one.column for one in config.scores if one.column and one.column not in known]:
                 raise ValueError(
-                    f"filters: buckets: no `scores` or `python` filter before it has the column "
+                    f"filters: buckets: no `scores`, `ask` or `python` before it has the column "
                     f"{unknown[0]!r}, and no input keeps it in `metadata`; add one"
                 )
             if config.field in {"source", "language", "copies"} | (self._fields or set()):

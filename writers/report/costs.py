@@ -6,8 +6,8 @@ that several filters use, such as the words of a text, is counted for the first 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.stages.flow import Documents
@@ -22,7 +22,7 @@ class StepCost:
 
     `documents` is how many it judged, `dropped` how many of these it removed, `seconds` the CPU time of a
     filter, in all workers together; None for duplicate removal, whose stages have times of their own. A
-    filter that `edits` changes what later steps see.
+    filter that `edits` changes what later steps see. `spent` is as in FilterCost.
     """
 
     step: str
@@ -30,6 +30,17 @@ class StepCost:
     dropped: int
     seconds: float | None = None
     edits: bool = False
+    spent: Mapping[str, float] = field(default_factory=dict)
+
+    def describe_spent(self) -> str:
+        """Return the answers, requests, tokens and seconds of a filter that pays for documents, as text."""
+        spent = {name: round(amount) for name, amount in self.spent.items()}
+        requests, failed = spent.get("requests", 0), spent.get("failed_requests", 0)
+        tokens = f"{spent.get('tokens_in', 0):,} tokens in, {spent.get('tokens_out', 0):,} out"
+        return (
+            f"{spent.get('documents', 0):,} documents, {spent.get('reused', 0):,} of them with answers kept "
+            f"before; {requests:,} requests ({failed:,} failed), {tokens}, {spent.get('seconds', 0):,} s"
+        )
 
 
 def step_costs(documents: Documents) -> list[StepCost]:
@@ -47,7 +58,7 @@ def step_costs(documents: Documents) -> list[StepCost]:
                 totals.setdefault(name, FilterCost()).add(cost)
         settings = dict(move)
         found += [
-            StepCost(name, cost.documents, cost.dropped, cost.seconds, settings[name].may_edit)
+            StepCost(*(name, cost.documents, cost.dropped, cost.seconds, settings[name].may_edit), cost.spent)
             for name, cost in totals.items()
         ]
     return found

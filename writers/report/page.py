@@ -561,7 +561,8 @@ def _costs(result: BuildResult) -> str:
     ]
     head = ("step", ">documents", ">removed", ">share", ">CPU s", ">us a document")
     advice = better_place(result.costs)
-    note = f'<p class="note">{text(advice)}.</p>' if advice else ""
+    notes = [f"{cost.step}: {cost.describe_spent()}" for cost in result.costs if cost.spent]
+    note = "".join(f'<p class="note">{text(one)}.</p>' for one in [*([advice] if advice else []), *notes])
     found = table(head, rows, caption="What each step judged, removed and took")
     return section("Filters and duplicate removal", found, note)
 

@@ -264,6 +264,7 @@ class BuildResult(Described):
         shown = [f"{cost.step} {cost.seconds:,.0f} s" for cost in filters[:_MOST_STEPS]]
         advice = better_place(self.costs)
         facts = [("filters", f"CPU of all workers: {', '.join(shown)}")] if shown else []
+        facts += [(cost.step, cost.describe_spent()) for cost in self.costs if cost.spent]
         return [*facts, ("order", advice)] if advice else facts
 
     def _shards(self) -> str:

@@ -48,17 +48,23 @@ class Dropped:
 
 @dataclass(slots=True)
 class FilterCost:
-    """The documents that one filter judged and dropped in some batches, and its CPU seconds."""
+    """The documents that one filter judged and dropped in some batches, and its CPU seconds.
+
+    `spent` has what a filter that pays for documents reports: requests, tokens and so on, by name.
+    """
 
     documents: int = 0
     dropped: int = 0
     seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: FilterCost) -> None:
         """Add the cost of other batches."""
         self.documents += other.documents
         self.dropped += other.dropped
         self.seconds += other.seconds
+        for name, amount in other.spent.items():
+            self.spent[name] = self.spent.get(name, 0) + amount
 
 
 @dataclass
