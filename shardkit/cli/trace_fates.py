@@ -69,7 +69,8 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
     if facts["reason"] in ("duplicate_lines", "empty"):
         left = "all its lines are in other documents" if facts["reason"] == "duplicate_lines" else "no token"
         return [f"dropped as {facts['reason']}: {left}"]
-    likeness = f" (similarity {facts['similarity']:.3f})" if facts["reason"] == "near_duplicate" else ""
+    is_alike = facts["reason"] in ("near_duplicate", "semantic_duplicate")
+    likeness = f" (similarity {facts['similarity']:.3f})" if is_alike else ""
     kept = facts["kept_url"] or facts["kept_id"]
     lines = [f"removed as {facts['reason']}{likeness}"]
     if facts["kept_file"] is None:

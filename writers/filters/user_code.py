@@ -28,10 +28,23 @@ def _identifier(name: str) -> str:
     return last if last.isidentifier() else "keep"
 
 
+FunctionName = Annotated[str, AfterValidator(_function_name)]
+
+
+def named_after_the_file(data: Any) -> Any:
+    """Prefix a bare function name, such as `function: keep`, with a module name made from `file`."""
+    if isinstance(data, dict):
+        function, file = data.get("function"), data.get("file")
+        if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
+            module = Path(file).stem
+            return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
+    return data
+
+
 class UserCode(StrictModel):
     """The settings that name a function or class of the user, and its arguments."""
 
-    function: Annotated[str, AfterValidator(_function_name)] = Field(
+    function: FunctionName = Field(
         description="package.module:function; with `file`, the module is only a name for messages.",
         examples=["my_filters:keep"],
     )
@@ -43,13 +56,7 @@ class UserCode(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _named_after_the_file(cls, data: Any) -> Any:
-        """Prefix a bare function name, such as `function: keep`, with a module name made from `file`."""
-        if isinstance(data, dict):
-            function, file = data.get("function"), data.get("file")
-            if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
-                module = Path(file).stem
-                return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
-        return data
+        return named_after_the_file(data)
 
     def source_file(self, key: str) -> str:
         """Return the path of the file with the code, whose digest is part of the identity of a task.

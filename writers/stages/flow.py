@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardkit.card import Count, NearFacts
+from shardkit.card import Count, NearFacts, SemanticFacts
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
@@ -174,10 +174,12 @@ class Documents:
     single: int = 0
     """Number of documents left by the last step that compared URLs or texts for equality."""
     groups: Sequence[int] = ()
-    """Documents by how many they represent, in the classes of `count_groups`; without `near`, [0] is 0."""
+    """Documents by how many they represent, in the classes of `count_groups`; [0] is 0 unless `near` or
+    `semantic` compared them."""
     largest_group: int = 1
     near: NearResult | None = None
     near_facts: NearFacts | None = None
+    semantic_facts: SemanticFacts | None = None
     labels: Buckets | None = None
     """The rules by which scores of a `buckets` filter become labels; None until they are known."""
     parts: PartsFound | None = None

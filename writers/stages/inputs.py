@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
 from shardkit.hashing import digest_of, hash_file
 from shardkit.storage.store import StorageOptions
@@ -85,17 +85,22 @@ class BuildInputs:
 
 
 def filter_files(recipe: Recipe) -> dict[str, str]:
-    """Return the xxh3-128 of each file that a filter reads, by its path in the recipe.
+    """Return the xxh3-128 of each file that a filter or `dedup.semantic` reads, by its path in the recipe.
 
     Raises RecipeError if a file cannot be read.
     """
     digests = {}
-    for name, config in recipe.filter_chain():
-        for path in config.files():
+    read = [(f"filters: {name}", config.files()) for name, config in recipe.filter_chain()]
+    if recipe.dedup.semantic is not None:
+        read.append(("dedup.semantic.embed", recipe.dedup.semantic.embed.files()))
+    for key, paths in read:
+        for path in paths:
             try:
                 digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
             except OSError as error:
-                raise RecipeError(f"filters: {name}: {path}: {error.strerror or error}") from None
+                raise RecipeError(f"{key}: {path}: {error.strerror or error}") from None
+            except ShardError as error:
+                raise RecipeError(f"{key}: {error}") from None
     return digests
 
 
