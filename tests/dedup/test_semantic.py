@@ -439,3 +439,43 @@ def test_one_and_two_workers_make_the_same_bytes(tmp_path: Path, monkeypatch: py
         build(path, workers=workers, progress=False)
         trees.append(tree(folder / "out"))
     assert trees[0] == trees[1]
+
+
+def test_the_cluster_is_a_field_that_outputs_select_by(tmp_path: Path) -> None:
+    folder = tmp_path / "user"
+    where = [{"path": "low", "where": {"cluster": {"max": 3}}}, {"path": "some", "where": {"cluster": ["5"]}}]
+    outputs: list[dict[str, Any]] = [{"path": "out"}, *where]
+    semantic = {"embed": STATIC, "similarity": 0.93, "clusters": 8, "field": "cluster"}
+    changes = {
+        "steps": [{"semantic": semantic}, {"length": {"min_words": 57}}, "exact"],
+        "outputs": [one | {"format": "jsonl"} for one in outputs],
+        "output": None,
+        "dedup": {},
+    }
+    path = make(folder, {}, {key: value for key, value in changes.items() if value is not None})
+    data = yaml.safe_load(path.read_text())
+    del data["output"]
+    path.write_text(yaml.safe_dump(data))
+    unknown = {"text": " ".join("字" * 60), "id": "unknown"}
+    with (folder / "second.jsonl").open("a") as file:
+        file.write(json.dumps(unknown) + "\n")
+    build(path, progress=False)
+    rows = {row["id"]: row for row in read_output(folder)}
+    cluster = {one: (row.get("metadata") or {}).get("cluster") for one, row in rows.items()}
+    assert cluster.pop("unknown") is None
+    texts = texts_of(folder)
+    units = static_units(folder, [texts[one] for one in cluster]).astype(np.float32)
+    [means] = [np.load(path) for path in (folder / "work").rglob("centroids.npy")]
+    nearest = dict(zip(cluster, (units @ means.T).argmax(axis=1).tolist(), strict=True))
+    assert sum(nearest[one] == cluster[one] for one in cluster) >= 0.98 * len(cluster)
+    assert len({*cluster.values()}) > 4
+    for name, wanted in (("low", {0, 1, 2, 3}), ("some", {5})):
+        found = [row["id"] for file in sorted((folder / name).glob("*.jsonl")) for row in read(file)]
+        assert {*found} == {one for one, number in cluster.items() if number in wanted}
+
+
+def test_a_field_that_documents_have_is_refused() -> None:
+    semantic = {"embed": STATIC, "field": "dump"}
+    data = {"inputs": [{"path": "a.jsonl", "metadata": ["dump"]}], "dedup": {"semantic": semantic}}
+    with pytest.raises(RecipeError, match=r"dedup.semantic.field: documents already have a field 'dump'"):
+        recipe_from_mapping(data | {"output": {"path": "o", "format": "jsonl"}}, folder=Path())

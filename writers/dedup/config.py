@@ -260,6 +260,12 @@ class SemanticDedupConfig(StrictModel):
         description="Number of nearest clusters in which each document is compared; more find more of the "
         "duplicates at the borders of clusters.",
     )
+    field: FieldName | None = Field(
+        default=None,
+        description="Metadata field in which the number of a document's nearest cluster is stored, for "
+        "output.where; null: none.",
+        examples=["cluster"],
+    )
 
 
 class DedupSchemes(StrictModel):

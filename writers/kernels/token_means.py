@@ -57,7 +57,7 @@ def byte_classes() -> UInt8s:
     return classes
 
 
-@kernel(inline=True)
+@kernel(inline=True, allocates=False)
 def _next_word(data: UInt8s, at: int, stop: int, classes: UInt8s) -> tuple[int, int]:
     """Return (start, stop) of the first word at or after `at`; start == stop: there is none."""
     while at < stop and classes[data[at]] == _SPACE:
@@ -70,7 +70,7 @@ def _next_word(data: UInt8s, at: int, stop: int, classes: UInt8s) -> tuple[int, 
     return start, at
 
 
-@kernel(inline=True)
+@kernel(inline=True, allocates=False)
 def _hash(data: UInt8s, start: int, stop: int) -> np.uint64:
     value = np.uint64(stop - start) * _FACTOR
     for at in range(start, stop):
@@ -79,7 +79,7 @@ def _hash(data: UInt8s, start: int, stop: int) -> np.uint64:
     return value ^ value >> _U29
 
 
-@kernel(inline=True)
+@kernel(inline=True, allocates=False)
 def _find(data: UInt8s, start: int, stop: int, value: np.uint64, words: Words) -> int:
     """Return the slot of a word: that with its number, or the empty one where it belongs."""
     mask = np.uint64(len(words.slots) - 1)
@@ -99,7 +99,7 @@ def _find(data: UInt8s, start: int, stop: int, value: np.uint64, words: Words) -
     return int64(slot)
 
 
-@kernel
+@kernel(allocates=False)
 def insert_words(words: Words, first: int, stop: int) -> None:
     """Put the words [first, stop), whose places in `data` and `tokens` are known, into the slots."""
     for number in range(first, stop):
@@ -110,7 +110,7 @@ def insert_words(words: Words, first: int, stop: int) -> None:
             words.slots[slot] = number
 
 
-@kernel
+@kernel(allocates=False)
 def add_tokens(
     data: UInt8s,
     edges: Int64s,
@@ -121,17 +121,18 @@ def add_tokens(
     most: int,
     sums: Float32s,
     unknown: Int64s,
-) -> int:
+) -> tuple[int, int]:
     """Set sums[row] to the sum of the vectors of the first `most` tokens of each text in `rows`.
 
     If a word among them is not in the table, its (row, start, stop) is added to `unknown`, int64[m, 3], and
-    the sum is not valid. Returns the number of these words; if it is `m`, some may not have been noted.
+    the sum is not valid. Returns the number of these words, and of the rows that were taken: all, unless
+    there was no room for more words.
     """
     noted = 0
     for place in range(len(rows)):
         row = rows[place]
-        total = sums[row]
-        total[:] = np.float32(0)
+        for column in range(sums.shape[1]):
+            sums[row, column] = np.float32(0)
         at, stop, tokens, is_known = edges[row], edges[row + 1], 0, True
         while at < stop and tokens < most:
             start, at = _next_word(data, at, stop, classes)
@@ -139,34 +140,36 @@ def add_tokens(
                 break
             number = words.slots[_find(data, start, at, _hash(data, start, at), words)]
             if number < 0:
+                if noted == len(unknown):
+                    return noted, place
                 is_known = False
                 tokens += 1
-                if noted < len(unknown):
-                    unknown[noted, 0], unknown[noted, 1], unknown[noted, 2] = row, start, at
-                    noted += 1
+                unknown[noted, 0], unknown[noted, 1], unknown[noted, 2] = row, start, at
+                noted += 1
                 continue
-            last = min(words.token_stops[number], words.token_starts[number] + most - tokens)
-            for token in range(words.token_starts[number], last):
-                if is_known:
-                    _add(total, matrix[words.tokens[token]])
-                tokens += 1
-    return noted
+            first = words.token_starts[number]
+            last = min(words.token_stops[number], first + most - tokens)
+            tokens += last - first
+            if is_known:
+                for token in range(first, last):
+                    _add(sums, row, matrix, words.tokens[token])
+    return noted, len(rows)
 
 
-@kernel(inline=True)
-def _add(total: Float32s, vector: Float32s) -> None:
-    for at in range(len(total)):
-        total[at] += vector[at]
+@kernel(inline=True, allocates=False)
+def _add(sums: Float32s, row: int, matrix: Float32s, token: int) -> None:
+    for column in range(sums.shape[1]):
+        sums[row, column] += matrix[token, column]
 
 
-@kernel
+@kernel(allocates=False)
 def add_rows(tokens: Int32s, offsets: Int64s, matrix: Float32s, most: int, sums: Float32s) -> None:
     """Set sums[i] to the sum of the vectors of the first `most` of tokens[offsets[i]:offsets[i + 1]]."""
     for row in range(len(offsets) - 1):
-        total = sums[row]
-        total[:] = np.float32(0)
+        for column in range(sums.shape[1]):
+            sums[row, column] = np.float32(0)
         for at in range(offsets[row], min(offsets[row + 1], offsets[row] + most)):
-            _add(total, matrix[tokens[at]])
+            _add(sums, row, matrix, tokens[at])
 
 
 @kernel

@@ -253,7 +253,7 @@ class Recipe(StrictModel):
             )
 
     def _check_buckets(self) -> None:
-        """Raise ValueError if `buckets` reads a score that does not exist, or writes a field that exists."""
+        """Raise ValueError if `buckets` reads a score that does not exist, or a label a field that exists."""
         columns: set[str] = set()
         found = 0
         for _, config in self.filter_chain():
@@ -272,6 +272,14 @@ class Recipe(StrictModel):
             if config.field in taken:
                 raise ValueError(
                     f"filters: buckets.field: documents already have a field {config.field!r}; rename it"
+                )
+        semantic = self.dedup.semantic
+        if semantic is not None and semantic.field is not None:
+            taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
+            taken |= {self.buckets.field} if self.buckets is not None else set()
+            if semantic.field in taken:
+                raise ValueError(
+                    f"dedup.semantic.field: documents already have a field {semantic.field!r}; rename it"
                 )
         if found > 1:
             raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
@@ -327,6 +335,7 @@ class Recipe(StrictModel):
                     config.path_fields for config in self.inputs
                 )
                 own = own or (self.buckets is not None and self.buckets.field == name)
+                own = own or (self.dedup.semantic is not None and self.dedup.semantic.field == name)
                 if not own and name not in carried:
                     raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
 

@@ -252,11 +252,15 @@ class StaticModel:
         return sums
 
     def _encode(self, words: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], Int64s]:
-        """Return the known tokens of each word, and the number of each word's."""
-        ids, lengths = self._engine(pa.array([word.decode() for word in words], pa.large_string()))
+        """Return the known tokens of each word, and the number of each word's, by one call for all words."""
+        texts = [word.decode() for word in words]
+        encoded = self._engine.tokenizer.encode(" ".join(texts), add_special_tokens=False)
+        ids = np.array(encoded.ids, np.int32)
+        starts = np.array(encoded.offsets, np.int64).reshape(-1, 2)[:, 0]
+        ends = np.cumsum([len(text) + 1 for text in texts])
         known = ids != self._unknown
-        ends = np.append(0, np.cumsum(known))[np.cumsum(lengths)]
-        return ids[known].astype(np.int32), np.diff(ends, prepend=0)
+        owners = np.searchsorted(ends, starts[known], side="right")
+        return ids[known], np.bincount(owners, minlength=len(words))
 
 
 def _is_by_word(config: Mapping[str, Any]) -> bool:
@@ -312,14 +316,15 @@ class WordTable:
         data, edges, rows = text_bytes(texts), text_offsets(texts), np.arange(len(texts))
         unknown = np.zeros((_NOTED, 3), np.int64)
         while len(rows):
-            noted = add_tokens(data, edges, rows, self._classes, self._table, matrix, most, sums, unknown)
+            noted, taken = add_tokens(
+                data, edges, rows, self._classes, self._table, matrix, most, sums, unknown
+            )
             if not noted:
                 return
             found = unknown[:noted]
             words = list(dict.fromkeys(data[a:b].tobytes() for _, a, b in found.tolist()))
             self._insert(words, *encode(words))
-            some = np.unique(found[:, 0])
-            rows = rows[rows >= some[0]] if noted == _NOTED else some
+            rows = np.unique(np.concatenate([found[:, 0], rows[taken:]]))
 
     def _insert(self, words: Sequence[bytes], tokens: npt.NDArray[np.int32], lengths: Int64s) -> None:
         joined = np.frombuffer(b"".join(words), np.uint8)

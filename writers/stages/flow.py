@@ -22,8 +22,10 @@ from shardkit.card import Count, NearFacts, SemanticFacts
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
+from shardkit.writers.dedup.population import DOCUMENTS_FILE as ROWS_OF_PART
 from shardkit.writers.dedup.population import LanguageLabels, RowFiles, SplitDocuments
 from shardkit.writers.dedup.rewriting import ROWS_FILE
+from shardkit.writers.dedup.semantic import CLUSTERS_FILE
 from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
@@ -35,7 +37,7 @@ from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.inputs import BuildInputs
-from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets
+from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets, ClusterLabels
 from shardkit.writers.stages.languages import LANGUAGES_FILE
 from shardkit.writers.stages.needs import Needs, task_memory
 from shardkit.writers.stages.score_tables import ScoreTable
@@ -150,6 +152,19 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class Clustered:
+    """The clusters of `dedup.semantic`: the tasks of `embed` and `assign`, and the step that wrote the files.
+
+    Documents carry their cluster in the metadata field `field`.
+    """
+
+    field: str
+    step: Written
+    embedded: Sequence[Commit]
+    assigned: Sequence[Commit]
+
+
+@dataclass(frozen=True)
 class Documents:
     """The documents of a build between two steps. Sequences have one entry per split unless noted otherwise.
 
@@ -180,6 +195,8 @@ class Documents:
     near: NearResult | None = None
     near_facts: NearFacts | None = None
     semantic_facts: SemanticFacts | None = None
+    clustered: Clustered | None = None
+    """The clusters, if `dedup.semantic.field` names a field for them."""
     labels: Buckets | None = None
     """The rules by which scores of a `buckets` filter become labels; None until they are known."""
     parts: PartsFound | None = None
@@ -235,6 +252,18 @@ class Documents:
         step = self.step_with(BUCKETS_FILE)
         return BucketLabels(
             self.labels, step.commits[number].file(BUCKETS_FILE), self.rows_since(step, number)
+        )
+
+    def cluster_labels(self, number: int) -> ClusterLabels | None:
+        """Return the clusters of split `number` for documents' metadata; None if the recipe does not ask."""
+        if (found := self.clustered) is None:
+            return None
+        return ClusterLabels(
+            found.field,
+            found.assigned[number].file(CLUSTERS_FILE),
+            found.embedded[number].file(ROWS_OF_PART),
+            found.step.ledgers[number].kept.documents,
+            self.rows_since(found.step, number),
         )
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:

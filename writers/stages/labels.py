@@ -1,4 +1,4 @@
-"""The scores of a `buckets` filter, stored per split, and the labels computed from them.
+"""The labels of documents: from the scores of a `buckets` filter, and the clusters of `dedup.semantic`.
 
 A pass of filters writes the scores of the kept documents to BUCKETS_FILE, in the order of documents.arrow.
 The tasks that tokenize a split, or write its text, add labels to the documents' metadata (`marked_batches`).
@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 
 from shardkit.hashing import digest_of, keyed_hashes
-from shardkit.writers.dedup.population import RowFiles, in_rows
+from shardkit.writers.dedup.population import DOCUMENT, RowFiles, in_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -119,15 +119,40 @@ class BucketLabels:
         return [texts[label] for label in labels]
 
 
+@dataclass(frozen=True)
+class ClusterLabels:
+    """The cluster of each of a split's remaining documents, as `dedup.semantic` found it, for field `field`.
+
+    `clusters` has the cluster and `described` the row of each document that has a vector, of `count` that
+    there were; `rows` map the remaining documents to these rows.
+    """
+
+    field: str
+    clusters: Artifact
+    described: Artifact
+    count: int
+    rows: RowFiles
+
+    def open(self) -> list[bytes]:
+        """Return the text to append to each metadata object, as JSON without the first brace; b"": none."""
+        found = np.full(self.count, -1, np.int64)
+        found[Rows(self.described, DOCUMENT).read()["row"]] = Rows(self.clusters, "<i4").read()
+        texts = {one: orjson.dumps({self.field: one})[1:] for one in np.unique(found).tolist()} | {-1: b""}
+        return [texts[one] for one in in_rows(found, self.rows).tolist()]
+
+
 def marked_batches(
-    reader: pa.ipc.RecordBatchFileReader, labels: BucketLabels | None
+    reader: pa.ipc.RecordBatchFileReader, *labels: BucketLabels | ClusterLabels | None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a split's documents, with labels in their metadata unless `labels` is None."""
-    added, start = None if labels is None else labels.open(), 0
+    """Yield the batches of a split's documents, with the labels in their metadata; None adds nothing."""
+    added, start = [one.open() for one in labels if one is not None], 0
     for number in range(reader.num_record_batches):
         batch = reader.get_batch(number)
-        yield batch if added is None else _mark(batch, added[start : start + batch.num_rows])
-        start += batch.num_rows
+        end = start + batch.num_rows
+        for texts in added:
+            batch = _mark(batch, texts[start:end])
+        yield batch
+        start = end
 
 
 def _mark(batch: pa.RecordBatch, added: Sequence[bytes]) -> pa.RecordBatch:
@@ -135,6 +160,6 @@ def _mark(batch: pa.RecordBatch, added: Sequence[bytes]) -> pa.RecordBatch:
     texts = []
     for one, more in zip(batch.column("metadata").to_pylist(), added, strict=True):
         begin = "{" if one in (None, "{}") else one[:-1] + ","
-        texts.append(begin + more.decode())
+        texts.append(begin + more.decode() if more else one)
     number = batch.schema.get_field_index("metadata")
     return batch.set_column(number, batch.schema.field(number), pa.array(texts, pa.string()))

@@ -24,7 +24,7 @@ from shardkit.writers.dedup.semantic import (
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.embed import EMBED, KEY, open_embedder
-from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.flow import Build, Clustered, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
 
 _WITHOUT = 0.01  # share of documents without a vector above which a build warns
@@ -93,6 +93,9 @@ def drop_semantic_duplicates(documents: Documents, build: Build) -> Documents:
         semantic_facts=facts,
         groups=result.decided.groups,
         largest_group=result.decided.largest_group,
+        clustered=None
+        if config.field is None
+        else Clustered(config.field, documents.written[-1], commits, result.assigned),
     )
 
 

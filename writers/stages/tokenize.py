@@ -50,7 +50,7 @@ from shardkit.writers.rows.documents import DOCUMENTS_FILE, pack_strings, unpack
 from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Documents
 from shardkit.writers.stages.inputs import TokenizerFile
-from shardkit.writers.stages.labels import BucketLabels, marked_batches
+from shardkit.writers.stages.labels import BucketLabels, ClusterLabels, marked_batches
 from shardkit.writers.stages.languages import LanguageCounts
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokens.fim import encode_fim
@@ -290,6 +290,7 @@ def tasks(
                 limits,
                 documents.languages(number),
                 documents.bucket_labels(number),
+                documents.cluster_labels(number),
             )
         )
     return made
@@ -316,6 +317,7 @@ def tokenize_split(
     limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
     buckets: BucketLabels | None = None,
+    clusters: ClusterLabels | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -335,7 +337,7 @@ def tokenize_split(
     ):
         reader = pa.ipc.open_file(source)
         start = 0
-        for batch in marked_batches(reader, buckets):
+        for batch in marked_batches(reader, buckets, clusters):
             if counts is not None:
                 batch = counts.beside(batch, start)
             part = lost.within(start, batch.num_rows)
