@@ -107,7 +107,7 @@ def make_vectors(folder: Path, documents: int, dimensions: int) -> int:
     """Write parts with vectors, and truth.npy: (copy, original, cosine); returns the number of parts."""
     rng = np.random.default_rng(1)
     topics = rng.standard_normal((TOPICS, dimensions)).astype(np.float32)
-    truth = []
+    truth: list[tuple[int, int, float]] = []
     parts = -(-documents // PART)
     for part in range(parts):
         count = min(PART, documents - part * PART)
@@ -149,8 +149,8 @@ def remove_one(folder: Path, dimensions: int, probes: int) -> None:
     parts = []
     for path in sorted(one for one in folder.iterdir() if one.name.isdigit()):
         content = hash_file(path / VECTORS_FILE, ["xxh3_128"])["xxh3_128"]
-        rows = (path / DOCUMENTS_FILE).stat().st_size // DOCUMENT.itemsize
-        parts.append(Part(Artifact(path, content=content), min(PART, rows)))
+        count = len(np.load(path / DOCUMENTS_FILE, mmap_mode="r"))
+        parts.append(Part(Artifact(path, content=content), count))
     began = time.process_time()
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as work,

@@ -28,6 +28,7 @@ from crash.victims import Ended, Victims
 from shardkit.files import publish_bytes
 from support.ray_cluster import RayCluster
 from support.small_build import make_corpus, tree
+from support.static_model import make_static_model
 
 __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 
@@ -49,7 +50,8 @@ STAGES = (
         "signatures",
         "parts",
     ),
-    *("equal", "bands", "candidates", "shingles", "verify", "near", "parity", "tokenize", "pack"),
+    *("equal", "bands", "candidates", "shingles", "verify", "near"),
+    *("embed", "clusters", "assign", "neighbors", "semantic_decide", "parity", "tokenize", "pack"),
     *("provenance", "duplicates", "side_files"),
 )
 RECIPE = """\
@@ -63,6 +65,7 @@ steps:
   - length: {min_words: 3}
   - exact
   - near: {small_shingles: 0}
+  - semantic: {embed: {model: vectors.safetensors, tokenizer: words.json}, similarity: 0.7}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}
@@ -76,6 +79,7 @@ _NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DO
 def make_recipe(folder: Path) -> Path:
     """Write a corpus that gives every stage something to do, and its recipe."""
     recipe = make_corpus(folder, 4, RECIPE)
+    make_static_model(folder, ["w", *map(str, range(100))], dimensions=8)
     for file in range(2):
         texts: list[str] = []
         for number in range(20 * file, 20 * file + 20):

@@ -37,7 +37,7 @@ from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.inputs import BuildInputs
-from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets, ClusterLabels
+from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets, ClusterLabels, Labels
 from shardkit.writers.stages.languages import LANGUAGES_FILE
 from shardkit.writers.stages.needs import Needs, task_memory
 from shardkit.writers.stages.score_tables import ScoreTable
@@ -245,26 +245,23 @@ class Documents:
                 return LanguageLabels(codes, tuple(labels), self.rows_since(step, number))
         return None
 
-    def bucket_labels(self, number: int) -> BucketLabels | None:
-        """Return the labels of split `number` from the `buckets` filter; None without such a filter."""
-        if self.labels is None:
-            return None
-        step = self.step_with(BUCKETS_FILE)
-        return BucketLabels(
-            self.labels, step.commits[number].file(BUCKETS_FILE), self.rows_since(step, number)
-        )
-
-    def cluster_labels(self, number: int) -> ClusterLabels | None:
-        """Return the clusters of split `number` for documents' metadata; None if the recipe does not ask."""
-        if (found := self.clustered) is None:
-            return None
-        return ClusterLabels(
-            found.field,
-            found.assigned[number].file(CLUSTERS_FILE),
-            found.embedded[number].file(ROWS_OF_PART),
-            found.step.ledgers[number].kept.documents,
-            self.rows_since(found.step, number),
-        )
+    def labels_of(self, number: int) -> Labels:
+        """Return the labels of split `number`: buckets and clusters, if the recipe asks for them."""
+        found: Labels = ()
+        if self.labels is not None:
+            step = self.step_with(BUCKETS_FILE)
+            scores = step.commits[number].file(BUCKETS_FILE)
+            found = (BucketLabels(self.labels, scores, self.rows_since(step, number)),)
+        if (one := self.clustered) is not None:
+            labels = ClusterLabels(
+                one.field,
+                one.assigned[number].file(CLUSTERS_FILE),
+                one.embedded[number].file(ROWS_OF_PART),
+                one.step.ledgers[number].kept.documents,
+                self.rows_since(one.step, number),
+            )
+            found = (*found, labels)
+        return found
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:
         """Return the file of documents of each split, with their languages if `languages` is set."""

@@ -141,11 +141,13 @@ class ClusterLabels:
         return [texts[one] for one in in_rows(found, self.rows).tolist()]
 
 
-def marked_batches(
-    reader: pa.ipc.RecordBatchFileReader, *labels: BucketLabels | ClusterLabels | None
-) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a split's documents, with the labels in their metadata; None adds nothing."""
-    added, start = [one.open() for one in labels if one is not None], 0
+Labels = tuple[BucketLabels | ClusterLabels, ...]
+"""The labels of a split's remaining documents, each a field of their metadata."""
+
+
+def marked_batches(reader: pa.ipc.RecordBatchFileReader, labels: Labels) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a split's documents, with the labels in their metadata."""
+    added, start = [one.open() for one in labels], 0
     for number in range(reader.num_record_batches):
         batch = reader.get_batch(number)
         end = start + batch.num_rows
