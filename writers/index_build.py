@@ -122,6 +122,11 @@ def build_dedup_index(
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
+    if recipe.dedup.semantic is not None:
+        raise RecipeError(
+            "dedup.semantic: an index has the documents that `near` leaves; leave it out, as with "
+            "`--set dedup.semantic=null`"
+        )
     config = check_indexable(recipe.dedup.near, sketch)
     target = _target_of(index, storage)
     execution = Execution(workers=workers, engine=engine, ray_address=ray_address)

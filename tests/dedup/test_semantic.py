@@ -20,9 +20,10 @@ import tokenizers
 import yaml
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
-from shardkit.writers import build, executors
-from shardkit.writers.dedup.semantic import default_clusters, vector_table
-from shardkit.writers.exchange.exchange import Slice
+from shardkit.writers import build, build_dedup_index, executors
+from shardkit.writers.dedup.semantic import default_clusters, find_neighbors, vector_table
+from shardkit.writers.dedup.verify import EDGES
+from shardkit.writers.exchange.exchange import RunWriter, Slice
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import LocalEngine
 from shardkit.writers.inputs import scan
@@ -479,3 +480,58 @@ def test_a_field_that_documents_have_is_refused() -> None:
     data = {"inputs": [{"path": "a.jsonl", "metadata": ["dump"]}], "dedup": {"semantic": semantic}}
     with pytest.raises(RecipeError, match=r"dedup.semantic.field: documents already have a field 'dump'"):
         recipe_from_mapping(data | {"output": {"path": "o", "format": "jsonl"}}, folder=Path())
+
+
+def vectors_run(folder: Path, vectors: npt.NDArray[np.float32], clusters: Sequence[int]) -> Slice:
+    """A run of these vectors, of which the earlier ones have priority; every third is as long as the next."""
+    table = vector_table(vectors.shape[1])
+    rows = np.zeros(len(vectors), table.dtype)
+    rows["number"] = rows["priority"][:, 1] = np.arange(len(vectors))
+    rows["key"] = np.array(clusters, np.uint64) << np.uint64(40) | rows["number"] // np.uint64(3)
+    rows["vector"] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    with RunWriter(folder / table.file, table, memory_bytes=1 << 30) as run:
+        run.write(rows[np.random.default_rng(0).permutation(len(rows))])
+    return Slice.whole(table, [Artifact(folder / table.file)])
+
+
+def edges_of(folder: Path, vectors: Slice, similarity: float, memory_bytes: int) -> npt.NDArray[np.void]:
+    folder.mkdir()
+    found = find_neighbors(folder, vectors, similarity, memory_bytes)
+    assert {path.name for path in folder.iterdir()} == {"edges.run", "waiting.run"}, "no file is left over"
+    rows, _ = Slice.whole(EDGES, [Artifact(folder / "edges.run")]).read()
+    assert found.edges == len(rows)
+    return rows
+
+
+def test_neighbors_are_all_pairs_of_a_cluster_however_little_memory_there_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    vectors = rng.standard_normal((4000, 4)).astype(np.float32)
+    clusters = np.sort(rng.integers(0, 2, 4000)).tolist()
+    run = vectors_run(tmp_path, vectors, clusters)
+    rows, _ = run.read()
+    unit = np.zeros((4000, 4))
+    unit[rows["number"].astype(np.int64)] = rows["vector"]
+    cosine = cosines(unit.astype(np.float16))
+    same = np.equal.outer(clusters, clusters)
+    expected = {(int(a), int(b)) for a, b in np.argwhere(np.triu(same & (cosine >= 0.99), 1))}
+    for number, memory_bytes in enumerate((1 << 16, 1 << 30)):
+        found = edges_of(tmp_path / str(number), run, 0.99, memory_bytes)
+        assert {(int(a), int(b)) for a, b in zip(found["key"], found["lo"], strict=True)} == expected
+        assert len(found) == len(expected) > 1000
+        exact = cosine[found["key"].astype(np.int64), found["lo"].astype(np.int64)]
+        np.testing.assert_allclose(found["jaccard"], exact, atol=1e-6)
+
+
+def test_equal_vectors_have_the_cosine_1_and_few_edges_each(tmp_path: Path) -> None:
+    vectors = np.tile(np.random.default_rng(1).standard_normal(7).astype(np.float32), (3000, 1))
+    run = vectors_run(tmp_path, vectors, [0] * 3000)
+    found = edges_of(tmp_path / "out", run, 1.0, 1 << 20)
+    counts = np.bincount(found["lo"].astype(np.int64), minlength=3000)
+    assert counts.tolist() == [min(number, 32) for number in range(3000)]
+    assert {*found["key"].tolist()} == {*range(32)}, "those of the highest priority"
+
+
+def test_an_index_of_what_semantic_leaves_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "user", {}, {"dedup": {"near": 0.8, "semantic": {"embed": STATIC}}})
+    with pytest.raises(RecipeError, match=r"dedup.semantic: .*leave it out"):
+        build_dedup_index(path, tmp_path / "index", progress=False)
