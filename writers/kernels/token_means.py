@@ -120,31 +120,36 @@ def add_tokens(
     matrix: Float32s,
     most: int,
     sums: Float32s,
+    done: Int64s,
     unknown: Int64s,
+    found: Int32s,
 ) -> tuple[int, int]:
-    """Set sums[row] to the sum of the vectors of the first `most` tokens of each text in `rows`.
+    """Add to sums[row] the vectors of the first `most` tokens of each text in `rows`.
 
-    If a word among them is not in the table, its (row, start, stop) is added to `unknown`, int64[m, 3], and
-    the sum is not valid. Returns the number of these words, and of the rows that were taken: all, unless
-    there was no room for more words.
+    If words among them are not in the table, their (start, stop) are added to `unknown`, int64[m, 2], and
+    the sum ends before the first one. `done`, int64[n, 2], has the place where it ends and how many tokens
+    are in it; the next call goes on from there. Returns the number of unknown words, and of the rows that
+    were taken: all, unless there was no room for more words. `found`, int32[most], is scratch space.
     """
     noted = 0
     for place in range(len(rows)):
         row = rows[place]
-        for column in range(sums.shape[1]):
-            sums[row, column] = np.float32(0)
-        at, stop, tokens, is_known = edges[row], edges[row + 1], 0, True
+        at, tokens, stop, is_known = done[row, 0], done[row, 1], edges[row + 1], True
+        count = 0
         while at < stop and tokens < most:
             start, at = _next_word(data, at, stop, classes)
             if start == at:
                 break
             number = words.slots[_find(data, start, at, _hash(data, start, at), words)]
             if number < 0:
+                if is_known:
+                    done[row, 0], done[row, 1] = start, tokens
+                    _add(sums, row, matrix, found, count)
                 if noted == len(unknown):
                     return noted, place
                 is_known = False
                 tokens += 1
-                unknown[noted, 0], unknown[noted, 1], unknown[noted, 2] = row, start, at
+                unknown[noted, 0], unknown[noted, 1] = start, at
                 noted += 1
                 continue
             first = words.token_starts[number]
@@ -152,14 +157,21 @@ def add_tokens(
             tokens += last - first
             if is_known:
                 for token in range(first, last):
-                    _add(sums, row, matrix, words.tokens[token])
+                    found[count] = words.tokens[token]
+                    count += 1
+        if is_known:
+            done[row, 0], done[row, 1] = stop, tokens
+            _add(sums, row, matrix, found, count)
     return noted, len(rows)
 
 
-@kernel(inline=True, allocates=False)
-def _add(sums: Float32s, row: int, matrix: Float32s, token: int) -> None:
-    for column in range(sums.shape[1]):
-        sums[row, column] += matrix[token, column]
+@kernel(allocates=False)
+def _add(sums: Float32s, row: int, matrix: Float32s, tokens: Int32s, count: int) -> None:
+    """Add the vectors of tokens[:count]; not inlined, where the compiler would not vectorize the loop."""
+    for number in range(count):
+        token = tokens[number]
+        for column in range(sums.shape[1]):
+            sums[row, column] += matrix[token, column]
 
 
 @kernel(allocates=False)
@@ -168,8 +180,8 @@ def add_rows(tokens: Int32s, offsets: Int64s, matrix: Float32s, most: int, sums:
     for row in range(len(offsets) - 1):
         for column in range(sums.shape[1]):
             sums[row, column] = np.float32(0)
-        for at in range(offsets[row], min(offsets[row + 1], offsets[row] + most)):
-            _add(sums, row, matrix, tokens[at])
+        first = offsets[row]
+        _add(sums, row, matrix, tokens[first:], min(offsets[row + 1] - first, most))
 
 
 @kernel

@@ -310,21 +310,23 @@ class WordTable:
         most: int,
         sums: Float32s,
     ) -> None:
-        """Set `sums` to the sums of the vectors of the first `most` tokens of each text."""
+        """Set `sums`, which are 0, to the sums of the vectors of the first `most` tokens of each text."""
         if self._count > _MOST_WORDS or self._data_bytes > _WORD_BYTES:
             self._clear()
         data, edges, rows = text_bytes(texts), text_offsets(texts), np.arange(len(texts))
-        unknown = np.zeros((_NOTED, 3), np.int64)
+        done, unknown = np.zeros((len(texts), 2), np.int64), np.zeros((_NOTED, 2), np.int64)
+        done[:, 0], found = edges[:-1], np.zeros(most, np.int32)
         while len(rows):
             noted, taken = add_tokens(
-                data, edges, rows, self._classes, self._table, matrix, most, sums, unknown
+                data, edges, rows, self._classes, self._table, matrix, most, sums, done, unknown, found
             )
-            if not noted:
-                return
-            found = unknown[:noted]
-            words = list(dict.fromkeys(data[a:b].tobytes() for _, a, b in found.tolist()))
-            self._insert(words, *encode(words))
-            rows = np.unique(np.concatenate([found[:, 0], rows[taken:]]))
+            starts, stops = unknown[:noted, 0].tolist(), unknown[:noted, 1].tolist()
+            words = list(dict.fromkeys(data[a:b].tobytes() for a, b in zip(starts, stops, strict=True)))
+            if words:
+                self._insert(words, *encode(words))
+            left = rows[:taken]
+            left = left[(done[left, 0] < edges[left + 1]) & (done[left, 1] < most)]
+            rows = np.concatenate([left, rows[taken:]])
 
     def _insert(self, words: Sequence[bytes], tokens: npt.NDArray[np.int32], lengths: Int64s) -> None:
         joined = np.frombuffer(b"".join(words), np.uint8)
