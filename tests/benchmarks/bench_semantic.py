@@ -11,7 +11,7 @@ same model with the tokenizer's library for each text; it gets fewer documents.
 
 removal: `--documents` vectors around random topics. A tenth are copies of others at cosines from 0.90 to 1
 (uniform); recall is the share of the copies at `similarity` (0.95) or above that went: these are known by
-construction, so that all pairs need not be compared. All stages behind `embed` run in a process of its own,
+construction, so that all pairs need not be compared. All stages that follow run in a process of its own,
 one after another; its peak memory is the largest resident size that it had, with `memory: 2GB`.
 """
 

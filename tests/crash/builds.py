@@ -51,7 +51,8 @@ STAGES = (
         "parts",
     ),
     *("equal", "bands", "candidates", "shingles", "verify", "near"),
-    *("embed", "clusters", "assign", "neighbors", "semantic_decide", "parity", "tokenize", "pack"),
+    *("semantic_embed", "semantic_clusters", "semantic_assign", "semantic_neighbors", "semantic_decide"),
+    *("parity", "tokenize", "pack"),
     *("provenance", "duplicates", "side_files"),
 )
 RECIPE = """\

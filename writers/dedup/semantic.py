@@ -1,10 +1,10 @@
 """Semantic duplicates: documents whose vectors have a cosine of at least `similarity` (SemDeDup, Abbas 2023).
 
-    embed        split -> its documents and their vectors (writers/stages/embed.py)
-    clusters     a sample of all vectors -> centroids, by spherical k-means
-    assign       split -> each vector, sent to its `probes` nearest clusters
-    neighbors    range of clusters: the pairs in each cluster that verify -> edges
-    semantic_*   edges -> removed documents (dedup/resolve.py), as for near-duplicates
+    semantic_embed      split -> its documents and their vectors (writers/stages/embed.py)
+    semantic_clusters   a sample of all vectors -> centroids, by spherical k-means
+    semantic_assign     split -> each vector, sent to its `probes` nearest clusters
+    semantic_neighbors  range of clusters: the pairs in each cluster that verify -> edges
+    semantic_decide     edges -> removed documents (dedup/resolve.py), as for near-duplicates
 
 A pair counts if the cosine of the two stored vectors, computed in double precision and in a fixed order,
 reaches `similarity`: which pairs verify is the same on every machine, and a document goes if and only if a
@@ -107,7 +107,10 @@ def remove_semantic(
     memory_bytes: int,
     limits: Limits,
 ) -> SemanticResult:
-    """Run all stages behind `embed`, whose files `parts` have, one per split; `names` are those of tasks."""
+    """Run all stages behind `semantic_embed`, whose files `parts` have, one per split.
+
+    `names` are the names of the tasks of each part.
+    """
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     wanted = default_clusters(starts[-1]) if config.clusters is None else config.clusters
     [[made]] = run([CLUSTERS.task("clusters", 0, parts, starts[-1], wanted, dimensions)])
@@ -214,7 +217,7 @@ def find_clusters(
     return Clusters(count, len(sample))
 
 
-CLUSTERS = Stage("clusters", TITLE, find_clusters, cost=10)
+CLUSTERS = Stage("semantic_clusters", TITLE, find_clusters, cost=10)
 
 
 def assign_split(
@@ -255,7 +258,7 @@ def assign_split(
                 run.write(rows)
 
 
-ASSIGN = Stage("assign", TITLE, assign_split, cost=5)
+ASSIGN = Stage("semantic_assign", TITLE, assign_split, cost=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +296,7 @@ def find_neighbors(
     return Neighbors(compared, edges, bounded, largest)
 
 
-NEIGHBORS = Stage("neighbors", TITLE, find_neighbors, cost=20)
+NEIGHBORS = Stage("semantic_neighbors", TITLE, find_neighbors, cost=20)
 
 
 @dataclass(frozen=True)

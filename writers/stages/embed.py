@@ -1,4 +1,4 @@
-"""Stage `embed`: a vector per document, from a static model or from code of the user.
+"""Stage `semantic_embed`: a vector per document, from a static model or from code of the user.
 
 One task per split writes documents.npy (population.DOCUMENT) and vectors.npy, float16[n, dimensions], of the
 documents that are left, in their order. Vectors have the length 1. A document without a vector (no known
@@ -124,7 +124,7 @@ def embed_split(
     return Embedded(table.rows, without, dimensions)
 
 
-EMBED = Stage("embed", TITLE, embed_split, cost=100)
+EMBED = Stage("semantic_embed", TITLE, embed_split, cost=100)
 
 
 def _describe(

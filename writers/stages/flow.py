@@ -153,7 +153,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Clustered:
-    """The clusters of `dedup.semantic`: the tasks of `embed` and `assign`, and the step that wrote the files.
+    """The clusters of `dedup.semantic`: the tasks that embed and assign documents, and the `step` before.
 
     Documents carry their cluster in the metadata field `field`.
     """
