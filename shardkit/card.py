@@ -38,7 +38,7 @@ MAX_CARD_BYTES = 64 << 20  # maximum size of dataset.json; older versions listed
 MAX_FILES_BYTES = 1 << 30  # maximum size of files.json, enough for about eight million files
 MOST_LISTED = 1000  # maximum number of files that the card lists; files.json can list more
 _OTHERS = ("split", "output")  # drop reasons of documents that went to other datasets of the same build
-_DUPLICATES = ("url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate")
+_DUPLICATES = ("url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate", "semantic_duplicate")
 _T = TypeVar("_T")
 
 
@@ -181,6 +181,17 @@ class NearFacts:
     counts: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class SemanticFacts:
+    """Settings of semantic duplicate removal; `vectors` says what made them, of `dimensions` values each."""
+
+    similarity: float
+    vectors: str
+    dimensions: int
+    probes: int
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoss(Count):
     """Documents that one stage of duplicate removal removed."""
@@ -213,6 +224,7 @@ class DedupFacts:
     sources: list[SourceLoss]
     groups: list[GroupFacts]
     largest_group: int
+    semantic: SemanticFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

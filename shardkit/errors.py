@@ -53,6 +53,7 @@ _EXTRAS = {
     "brotli": ("Brotli", "formats"),
     "cramjam": ("python-snappy", "formats"),  # a dependency of python-snappy
     "cbor2": ("cbor2", "webdataset"),
+    "faiss": ("faiss-cpu", "semantic"),
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),

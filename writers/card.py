@@ -89,7 +89,7 @@ def make_card(
         "recipe": content,
         "inputs": sources,
         "funnel": funnel.to_dict(),
-        "dedup": None if dedup is None else asdict(dedup),
+        "dedup": None if dedup is None else _without_none(dedup),
         "filters": None if filters is None else _plain(filters),
         "filter_files": dict(filter_files or {}),
     }
@@ -114,6 +114,11 @@ def make_card(
 def _plain(filters: FilterFacts) -> dict[str, Any]:
     """Return the facts of filters as plain data; the key `languages` is left out if it is empty."""
     return {key: value for key, value in asdict(filters).items() if key != "languages" or value}
+
+
+def _without_none(dedup: DedupFacts) -> dict[str, Any]:
+    """Return the facts of duplicate removal as plain data; `semantic` is left out if it was not asked for."""
+    return {key: value for key, value in asdict(dedup).items() if key != "semantic" or value is not None}
 
 
 def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:

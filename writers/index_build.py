@@ -122,7 +122,7 @@ def build_dedup_index(
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
-    config = check_indexable(recipe.dedup.near, sketch)
+    config = _indexable(recipe, sketch)
     target = _target_of(index, storage)
     execution = Execution(workers=workers, engine=engine, ray_address=ray_address)
     work = work_of(recipe, recipe.resolve(_default_work(target)), storage, execution)
@@ -208,6 +208,16 @@ def _publish(
         list(pool.map(Artifact.local, files))
     folders = [(commit.folder, parts[name]) for name, commit in made.items()]
     return publish_index(folders, target, facts, settings, sketch=sketch, replace=replace)
+
+
+def _indexable(recipe: Recipe, sketch: int) -> NearDedupConfig:
+    """Return the recipe's `dedup.near`. Raises RecipeError if an index cannot be made with the recipe."""
+    if recipe.dedup.semantic is not None:
+        raise RecipeError(
+            "dedup.semantic: an index has the documents that `near` leaves; leave it out, as with "
+            "`--set dedup.semantic=null`"
+        )
+    return check_indexable(recipe.dedup.near, sketch)
 
 
 def index_tasks(

@@ -140,7 +140,7 @@ BUILD = (
     Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
              "raw text per compressed input file; plain files are split every 64 MiB", "B", "1e9"),
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
-             "duplicate removal: url, exact, lines, near, spans, or none; as in a recipe",
+             "duplicate removal: url, exact, lines, near, semantic, spans, or none; as in a recipe",
              "PARTS", "exact,near"),
     *_PRICES.values(),
 )  # fmt: skip

@@ -47,10 +47,11 @@ DROPPED_SCHEMA = pa.schema(
 DUPLICATES_SCHEMA = pa.schema(
     [
         *_DOCUMENT,
-        # url_duplicate, exact_duplicate or near_duplicate; if no text was left, duplicate_lines or empty;
-        # amount: the document is beyond what the recipe takes of its source.
+        # url_duplicate, exact_duplicate, near_duplicate or semantic_duplicate; if no text was left,
+        # duplicate_lines or empty; amount: the document is beyond what the recipe takes of its source.
         pa.field("reason", pa.string(), nullable=False),
-        pa.field("similarity", pa.float32()),  # Jaccard similarity to the kept document; exact: 1, URL: null
+        # Jaccard similarity to the kept document; semantic: cosine of the vectors; exact: 1; URL: null
+        pa.field("similarity", pa.float32()),
         # Null for these three, or if the kept document is in an index of another corpus.
         pa.field("kept_document_id", pa.binary(16)),
         pa.field("kept_source", pa.int32()),

@@ -73,6 +73,7 @@ BENCHMARKS = (
     Benchmark("simulate_shuffle", "bench_virtual_run.py shuffle", 1),
     Benchmark("minhash", "bench_minhash.py", 10, ("corpus",)),
     Benchmark("near", "bench_near.py", 10, ("corpus",)),
+    Benchmark("semantic", "bench_semantic.py", 15, ("corpus",)),
     Benchmark("filters", "bench_filters.py", 10, ("corpus", "tokenizer")),
     Benchmark("preprocess", "bench_preprocess.py", 6, ("corpus", "tokenizer", "megatron")),
     Benchmark("build", "bench_build.py --megabytes 80 --runs 5", 8, ("corpus", "tokenizer")),

@@ -22,12 +22,14 @@ from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Shape, compared_lines
 from support.s3_moto import S3Server, s3_server
 from support.small_build import EOS, text_of, train_bpe
+from support.static_model import make_static_model
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SCORES = {"scores": {"path": "scores.parquet", "key": "id", "document": "id", "columns": {"a": None}}}
 BUCKETS = {"buckets": {"scores": [{"column": "a"}], "field": "quality", "bins": 4}}
+VECTORS = {"model": "vectors.safetensors", "tokenizer": "words.json"}
 LONG = {"length": {"min_words": 2}}
 LINES = {"exact": {}, "lines": {"min_characters": 20}}
 MDS, WDS, STORE = ({"path": name, "format": name} for name in ("mds", "wds", "tokens"))
@@ -64,6 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lines": {"dedup": LINES},
     "url": {"dedup": {"url": True, "exact": {}}},
     "near": {"dedup": {"exact": {}, "near": {"similarity": 0.8}}},
+    "semantic": {"dedup": {"exact": {}, "semantic": {"embed": VECTORS, "similarity": 0.9}}},
     "against": {"dedup": {"near": {"against": ["index"]}}},
     "steps": {"steps": ["exact", LONG, "lines", LONG, {"near": 0.8}, SCORES, "pii"]},
     "steps-outputs": {
@@ -82,7 +85,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "amounts-by": {"amounts": {"web": {"by": "repo", "documents": 20}}},
     "amounts-share": {"amounts": {"web": {"share": 0.5}}, "split": {"validation": 5}},
 }
-QUICK = ("outputs", "texts", "split-outputs", "number", "buckets", "group", "chat", "work", "amounts")
+QUICK = (
+    *(
+        "outputs",
+        "semantic",
+        "texts",
+        "split-outputs",
+        "number",
+        "buckets",
+        "group",
+        "chat",
+        "work",
+        "amounts",
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +121,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    make_static_model(folder, ["document", "says", "and", "more", "words"])
     pq.write_table(
         pa.table({"id": range(240), "a": [n * 37 % 241 for n in range(240)]}), folder / "scores.parquet"
     )

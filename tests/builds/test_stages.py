@@ -36,8 +36,9 @@ WORDS = {
     ),
     *("pack", "parts", "provenance", "scores", "split", "text", "tokenizer", "upload", "url", "verify"),
 }
+SEMANTIC = {"embed": {"model": "model.safetensors", "tokenizer": "words.json"}}
 EVERYTHING = {
-    "dedup": {"url": {}, "exact": {}, "lines": {}, "near": {}},
+    "dedup": {"url": {}, "exact": {}, "lines": {}, "near": {}, "semantic": SEMANTIC},
     "filters": [
         {"scores": {"path": "scores.jsonl", "key": "id", "columns": {"quality": {"min": 0.1}}}},
         {"buckets": {"scores": [{"column": "quality"}]}},
@@ -106,7 +107,7 @@ def test_each_stage_that_a_recipe_asks_for_has_a_title_and_states_its_needs(reci
         documents=10**6,
         text_bytes=10**9,
         tokens=10**8,
-        dedup=("url", "exact", "lines", "near"),
+        dedup=("url", "exact", "lines", "near", "semantic"),
         lines=10**6,
         is_sent=True,
         shape=Shape.of(recipe),
@@ -122,4 +123,4 @@ def test_steps_that_a_recipe_does_not_ask_for_state_nothing() -> None:
     assert sorted(set(stated)) == sorted(
         ["clean", "duplicates", "pack", "parity", "provenance", "side_files", "tokenize"]
     )
-    assert (len(REMOVING), len(MAKING)) == (4, 6)
+    assert (len(REMOVING), len(MAKING)) == (5, 6)

@@ -28,6 +28,7 @@ from crash.victims import Ended, Victims
 from shardkit.files import publish_bytes
 from support.ray_cluster import RayCluster
 from support.small_build import make_corpus, tree
+from support.static_model import make_static_model
 
 __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 
@@ -49,8 +50,9 @@ STAGES = (
         "signatures",
         "parts",
     ),
-    *("equal", "bands", "candidates", "shingles", "verify", "near", "parity"),
-    *("amounts_count", "amounts_sums", "amounts_lasts", "amounts", "tokenize", "pack"),
+    *("equal", "bands", "candidates", "shingles", "verify", "near"),
+    *("semantic_embed", "semantic_clusters", "semantic_assign", "semantic_neighbors", "semantic_decide"),
+    *("parity", "amounts_count", "amounts_sums", "amounts_lasts", "amounts", "tokenize", "pack"),
     *("provenance", "duplicates", "side_files"),
 )
 RECIPE = """\
@@ -64,6 +66,7 @@ steps:
   - length: {min_words: 3}
   - exact
   - near: {small_shingles: 0}
+  - semantic: {embed: {model: vectors.safetensors, tokenizer: words.json}, similarity: 0.7}
 amounts: {first: {tokens: 1500, repeat: 1.5}}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
@@ -78,6 +81,7 @@ _NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DO
 def make_recipe(folder: Path, format: str = "mds") -> Path:
     """Write a corpus that gives every stage something to do, and its recipe."""
     recipe = make_corpus(folder, 4, RECIPE.replace("format: mds", f"format: {format}"))
+    make_static_model(folder, ["w", *map(str, range(100))], dimensions=8)
     for file in range(2):
         texts: list[str] = []
         for number in range(20 * file, 20 * file + 20):

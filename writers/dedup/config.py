@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
+from shardkit.writers.filters.user_code import FunctionName, UserCode, named_after_the_file
 
 MAX_PERMUTATIONS = 1024
 
@@ -174,6 +175,102 @@ class NearDedupConfig(StrictModel):
         return f"field {self.scope.field}" if isinstance(self.scope, FieldScope) else self.scope
 
 
+class EmbedConfig(StrictModel):
+    """Where the vectors of documents come from: a static model (`model`), or your code (`function`)."""
+
+    model: FieldName | None = Field(
+        default=None,
+        description="A safetensors file with a vector per token, as model2vec writes: a document's vector is "
+        "the mean of those of its tokens.",
+        examples=["model.safetensors"],
+    )
+    tokenizer: FieldName | None = Field(
+        default=None, description="The tokenizer.json of `model`.", examples=["tokenizer.json"]
+    )
+    max_tokens: int = Field(
+        default=512, ge=1, le=1 << 20, description="Tokens of a document that `model` reads, from its start."
+    )
+    function: FunctionName | None = Field(
+        default=None,
+        description="package.module:function of your code, or a class; it gets a list of texts and returns "
+        "their vectors, float32[n, dimensions].",
+        examples=["my_vectors:embed"],
+    )
+    file: FieldName | None = Field(
+        default=None, description="Python file that defines `function`, instead of an installed module."
+    )
+    parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of `function`.")
+    data: dict[FieldName, FieldName] = Field(
+        default={}, description="Files that `function` reads: keyword arguments that get their paths."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        return named_after_the_file(data)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        """Raise ValueError unless the settings are those of one origin of vectors, all of them."""
+        of = {"model": ("tokenizer", "max_tokens"), "function": ("file", "parameters", "data")}
+        given = [name for name in of if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "vectors come from `model` (with `tokenizer`) or from `function`; give one of them"
+            )
+        for name in (one for origin in of if origin not in given for one in of[origin]):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with {given[0]}; leave it out")
+        if self.model is not None and self.tokenizer is None:
+            raise ValueError("model needs its tokenizer; set tokenizer, such as tokenizer.json")
+        return self
+
+    @property
+    def code(self) -> UserCode | None:
+        """The user's code that makes vectors; None if a static model does."""
+        if self.function is None:
+            return None
+        return UserCode(function=self.function, file=self.file, parameters=self.parameters, data=self.data)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the paths of the files that vectors depend on, relative to the recipe's folder."""
+        if self.code is not None:
+            return self.code.code_files("dedup.semantic.embed")
+        assert self.model is not None
+        assert self.tokenizer is not None
+        return self.model, self.tokenizer
+
+
+class SemanticDedupConfig(StrictModel):
+    """Removes a document if and only if the vector of a kept one of higher priority is verified as alike."""
+
+    embed: EmbedConfig = Field(
+        description="Where the vectors of documents come from.",
+        examples=[{"model": "model.safetensors", "tokenizer": "tokenizer.json"}],
+    )
+    similarity: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.95, description="Minimum cosine of the vectors of semantic duplicates."
+    )
+    clusters: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        default=None,
+        description="Number of clusters (k-means), within which documents are compared; null: the power of "
+        "two nearest to the square root of the number of documents.",
+    )
+    probes: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Number of nearest clusters in which each document is compared; more find more of the "
+        "duplicates at the borders of clusters.",
+    )
+    field: FieldName | None = Field(
+        default=None,
+        description="Metadata field in which the number of a document's nearest cluster is stored, for "
+        "output.where; null: none.",
+        examples=["cluster"],
+    )
+
+
 class DedupSchemes(StrictModel):
     """The schemes of duplicate removal, in their default order; all are off by default."""
 
@@ -191,10 +288,15 @@ class DedupSchemes(StrictModel):
         description="true, or the similarity: remove near-duplicates; null: keep them.",
         examples=[0.8, {"similarity": 0.8}],
     )
+    semantic: SemanticDedupConfig | None = Field(
+        default=None,
+        description="Remove documents of the same meaning, by vectors; null: keep them.",
+        examples=[{"embed": {"model": "model.safetensors", "tokenizer": "tokenizer.json"}}],
+    )
 
     @classmethod
     def schemes(cls) -> list[str]:
-        """Return the names of the schemes of duplicate removal: url, exact, lines, near."""
+        """Return the names of the schemes of duplicate removal: url, exact, lines, near, semantic."""
         return list(DedupSchemes.model_fields)
 
     @property
@@ -206,7 +308,7 @@ class DedupSchemes(StrictModel):
 class DedupConfig(DedupSchemes):
     """Settings of duplicate removal."""
 
-    omitted_at_default = frozenset({"url"})
+    omitted_at_default = frozenset({"semantic", "url"})
 
     max_removed_fraction: Ratio = Field(
         default=0.9,

@@ -50,8 +50,16 @@ _LAST = np.iinfo(np.uint64).max
 
 _U64 = npt.NDArray[np.uint64]
 
-_REASONS = ("url_duplicate", "exact_duplicate", "near_duplicate", "duplicate_lines", "empty", AMOUNT)
-_LEFT_NOTHING = 3  # index in _REASONS; for this reason and later ones no document was kept
+_REASONS = (
+    "url_duplicate",
+    "exact_duplicate",
+    "near_duplicate",
+    "semantic_duplicate",
+    "duplicate_lines",
+    "empty",
+    AMOUNT,
+)
+_LEFT_NOTHING = 4  # index in _REASONS; for this reason and later ones no document was kept
 
 _STRINGS = ("file", "id", "url", "text")
 

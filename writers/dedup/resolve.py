@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,8 +89,10 @@ def decided_edges(
     documents: int,
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
+    stages: Resolving | None = None,
 ) -> list[Commit]:
     """Run the rounds and stage `near`; return commits whose BEATEN rows are all edges from kept documents."""
+    stages = NEAR_RESOLVING if stages is None else stages
     edges, found, last = list(verified), list[Commit](), list[Commit]()
     move = partial(exchange, run, end=documents, limits=limits)
     number = 0
@@ -98,7 +101,7 @@ def decided_edges(
         if held * _DECIDING <= memory_bytes:
             break
         number += 1
-        stage, ranges = NEAR_ROUND.step(str(number)), _ranges(held, documents, memory_bytes)
+        stage, ranges = stages.round.step(str(number)), _ranges(held, documents, memory_bytes)
         moved = [
             move(stage, table, commits, readers=len(ranges))
             for table, commits in ((EDGES, edges), (WAITING, edges), (BEATEN, last))
@@ -111,9 +114,9 @@ def decided_edges(
         [edges] = run(tasks)
         last = edges
         found += edges
-    left = move(NEAR, EDGES, edges, readers=1).slice(0, documents)
-    beaten = move(NEAR, BEATEN, last, readers=1).slice(0, documents)
-    made = NEAR.task("near", 0, left, beaten, memory_bytes)
+    left = move(stages.rest, EDGES, edges, readers=1).slice(0, documents)
+    beaten = move(stages.rest, BEATEN, last, readers=1).slice(0, documents)
+    made = stages.rest.task(stages.rest.name, 0, left, beaten, memory_bytes)
     [finished] = run([made])
     return [*found, *finished]
 
@@ -349,6 +352,34 @@ NEAR_KEPT = Stage("near_kept", "near-duplicates", write_kept, cost=0.6)
 
 
 @dataclass(frozen=True)
+class Resolving:
+    """The stages that decide: the rounds, the `rest` in memory, and the documents `lost` and `kept`."""
+
+    round: Stage[[Slice, Slice, Slice, int], None]
+    rest: Stage[[Slice, Slice, int], None]
+    lost: Stage[[Part, int, Slice, int, int], Lost]
+    kept: Stage[[Part, int, Artifact, Slice, int], Kept]
+
+    @classmethod
+    def of(cls, name: str, title: str) -> Resolving:
+        """Return the stages `<name>_decide`, `<name>_lost` and `<name>_kept` of another scheme."""
+        return cls(
+            Stage(f"{name}_decide-round", title, decide_round),
+            Stage(f"{name}_decide", title, decide_all, cost=1),
+            Stage(f"{name}_lost", title, write_lost, cost=0.6),
+            Stage(f"{name}_kept", title, write_kept, cost=0.6),
+        )
+
+    @property
+    def all(self) -> Sequence[Stage[..., Any]]:
+        """The stages in order, without rounds, whose number depends on the data."""
+        return self.rest, self.lost, self.kept
+
+
+NEAR_RESOLVING = Resolving(NEAR_ROUND, NEAR, NEAR_LOST, NEAR_KEPT)
+
+
+@dataclass(frozen=True)
 class Resolved:
     """Totals of near-duplicate removal: the removed documents (`losers`), their `bytes` and exact `copies`.
 
@@ -409,36 +440,40 @@ def resolve(
     equals: int,
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
+    stages: Resolving = NEAR_RESOLVING,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
     """Decide which documents are removed, from the edges in `verified` and the rows of EQUALS in `equal`.
 
-    Returns the totals, and one commit with removed documents and one with kept documents per part.
+    Without `equal`, stage `near_equal` does not run: no document was removed for equal words. Returns the
+    totals, and one commit with removed documents and one with kept documents per part.
     """
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
     indexed = end - sum(part.documents for part in parts if part.kind == "index")
-    decided = decided_edges(run, verified, end, memory_bytes, limits)
+    decided = decided_edges(run, verified, end, memory_bytes, limits, stages)
     move = partial(exchange, run, end=end, limits=limits)
-    ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes)
+    ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes) if equal else []
     same = move(NEAR_EQUAL, EQUALS, equal, readers=len(ranges))
-    beaten = move(NEAR_EQUAL, BEATEN, decided, readers=len(ranges))
+    beaten = move(NEAR_EQUAL, BEATEN, decided if equal else (), readers=len(ranges))
     tasks = []
     for start, stop in ranges:
         pieces = same.slice(start, stop), beaten.slice(start, stop)
         tasks.append(NEAR_EQUAL.task(f"{start:012d}", 0, *pieces, memory_bytes))
-    [followed] = run(tasks)
-    beaten = move(NEAR_LOST, BEATEN, [*decided, *followed], readers=len(parts))
+    [followed] = run(tasks) if tasks else [[]]
+    beaten = move(stages.lost, BEATEN, [*decided, *followed], readers=len(parts))
     tasks = []
     for number, part in enumerate(parts):
         own = beaten.slice(starts[number], starts[number + 1])
         args = part, number, own, indexed, memory_bytes
-        tasks.append(NEAR_LOST.task(f"{number:06d}", part.documents, *args))
+        tasks.append(stages.lost.task(f"{number:06d}", part.documents, *args))
     [lost] = run(tasks)
-    gained = move(NEAR_KEPT, GAINED, lost, readers=len(parts))
+    gained = move(stages.kept, GAINED, lost, readers=len(parts))
     tasks = []
     for number, part in enumerate(parts):
         own = gained.slice(starts[number], starts[number + 1])
         losers = lost[number].file(LOSERS_FILE)
-        tasks.append(NEAR_KEPT.task(f"{number:06d}", part.documents, part, number, losers, own, memory_bytes))
+        tasks.append(
+            stages.kept.task(f"{number:06d}", part.documents, part, number, losers, own, memory_bytes)
+        )
     [kept] = run(tasks)
     return Resolved.of(parts, lost, kept, edges=edges, equal=equals), lost, kept

@@ -169,7 +169,7 @@ def _edges(
         kept = np.flatnonzero(result.verified)
         winners, losers = own.rows[first[kept]], rows[second[kept]]
         edges = np.empty(len(kept), EDGES.dtype)
-        _direct(edges, winners["number"], winners["priority"], losers["number"], losers["priority"])
+        direct(edges, winners["number"], winners["priority"], losers["number"], losers["priority"])
         edges["jaccard"] = result.jaccard[kept]
         yield edges
     if compared != len(pairs):
@@ -184,7 +184,7 @@ def _without_set(sets: Slice) -> BuildError:
     )
 
 
-def _direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_priority: _U64) -> None:
+def direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_priority: _U64) -> None:
     """Set winner, loser and priority of each edge; the lexicographically lower priority wins."""
     wins = np.zeros(len(edges), np.bool_)
     open_ = np.ones(len(edges), np.bool_)

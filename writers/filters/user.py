@@ -131,18 +131,7 @@ def _instance(settings: str, folder: Path, versions: tuple[FileVersion, ...]) ->
 
     `versions` are those of its files: changed files are loaded again. Raises RecipeError if that fails.
     """
-    config = PythonConfig.model_validate_json(settings)
-    made: Any = config.load(_KEY, folder)
-    arguments = config.arguments(folder)
-    if not isinstance(made, type):
-        return partial(made, **arguments) if arguments else made
-    try:
-        made = made(**arguments)
-        if callable(setup := getattr(made, "setup", None)):
-            setup()
-    except Exception as error:  # the user's code may raise anything
-        raise RecipeError(f"{_KEY}: {config.function}: {type(error).__name__}: {error}") from error
-    return made
+    return PythonConfig.model_validate_json(settings).make(_KEY, folder)
 
 
 @dataclass(slots=True)

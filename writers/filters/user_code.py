@@ -30,12 +30,25 @@ def _identifier(name: str) -> str:
     return last if last.isidentifier() else "keep"
 
 
+FunctionName = Annotated[str, AfterValidator(_function_name)]
+
+
+def named_after_the_file(data: Any) -> Any:
+    """Prefix a bare function name, such as `function: keep`, with a module name made from `file`."""
+    if isinstance(data, dict):
+        function, file = data.get("function"), data.get("file")
+        if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
+            module = Path(file).stem
+            return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
+    return data
+
+
 class UserCode(StrictModel):
     """The settings that name a function or class of the user, and its arguments."""
 
     omitted_at_default: ClassVar[frozenset[str]] = frozenset({"data"})
 
-    function: Annotated[str, AfterValidator(_function_name)] = Field(
+    function: FunctionName = Field(
         description="package.module:function; with `file`, the module is only a name for messages.",
         examples=["my_filters:keep"],
     )
@@ -53,13 +66,7 @@ class UserCode(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _named_after_the_file(cls, data: Any) -> Any:
-        """Prefix a bare function name, such as `function: keep`, with a module name made from `file`."""
-        if isinstance(data, dict):
-            function, file = data.get("function"), data.get("file")
-            if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
-                module = Path(file).stem
-                return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
-        return data
+        return named_after_the_file(data)
 
     @model_validator(mode="after")
     def _named_once(self) -> Self:
@@ -88,9 +95,23 @@ class UserCode(StrictModel):
             raise RecipeError(f"{key}: {self.function}: no module {module} with a source file")
         return found.origin
 
-    def bound(self, key: str, folder: Path) -> Callable[..., Any]:
-        """Load the code, as `load` does, and return it with its keyword arguments."""
-        return partial(self.load(key, folder), **self.arguments(folder))
+    def make(self, key: str, folder: Path) -> Callable[..., Any]:
+        """Return the function with its keyword arguments, or an instance of the class, after its `setup`.
+
+        `folder` is the base of relative paths. Raises RecipeError with the recipe's `key` if that fails.
+        """
+        made: Any = self.load(key, folder)
+        arguments = self.arguments(folder)
+        if not isinstance(made, type):
+            return partial(made, **arguments) if arguments else made
+        try:
+            made = made(**arguments)
+            if callable(setup := getattr(made, "setup", None)):
+                setup()
+        except Exception as error:  # the user's code may raise anything
+            raise RecipeError(f"{key}: {self.function}: {type(error).__name__}: {error}") from error
+        called: Callable[..., Any] = made
+        return called
 
     def load(self, key: str, folder: Path) -> Callable[..., Any]:
         """Import the code and return the function or class; `folder` is the base of a relative `file`.

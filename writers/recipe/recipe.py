@@ -267,7 +267,7 @@ class Recipe(StrictModel):
             )
 
     def _check_buckets(self) -> None:
-        """Raise ValueError if `buckets` reads a score that does not exist, or writes a field that exists."""
+        """Raise ValueError if `buckets` reads a score that does not exist, or a label a field that exists."""
         columns: set[str] = set()
         found = 0
         for _, config in self.filter_chain():
@@ -293,6 +293,14 @@ class Recipe(StrictModel):
             if config.field in {"source", "language", "copies"} | (self._fields or set()):
                 raise ValueError(
                     f"filters: buckets.field: documents already have a field {config.field!r}; rename it"
+                )
+        semantic = self.dedup.semantic
+        if semantic is not None and semantic.field is not None:
+            taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
+            taken |= {self.buckets.field} if self.buckets is not None else set()
+            if semantic.field in taken:
+                raise ValueError(
+                    f"dedup.semantic.field: documents already have a field {semantic.field!r}; rename it"
                 )
         if found > 1:
             raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
@@ -363,6 +371,8 @@ class Recipe(StrictModel):
         known = {"language", *own} | (self._fields or set())
         if self.buckets is not None:
             known.add(self.buckets.field)
+        if self.dedup.semantic is not None and self.dedup.semantic.field is not None:
+            known.add(self.dedup.semantic.field)
         if name not in known and self._fields is not None:
             raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
 

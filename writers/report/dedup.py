@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.card import Count, DedupFacts, NearFacts
+from shardkit.card import Count, DedupFacts, NearFacts, SemanticFacts
 from shardkit.units import format_bytes
 from shardkit.writers.report.html import bars, cell, counted, facts, number, percent, section, table, text
 
@@ -12,6 +12,8 @@ def render_dedup(dedup: DedupFacts) -> str:
     body = [_stages(dedup), _sources(dedup), _groups(dedup)]
     if dedup.near is not None:
         body += ["<h3>Near-duplicates</h3>", _parameters(dedup.near)]
+    if dedup.semantic is not None:
+        body += ["<h3>Semantic duplicates</h3>", _semantic(dedup.semantic)]
     return section("Duplicates", *body)
 
 
@@ -75,6 +77,21 @@ def _parameters(near: NearFacts) -> str:
         )
     if near.against:
         told["Against"] = ", ".join(near.against)
+    return facts(told, caption="How they were looked for")
+
+
+def _semantic(semantic: SemanticFacts) -> str:
+    counts = semantic.counts
+    told = {
+        "Removed if": f"cosine of the vectors is at least {semantic.similarity:g}, verified for each pair",
+        "Vectors": f"{semantic.dimensions:,} dimensions, by {semantic.vectors}",
+        "Compared": f"in {counts['clusters']:,} clusters, each document in the nearest {semantic.probes}; "
+        f"the largest has {counts['largest_cluster']:,}",
+    }
+    if counts["without_vector"]:
+        told["Without a vector"] = f"{counts['without_vector']:,}, which were kept"
+    if counts["bounded"]:
+        told["Bounded"] = f"{counts['bounded']:,} times a document had more alike ones than pairs are made of"
     return facts(told, caption="How they were looked for")
 
 

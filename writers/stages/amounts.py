@@ -52,7 +52,7 @@ from shardkit.writers.recipe.outputs import AmountConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.inputs import TokenizerFile
-from shardkit.writers.stages.labels import BucketLabels, marked_batches
+from shardkit.writers.stages.labels import Labels, marked_batches
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
 from shardkit.writers.stages.tokenize import (
     PARITY,
@@ -123,7 +123,7 @@ class _Choice:
         if by is None:
             return Field(label)
         languages = self.documents.languages(number) if by == "language" else None
-        return Field(label, by, languages, self.documents.bucket_labels(number))
+        return Field(label, by, languages, self.documents.labels_of(number))
 
     def _label(self, number: int) -> str:
         return self.documents.recipe.sources[self.documents.splits[number].source]
@@ -279,7 +279,7 @@ class Field:
     label: str
     name: Annotated[str | None, RecipeKey("by")] = None
     languages: LanguageLabels | None = None
-    buckets: BucketLabels | None = None
+    labels: Labels = ()
 
 
 def _key_of(label: str, value: str) -> int:
@@ -310,7 +310,7 @@ def _kept(documents: Artifact, removed: SplitRemovals, field: Field) -> Iterator
     codes = None if field.languages is None else field.languages.read()
     keys: dict[str, int] = {}
     with documents.open_arrow(mapped=True) as source:
-        for batch in marked_batches(pa.ipc.open_file(source), field.buckets):
+        for batch in marked_batches(pa.ipc.open_file(source), field.labels):
             sizes = np.diff(text_offsets(batch.column("text")))
             keep = sizes > 0
             for rows in lost.within(start, batch.num_rows).rows.values():

@@ -234,7 +234,7 @@ def clean_split(
     chain = first.chain(filter_files, filter_folder, scores, annotate=settings.annotate)
     reader = settings.input.reader
     if reader is not None and failure is None:
-        function = reader.bound(f"inputs[{split.source}].reader", filter_folder.path)
+        function = reader.make(f"inputs[{split.source}].reader", filter_folder.path)
         return _clean(folder, split, settings, chain, masking, function=function)
     try:
         return _clean(folder, split, settings, chain, masking, failure=failure)

@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardkit.card import AmountFacts, Count, NearFacts
+from shardkit.card import AmountFacts, Count, NearFacts, SemanticFacts
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
+from shardkit.writers.dedup.population import DOCUMENTS_FILE as ROWS_OF_PART
 from shardkit.writers.dedup.population import LanguageLabels, RowFiles, SplitDocuments
 from shardkit.writers.dedup.rewriting import ROWS_FILE
+from shardkit.writers.dedup.semantic import CLUSTERS_FILE
 from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
@@ -35,7 +37,7 @@ from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.inputs import BuildInputs
-from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets
+from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets, ClusterLabels, Labels
 from shardkit.writers.stages.languages import LANGUAGES_FILE
 from shardkit.writers.stages.needs import Needs, task_memory
 from shardkit.writers.stages.score_tables import ScoreTable
@@ -150,6 +152,19 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class Clustered:
+    """The clusters of `dedup.semantic`: the tasks that embed and assign documents, and the `step` before.
+
+    Documents carry their cluster in the metadata field `field`.
+    """
+
+    field: str
+    step: Written
+    embedded: Sequence[Commit]
+    assigned: Sequence[Commit]
+
+
+@dataclass(frozen=True)
 class Documents:
     """The documents of a build between two steps. Sequences have one entry per split unless noted otherwise.
 
@@ -174,10 +189,14 @@ class Documents:
     single: int = 0
     """Number of documents left by the last step that compared URLs or texts for equality."""
     groups: Sequence[int] = ()
-    """Documents by how many they represent, in the classes of `count_groups`; without `near`, [0] is 0."""
+    """Documents by how many they represent, in the classes of `count_groups`; [0] is 0 unless `near` or
+    `semantic` compared them."""
     largest_group: int = 1
     near: NearResult | None = None
     near_facts: NearFacts | None = None
+    semantic_facts: SemanticFacts | None = None
+    clustered: Clustered | None = None
+    """The clusters, if `dedup.semantic.field` names a field for them."""
     labels: Buckets | None = None
     """The rules by which scores of a `buckets` filter become labels; None until they are known."""
     amounts: Sequence[AmountFacts] = ()
@@ -228,14 +247,23 @@ class Documents:
                 return LanguageLabels(codes, tuple(labels), self.rows_since(step, number))
         return None
 
-    def bucket_labels(self, number: int) -> BucketLabels | None:
-        """Return the labels of split `number` from the `buckets` filter; None without such a filter."""
-        if self.labels is None:
-            return None
-        step = self.step_with(BUCKETS_FILE)
-        return BucketLabels(
-            self.labels, step.commits[number].file(BUCKETS_FILE), self.rows_since(step, number)
-        )
+    def labels_of(self, number: int) -> Labels:
+        """Return the labels of split `number`: buckets and clusters, if the recipe asks for them."""
+        found: Labels = ()
+        if self.labels is not None:
+            step = self.step_with(BUCKETS_FILE)
+            scores = step.commits[number].file(BUCKETS_FILE)
+            found = (BucketLabels(self.labels, scores, self.rows_since(step, number)),)
+        if (one := self.clustered) is not None:
+            labels = ClusterLabels(
+                one.field,
+                one.assigned[number].file(CLUSTERS_FILE),
+                one.embedded[number].file(ROWS_OF_PART),
+                one.step.ledgers[number].kept.documents,
+                self.rows_since(one.step, number),
+            )
+            found = (*found, labels)
+        return found
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:
         """Return the file of documents of each split, with their languages if `languages` is set."""

@@ -1,7 +1,7 @@
 """The steps of a build in order, from splits of raw files to datasets that can be published.
 
-    read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> buckets -> amounts
-                    -> split -> rows of tokens, files of text -> what was removed
+    read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> semantic duplicates
+                    -> buckets -> amounts -> split -> rows of tokens, files of text -> what was removed
 
 The recipe may have further passes of filters between and after the steps that remove duplicates.
 
@@ -33,6 +33,7 @@ from shardkit.writers.stages import (
     removed,
     rows,
     scores,
+    semantic,
     split,
     text,
 )
@@ -49,6 +50,7 @@ REMOVING: Mapping[str, Step] = {  # keys are the names under `dedup` and in `ste
     "exact": exact.texts_step(1, is_first=True),
     "lines": lines.STEP,
     "near": near.STEP,
+    "semantic": semantic.STEP,
 }
 MAKING: Sequence[Step] = (buckets.STEP, amounts.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
 
@@ -80,6 +82,7 @@ def find_survivors(build: Build) -> Documents:
     records are unreadable, if no document is left, or if a source is mostly duplicates.
     """
     recipe = build.inputs.recipe
+    semantic.check(recipe)
     documents = _run(steps_of(recipe), Documents(recipe, build.inputs.splits), build)
     check_losses(documents)
     return documents

@@ -96,7 +96,7 @@ def _reader_files(recipe: Recipe, source: int) -> list[str]:
 
 
 def filter_files(recipe: Recipe) -> dict[str, str]:
-    """Return the xxh3-128 of each file that a filter or a reader needs, by its path in the recipe.
+    """Return the xxh3-128 of each file that filters, readers and embedders read, by path in the recipe.
 
     Raises RecipeError if a file cannot be read.
     """
@@ -104,6 +104,8 @@ def filter_files(recipe: Recipe) -> dict[str, str]:
     for source in range(len(recipe.inputs)):
         named += [(f"inputs[{source}].reader", path) for path in _reader_files(recipe, source)]
     digests = {}
+    if recipe.dedup.semantic is not None:
+        named += [("dedup.semantic.embed", path) for path in recipe.dedup.semantic.embed.files()]
     for key, path in named:
         try:
             digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]

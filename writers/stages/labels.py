@@ -1,4 +1,4 @@
-"""The scores of a `buckets` filter, stored per split, and the labels computed from them.
+"""The labels of documents: from the scores of a `buckets` filter, and the clusters of `dedup.semantic`.
 
 A pass of filters writes the scores of the kept documents to BUCKETS_FILE, in the order of documents.arrow.
 The tasks that tokenize a split, or write its text, add labels to the documents' metadata (`marked_batches`).
@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 
 from shardkit.hashing import digest_of, keyed_hashes
-from shardkit.writers.dedup.population import RowFiles, in_rows
+from shardkit.writers.dedup.population import DOCUMENT, RowFiles, in_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -120,12 +120,39 @@ class BucketLabels:
         return [texts[label] for label in labels]
 
 
-def marked_batches(
-    reader: pa.ipc.RecordBatchFileReader, labels: BucketLabels | None
-) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a split's documents, with labels in their metadata unless `labels` is None."""
-    added, start = None if labels is None else labels.open(), 0
+@dataclass(frozen=True)
+class ClusterLabels:
+    """The cluster of each of a split's remaining documents, as `dedup.semantic` found it, for field `field`.
+
+    `clusters` has the cluster and `described` the row of each document that has a vector, of `count` that
+    there were; `rows` map the remaining documents to these rows.
+    """
+
+    field: str
+    clusters: Artifact
+    described: Artifact
+    count: int
+    rows: RowFiles
+
+    def open(self) -> list[str | None]:
+        """Return the object to add to each document's metadata, as JSON; None without a vector."""
+        found = np.full(self.count, -1, np.int64)
+        found[Rows(self.described, DOCUMENT).read()["row"]] = Rows(self.clusters, "<i4").read()
+        texts = {one: orjson.dumps({self.field: one}).decode() for one in np.unique(found).tolist()}
+        return [texts[one] if one >= 0 else None for one in in_rows(found, self.rows).tolist()]
+
+
+Labels = tuple[BucketLabels | ClusterLabels, ...]
+"""The labels of a split's remaining documents, each a field of their metadata."""
+
+
+def marked_batches(reader: pa.ipc.RecordBatchFileReader, labels: Labels) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a split's documents, with the labels in their metadata."""
+    added, start = [one.open() for one in labels], 0
     for number in range(reader.num_record_batches):
         batch = reader.get_batch(number)
-        yield batch if added is None else with_metadata(batch, added[start : start + batch.num_rows])
-        start += batch.num_rows
+        end = start + batch.num_rows
+        for texts in added:
+            batch = with_metadata(batch, texts[start:end])
+        yield batch
+        start = end

@@ -35,7 +35,7 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
         return None
     compared, removed = _by_source(documents)
     groups = list(documents.groups) or [0] * len(_CLASSES)
-    if documents.near is None:
+    if documents.near is None and documents.semantic_facts is None:
         groups[0] = documents.single - sum(groups)
     stages = {reason: sum(losses, Count()) for reason, losses in documents.lost.items()}
     return DedupFacts(
@@ -51,6 +51,7 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
         ],
         groups=[GroupFacts(name, count) for name, count in zip(_CLASSES, groups, strict=True)],
         largest_group=documents.largest_group,
+        semantic=documents.semantic_facts,
     )
 
 

@@ -40,7 +40,7 @@ from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE, annotation_values
 from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Build, Documents, Step
-from shardkit.writers.stages.labels import BucketLabels, marked_batches
+from shardkit.writers.stages.labels import Labels, marked_batches
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.selection import Selection, remaining
 
@@ -87,7 +87,7 @@ class SplitText:
     languages: LanguageLabels | None
     annotations: Artifact | None
     rows: RowFiles
-    buckets: BucketLabels | None
+    labels: Labels
 
 
 def write_texts(documents: Documents, build: Build) -> Documents:
@@ -117,7 +117,7 @@ def _tasks(recipe: Recipe, documents: Documents, limits: Limits) -> list[Task]:
                 documents.languages(number),
                 annotations,
                 () if annotations is None else documents.rows_since(documents.written[0], number),
-                documents.bucket_labels(number),
+                documents.labels_of(number),
             )
         )
         size += documents.files[number].ledger().kept.bytes
@@ -174,7 +174,7 @@ def _documents(
     start = 0
     with split.documents.open_arrow(mapped=True) as source:
         reader = pa.ipc.open_file(source)
-        for batch in marked_batches(reader, split.buckets):
+        for batch in marked_batches(reader, split.labels):
             more = [column[start : start + batch.num_rows] for column in beside.values()]
             for name, column in zip(beside, more, strict=True):
                 batch = batch.append_column(f"+{name}", column)

@@ -51,7 +51,7 @@ from shardkit.writers.rows.documents import DOCUMENTS_FILE, pack_strings, unpack
 from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Documents
 from shardkit.writers.stages.inputs import TokenizerFile
-from shardkit.writers.stages.labels import BucketLabels, marked_batches
+from shardkit.writers.stages.labels import Labels, marked_batches
 from shardkit.writers.stages.languages import LanguageCounts
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokens.fim import encode_fim
@@ -308,7 +308,7 @@ def tasks(
                 recipe.memory // 2,
                 limits,
                 documents.languages(number),
-                documents.bucket_labels(number),
+                documents.labels_of(number),
             )
         )
     return made
@@ -338,7 +338,7 @@ def tokenize_split(
     memory_bytes: MemoryBytes,
     limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
-    buckets: BucketLabels | None = None,
+    labels: Labels = (),
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -356,7 +356,7 @@ def tokenize_split(
     ):
         reader = pa.ipc.open_file(source)
         start = 0
-        for batch in marked_batches(reader, buckets):
+        for batch in marked_batches(reader, labels):
             if counts is not None:
                 batch = counts.beside(batch, start)
             part = lost.within(start, batch.num_rows)
@@ -364,8 +364,8 @@ def tokenize_split(
             others = None
             if selection is not None:
                 assert settings.source is not None
-                labels = None if counts is None else counts.labels_of(batch)
-                others = selection.others(batch, settings.source, labels, part)
+                spoken = None if counts is None else counts.labels_of(batch)
+                others = selection.others(batch, settings.source, spoken, part)
             kept, copies, ids, tokens, masks = _tokenize_batch(
                 batch, part, encoder, found.ledger, twins, encode, others
             )

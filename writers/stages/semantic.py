@@ -1,0 +1,131 @@
+"""Step: removes semantic duplicates, by vectors of documents (dedup/semantic.py has the stages)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardkit.card import SemanticFacts
+from shardkit.errors import BuildError, naming_extras, warn_user
+from shardkit.writers.dedup.outcomes import OUTCOMES
+from shardkit.writers.dedup.population import DOCUMENT, Part
+from shardkit.writers.dedup.semantic import (
+    ASSIGN,
+    CLUSTERS,
+    DECIDING,
+    NEIGHBORS,
+    SEMANTIC_DUPLICATE,
+    SEMANTIC_REMOVED,
+    default_clusters,
+    remove_semantic,
+    vector_table,
+)
+from shardkit.writers.execution.stage import Stage
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.stages.embed import EMBED, KEY, open_embedder
+from shardkit.writers.stages.flow import Build, Clustered, Documents, Step
+from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
+
+_WITHOUT = 0.01  # share of documents without a vector above which a build warns
+
+
+def check(recipe: Recipe) -> None:
+    """Raise the errors of a missing faiss, model or code before any document is read."""
+    if (config := recipe.dedup.semantic) is None:
+        return
+    with naming_extras("dedup.semantic"):
+        import faiss  # noqa: F401
+    if config.embed.code is not None:
+        config.embed.code.load(KEY, recipe.folder)
+    else:
+        open_embedder(config.embed, recipe.folder)
+
+
+def drop_semantic_duplicates(documents: Documents, build: Build) -> Documents:
+    """Remove documents whose vector is verified to be alike that of a kept document.
+
+    Raises BuildError if vectors are wrong, or if no document has one.
+    """
+    config = documents.recipe.dedup.semantic
+    assert config is not None
+    names, files = config.embed.files(), build.inputs.filter_files
+    own, place = {name: files[name] for name in names}, build.inputs.folder_of_filters
+    described, tasks = documents.described(), []
+    for split, removed in zip(described, documents.removals, strict=True):
+        args = split.documents, removed, config.embed, own, place
+        tasks.append(EMBED.task(split.name, split.bytes, *args))
+    [commits] = build.run(tasks)
+    found = [EMBED.result(commit) for commit in commits]
+    kinds = sorted({one.dimensions for one in found} - {0})
+    if len(kinds) > 1:
+        raise BuildError(
+            f"dedup.semantic.embed: some splits have vectors of {kinds[0]:,} dimensions, others of "
+            f"{kinds[-1]:,}; all must have the same number"
+        )
+    total, without = (sum(getattr(one, name) for one in found) for name in ("documents", "without"))
+    if not total:
+        raise BuildError(f"dedup.semantic.embed: none of {without:,} documents has a vector that is not zero")
+    if without > _WITHOUT * (total + without):
+        warn_user(
+            f"dedup.semantic.embed: {without:,} of {total + without:,} documents have no vector (no token "
+            "that the model knows, or a vector of zeros); they are kept without a comparison"
+        )
+    parts = [Part(commit.files, one.documents) for commit, one in zip(commits, found, strict=True)]
+    result = remove_semantic(
+        build.run,
+        parts,
+        [split.name for split in described],
+        kinds[0],
+        config,
+        build.memory_bytes,
+        build.limits,
+    )
+    facts = SemanticFacts(
+        similarity=config.similarity,
+        vectors=str(config.embed.function or config.embed.model),
+        dimensions=kinds[0],
+        probes=config.probes,
+        counts=result.counts | {"without_vector": without, "copies": result.decided.copies},
+    )
+    return replace(
+        documents.without(SEMANTIC_DUPLICATE, result.removed),
+        semantic_facts=facts,
+        groups=result.decided.groups,
+        largest_group=result.decided.largest_group,
+        clustered=None
+        if config.field is None
+        else Clustered(config.field, documents.written[-1], commits, result.assigned),
+    )
+
+
+_DIMENSIONS = 256  # assumed; those of the vectors are not known before
+_EDGES = 0.2  # edges per document
+
+
+def needs(n: Needs) -> None:
+    """Add the requests and bytes of all stages, for vectors of _DIMENSIONS values and default settings."""
+    c = n.corpus
+    if "semantic" not in c.dedup:
+        return
+    rows, probes = c.documents, 4
+    table, clusters = vector_table(_DIMENSIONS), default_clusters(rows)
+    probes = min(probes, clusters)
+    size = rows * (DOCUMENT.itemsize + 2 * _DIMENSIONS)
+    n.add(EMBED, c.splits, *n.scans(c.text_bytes * DOCUMENTS, c.splits), files=2, written=size)
+    sampled = min(rows, 64 * clusters) * 2 * _DIMENSIONS
+    n.add(CLUSTERS, 1, 4 * c.splits, rows * DOCUMENT.itemsize + sampled, files=1)
+    moved = rows * probes * table.dtype.itemsize
+    gets, read = n.scans(size, 2 * c.splits)
+    n.add(ASSIGN, c.splits, gets + c.splits, read, files=2, written=moved + 4 * rows)
+    readers = min(clusters, c.limits.partitions(rows * probes, table.dtype))
+    runs = n.exchange(NEIGHBORS, table, c.splits, rows * probes, readers)
+    n.add(NEIGHBORS, readers, *n.slices(runs, readers), files=2, written=rows * _EDGES * 52)
+    n.add(DECIDING.rest, 1, 2 * readers, rows * _EDGES * 44, files=1)
+    n.add(DECIDING.lost, c.splits, 2 * c.splits, rows * 24, files=3)
+    n.add(DECIDING.kept, c.splits, 3 * c.splits, rows * 24, files=2)
+    n.by_split(SEMANTIC_REMOVED, OUTCOMES, 2 * c.splits, rows * 2 * LOSERS)
+
+
+STAGES: Sequence[Stage[..., Any]] = (EMBED, CLUSTERS, ASSIGN, NEIGHBORS, *DECIDING.all, SEMANTIC_REMOVED)
+STEP = Step(lambda recipe: () if recipe.dedup.semantic is None else STAGES, drop_semantic_duplicates, needs)
