@@ -58,29 +58,34 @@ STAGES = (
 RECIPE = """\
 inputs:
   - {path: "first-*.jsonl", source: first}
-steps:
-  - url
-  - length: {max_words: 60}
-  - exact
-  - lines: {min_characters: 20}
-  - length: {min_words: 3}
-  - exact
-  - near: {small_shingles: 0}
-  - semantic: {embed: {model: vectors.safetensors, tokenizer: words.json}, similarity: 0.7}
+steps: STEPS
 amounts: {first: {tokens: 1500, repeat: 1.5}}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB, format: mds}
 max_bad_fraction: 0.1
 """
+_SHORT, _LONG = {"length": {"max_words": 60}}, {"length": {"min_words": 3}}
+_LINES, _NEAR = {"lines": {"min_characters": 20}}, {"near": {"small_shingles": 0}}
+_SEMANTIC = {
+    "semantic": {"embed": {"model": "vectors.safetensors", "tokenizer": "words.json"}, "similarity": 0.7}
+}
+ORDERS: tuple[list[object], ...] = (  # the first one has all STAGES
+    ["url", _SHORT, "exact", _LINES, _LONG, "exact", _NEAR, _SEMANTIC],
+    ["exact", _NEAR, _LONG, _LINES, "exact", _SHORT],
+    ["url", "exact", _SEMANTIC, _SHORT, _NEAR, _LONG, "exact"],
+)
 POINT_NAME = "point.json"
 LINE = "This very line stands at the end of every document."
 _NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DOTALL)
 
 
-def make_recipe(folder: Path, format: str = "mds") -> Path:
+def make_recipe(folder: Path, format: str = "mds", order: int = 0) -> Path:
     """Write a corpus that gives every stage something to do, and its recipe."""
-    recipe = make_corpus(folder, 4, RECIPE.replace("format: mds", f"format: {format}"))
+    steps = json.dumps(ORDERS[order])  # JSON is YAML
+    recipe = make_corpus(
+        folder, 4, RECIPE.replace("format: mds", f"format: {format}").replace("STEPS", steps)
+    )
     make_static_model(folder, ["w", *map(str, range(100))], dimensions=8)
     for file in range(2):
         texts: list[str] = []
@@ -146,16 +151,22 @@ class Crashes:
     """
 
     def __init__(
-        self, folder: Path, *, bucket: str = "", ray: RayCluster | None = None, format: str = "mds"
+        self,
+        folder: Path,
+        *,
+        bucket: str = "",
+        ray: RayCluster | None = None,
+        format: str = "mds",
+        order: int = 0,
     ) -> None:
-        self._format = format
+        self._format, self._order = format, order
         self._folder, self._bucket, self._ray = folder.resolve(), bucket, ray
         self._template = self._folder / "corpus"
         self._count = 0
         self.expected: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        recipe = make_recipe(self._template, self._format)
+        recipe = make_recipe(self._template, self._format, self._order)
         self.victims = Victims(self._folder, recipe)
         self.victims.__enter__()
         try:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from crash.builds import STAGES, Cell, Crashes, Outcome
-from crash.faults import damage
+from crash.builds import ORDERS, STAGES, Cell, Crashes, Outcome
+from crash.faults import damage, kill_often
 from crash.grid import Entry, grid, sample
 from crash.reader import look
 from crash.stores import FAULTS, StoreCell, StoreCrashes
@@ -101,6 +101,17 @@ def test_a_drawn_part_of_the_matrix_keeps_all_promises(crashes: Crashes) -> None
     assert {entry.stage for entry in drawn} >= set(STAGES)
     assert {entry.fault for entry in drawn} == {entry.fault for entry in entries}
     check_all(crashes, drawn)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("order", range(1, len(ORDERS)))
+def test_other_orders_of_steps_keep_them_too(tmp_path: Path, order: int) -> None:
+    with Crashes(tmp_path, order=order) as crashes:
+        steps = crashes.steps(".")
+        for step in range(1, steps, steps // 12):
+            check(crashes.run(Cell(fault="kill", step=step, area=".")))
+        for seed in range(2):
+            assert kill_often(crashes, seed=seed, replacing=False).problems == []
 
 
 @pytest.mark.extended
