@@ -29,7 +29,7 @@ from shardkit.formats.provenance import provenance_name
 from shardkit.hashing import digest_of
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, make_listener
-from shardkit.settings import ANNOTATIONS_FOLDER, TRAIN
+from shardkit.settings import ANNOTATIONS_FOLDER, TRAIN, Bounds
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.version import __version__
@@ -378,7 +378,7 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
         if recipe.dedup.near and (near is None or near.indexes != [index.digest for index in inputs.indexes]):
             return "made against other indexes"
         if card.filter_files != inputs.read_files:
-            return "made with other lists or models of its filters"
+            return "made with other lists, models or code of its filters"
         names = ("source", "files", "bytes", "digest")
         stated = [{name: getattr(entry, name) for name in names} for entry in card.inputs]
     except ShardError:
@@ -523,9 +523,18 @@ def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> Built
 def _nothing_to_write(recipe: Recipe) -> str:
     if recipe.part in (None, TRAIN):
         if recipe.output.where is not None:
-            return f"output.where: no document matches {recipe.output.where}; there is nothing to write"
+            asked = "; ".join(f"{name}: {_condition(one)}" for name, one in recipe.output.where.items())
+            return f"output.where: no document matches {asked}; there is nothing to write"
         return "no document with a token is left; there is nothing to write"
     return f"split: no document is in {recipe.part}; raise its share, or raise `similarity`"
+
+
+def _condition(asked: Sequence[str] | Bounds) -> str:
+    if not isinstance(asked, Bounds):
+        return " or ".join(asked)
+    least, most = asked.min, asked.max
+    found = [f"{word} {one:g}" for word, one in (("at least", least), ("at most", most)) if one is not None]
+    return " and ".join(found)
 
 
 def publish_dataset(

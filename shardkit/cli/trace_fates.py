@@ -62,10 +62,11 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
         copies = f", also for {facts['copies'] - 1:,} duplicates" if facts["copies"] > 1 else ""
         return [f"kept: in {_rows(facts['rows'])}{copies}"]
     if outcome == "dropped":
-        values = [] if facts["value"] is None and facts["label"] is not None else [_number(facts["value"])]
+        values = [] if facts["value"] is None else [_number(facts["value"])]
         judged = " of ".join([*values, *([facts["label"]] if facts["label"] is not None else [])])
+        judged = f": {judged}" if judged else ""
         bound = "" if facts["bound"] is None else f", bound {_number(facts['bound'])}"
-        return [f"dropped by {facts['rule']}: {judged}{bound}"]
+        return [f"dropped by {facts['rule']}{judged}{bound}"]
     if facts["reason"] in ("duplicate_lines", "empty"):
         left = "all its lines are in other documents" if facts["reason"] == "duplicate_lines" else "no token"
         return [f"dropped as {facts['reason']}: {left}"]

@@ -185,7 +185,7 @@ def test_a_filter_behind_duplicates_judges_only_what_is_left(folder: Path) -> No
     exact = behind.funnel.dropped["exact_duplicate"].documents
     assert len((folder / "seen").read_text()) <= judged - exact + 240 // 50  # and a sample for the report
     assert before.funnel.kept == behind.funnel.kept
-    assert behind.funnel.dropped.keys() == {"exact_duplicate", "python/rejected"}
+    assert behind.funnel.dropped.keys() == {"exact_duplicate", "python/keep"}
 
 
 TEXT_FILTERS: dict[str, Step] = {
@@ -225,7 +225,7 @@ def test_what_each_pass_dropped_is_told_with_its_reason(folder: Path) -> None:
     counts = result.funnel.dropped
     of_filters = {reason: count.documents for reason, count in counts.items() if "/" in reason}
     assert {reason: dropped.count(reason) for reason in set(dropped)} == of_filters
-    assert set(of_filters) == {"length/too_few_words", "length/too_many_words", "python/rejected"}
+    assert set(of_filters) == {"length/too_few_words", "length/too_many_words", "python/keep"}
     table = pq.read_table(folder / "out" / "duplicates")
     removed = [reason for reason in table.column("reason").to_pylist() if reason is not None]
     duplicates = {reason: count.documents for reason, count in counts.items() if "/" not in reason}
@@ -312,7 +312,7 @@ def test_a_result_says_what_each_filter_judged_dropped_and_took(folder: Path) ->
         assert after.documents == before.documents - before.dropped
     assert costs[-1].documents - costs[-1].dropped == result.funnel.kept.documents
     assert costs[1].dropped == dropped["url_duplicate"]
-    assert costs[2].dropped == dropped["python/rejected"]
+    assert costs[2].dropped == dropped["python/keep"]
     assert all((cost.seconds is None) == (cost.step in ("url", "exact")) for cost in costs)
     assert result.to_dict()["costs"][2]["documents"] == costs[2].documents
 
@@ -425,7 +425,7 @@ def test_a_step_of_the_user_adds_fields_that_later_steps_and_outputs_use(folder:
         for file in (folder / "own" / "dropped").glob("*.parquet")
         for row in pq.read_table(file).to_pylist()
     ]
-    assert {row["rule"] for row in dropped} == {"python/rejected"}
+    assert {row["rule"] for row in dropped} == {"python/Topics"}
 
 
 def test_fields_of_a_step_must_be_named_in_the_recipe(folder: Path) -> None:

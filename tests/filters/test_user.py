@@ -63,7 +63,7 @@ def test_a_mask_tells_what_stays(folder: Path) -> None:
     chain = FilterChain([("python", config("long", parameters={"least": 3}))], folder)
     result = chain.apply(documents(["ab", "abc", "", "é中\n\u2028"]))
     assert result.kept.column("text").to_pylist() == ["abc", "é中\n\u2028"]
-    assert {name: count.documents for name, count in result.dropped.items()} == {"python/rejected": 2}
+    assert {name: count.documents for name, count in result.dropped.items()} == {"python/long": 2}
 
 
 def test_reasons_are_told_apart(folder: Path) -> None:
@@ -84,13 +84,16 @@ def test_it_sees_edited_texts_of_the_documents_that_are_left_and_no_empty_batch(
 @pytest.mark.parametrize(
     ("name", "more", "problem"),
     [
-        ("fails", {}, "mine:fails: KeyError: 'no such thing'.* begins 'first'"),
+        ("fails", {}, "mine:fails: KeyError: 'no such thing'.* begins 'first'.* in line [0-9]+ of .*mine.py"),
         ("short", {}, "mine:short: the function returned 1 values for 2 documents"),
-        ("numbers", {}, "mine:numbers: the function returned 1; expected true or false"),
+        ("numbers", {}, "mine:numbers: the function returned 1 for .*; expected true or false"),
         ("nothing", {}, "mine:nothing: the function did not return an array"),
         ("labels", {}, "expected true or false"),
-        ("labels", {"reasons": ["even"]}, "the function returned 'odd'; expected one of even or null"),
-        ("long", {"parameters": {"most": 1}}, "mine:long: TypeError"),
+        (
+            "labels",
+            {"reasons": ["even"]},
+            "the function returned 'odd' for .*; expected null, or one of `reasons`: even",
+        ),
     ],
 )
 def test_errors_name_the_function(folder: Path, name: str, more: dict[str, object], problem: str) -> None:
@@ -104,6 +107,7 @@ def test_errors_name_the_function(folder: Path, name: str, more: dict[str, objec
     [
         ({"function": "mine:long", "file": "gone.py"}, "gone.py"),
         ({"function": "no_such_module_at_all:long"}, "no_such_module_at_all"),
+        ({"function": "mine:long", "file": "mine.py", "parameters": {"most": 1}}, "mine:long: missing a required argument: 'least'"),
     ],
 )
 def test_what_cannot_be_imported_is_named(folder: Path, settings: dict[str, str], problem: str) -> None:
@@ -137,6 +141,10 @@ import dataclasses
 import os
 
 from shardkit.writers.filters.base import Rule
+from datatrove.data import Document
+from datatrove.pipeline.filters import LambdaFilter, RegexFilter
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.formatters import PIIFormatter
 
 async def later(document, least=2):
     await asyncio.sleep(0.001 * len(document.text))
@@ -209,14 +217,25 @@ class OurContract:
         import numpy as np
         return [Rule("first", np.array(is_a)), Rule("second", None)]
 
+def page_words(page):
+    return page.text > ""
+
+class Batches(BaseFilter):
+    name = "batches"
+
+    def __init__(self):
+        super().__init__(batch_size=2)
+
+    def filter(self, doc):
+        raise NotImplementedError
+
+    def filter_batch(self, batch):
+        assert len(batch) <= 2
+        return [(len(doc.text) > 1, "tiny") for doc in batch]
+
 class Broken:
     def setup(self):
         raise OSError("no disk")
-
-from datatrove.data import Document
-from datatrove.pipeline.filters import LambdaFilter, RegexFilter
-from datatrove.pipeline.filters.base_filter import BaseFilter
-from datatrove.pipeline.formatters import PIIFormatter
 
 class Peer(BaseFilter):
     name = "peer"
@@ -268,7 +287,7 @@ def test_a_function_gets_what_its_first_parameter_names(
 
 def test_a_reason_that_the_recipe_does_not_list_becomes_a_label(steps: Path) -> None:
     [dropped] = run(steps, "later", ["a", "bb"]).removed
-    assert dropped.rule == "python/rejected"
+    assert dropped.rule == "python/later"
     assert dropped.labels is not None
     assert dropped.labels.tolist() == ["short"]
     assert list(run(steps, "later", ["a", "bb"], reasons=["short"]).dropped) == ["python/short"]
@@ -327,6 +346,7 @@ def test_filters_and_formatters_of_datatrove_run_as_they_are(steps: Path) -> Non
         "python/peer_short"
     ]
     assert kept(run(steps, "instance", ["a", "b"])) == ["a"]
+    assert kept(run(steps, "Batches", ["a", "bb", "c", "d", "ee"])) == ["bb", "ee"]
     assert kept(run(steps, "RegexFilter", ["a1", "b"], parameters={"regex_exp": "[0-9]"})) == ["b"]
     edited = run(steps, "PIIFormatter", ["write to ada@lovelace.org"], edits=True)
     assert "ada" not in kept(edited)[0]
@@ -335,7 +355,9 @@ def test_filters_and_formatters_of_datatrove_run_as_they_are(steps: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "more", "problem"),
     [
-        ("topics", {}, "it changed a text; set `edits: true`"),
+        ("topics", {"columns": ["topic", "letters"]}, "it changed a text; set `edits: true`"),
+        ("topics", {"edits": True, "columns": ["topic"]}, "it added a field 'letters'; list it in `columns`"),
+        ("page_words", {}, "to get one document at a time, call the first parameter `document`"),
         ("columns", {"edits": True}, "it returned a field 'letters'; list it in `columns`"),
         ("columns", {"edits": True, "columns": ["topic", "letters", "more"]}, "no field 'more'"),
         (
@@ -347,8 +369,17 @@ def test_filters_and_formatters_of_datatrove_run_as_they_are(steps: Path) -> Non
         ("half", {"edits": True}, "a text that is not valid"),
         ("odd_field", {"columns": ["topic"]}, "a field has a value that is not JSON"),
         ("raises", {}, "mine:raises: ValueError: no .*record 1, which begins 'b'"),
-        ("silent", {}, "returned None; expected true or false"),
-        ("keep", {"reasons": ["x"]}, "returned True; expected one of x or null"),
+        (
+            "silent",
+            {},
+            "returned None for f, record 0, which begins 'a'; expected true or false, or .whether",
+        ),
+        (
+            "keep",
+            {"reasons": ["x"]},
+            "returned True for f, record 0.*; expected null, or one of `reasons`: x",
+        ),
+        ("later", {"reasons": ["x"]}, "returned .False, 'short'. for f, record 0.*one of `reasons`: x"),
     ],
 )
 @pytest.mark.timeout(20)
@@ -366,6 +397,7 @@ def test_what_a_step_must_not_do_is_named(
         ("Model", {}, "mine:Model: TypeError: .*missing 1 required"),
         ("Document", {"parameters": {"text": "", "id": ""}}, "neither called nor has it a method `filter`"),
         ("Model", {"data": {"model": "gone.txt"}}, "gone.txt: No such file"),
+        ("later", {"parameters": {"leats": 1}}, "mine:later: got an unexpected keyword argument 'leats'"),
     ],
 )
 def test_a_class_that_cannot_be_made_is_named(

@@ -11,8 +11,9 @@ The name of the first parameter says what a function is called with, for the doc
   `reason` (null for documents that stay), `text` (new texts), and fields by name.
 
 If the recipe lists `reasons`, the function returns one of them, or null or "" if the document stays, instead
-of a bool. `edits: true` allows new texts; `columns` names the fields that are added to the documents'
-metadata. An `async` function of one document runs concurrently for all documents of a batch.
+of a bool. Without them, documents are dropped under the function's name. `edits: true` allows new texts;
+`columns` names the fields that are added to the documents' metadata. An `async` function of one document runs
+concurrently for all documents of a batch.
 
 A class is created once per worker process with the recipe's `parameters` and `data`; its method `setup`, if
 it has one, is called once, and then its instances like functions. Subclasses of datatrove's BaseFilter and
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.batch import TextBatch
 
 _KEY = "filters: python"
-_OTHER = "rejected"  # the rule of documents that are dropped without one of the recipe's `reasons`
 _RESERVED = frozenset({"keep", "reason", "text"})
 _INSTANCES = 16  # maximum number of instances of users' classes that a process keeps
 
@@ -118,7 +118,21 @@ class PythonConfig(UserCode, FilterSettings):
         made = _instance(self.model_dump_json(exclude={*self.not_content}), folder, versions)
         if isinstance(made, Filter | Editor):
             return made
+        self._check_arguments(made)
         return UserEditor(self, made) if self.edits else UserFilter(self, made)
+
+    def _check_arguments(self, made: Any) -> None:
+        """Raise RecipeError if the function cannot be called with one argument besides `parameters`."""
+        function, given = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # not callable, or without a signature
+            return
+        try:
+            signature.bind(None, **given)
+        except TypeError as error:
+            if not hasattr(made, "filter"):
+                raise RecipeError(f"{_KEY}: {self.function}: {error}; see `parameters`") from None
 
     def files(self) -> tuple[str, ...]:
         """Return the function's source file and data, whose digests are part of the identity of a task."""
@@ -148,6 +162,10 @@ class Document:
     metadata: dict[str, Any]
     file: str
     record: int
+    given: frozenset[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.given = frozenset(self.metadata)
 
 
 @dataclass(slots=True)
@@ -165,7 +183,7 @@ class UserStep:
     def __init__(self, config: PythonConfig, made: Any) -> None:
         self._config = config
         self._name = f"{_KEY}: {config.function}"
-        self.reasons = config.reasons or (_OTHER,)
+        self.reasons = config.reasons or (config.function.partition(":")[2],)
         self._call = self._caller(made)
 
     def _decide(self, batch: TextBatch) -> tuple[list[Rule], dict[int, str]]:
@@ -185,7 +203,7 @@ class UserStep:
         for start in range(0, len(chosen), size):
             rows, piece = chosen[start : start + size], documents.slice(start, size)
             answers = self._call(piece)
-            codes[rows], labels[rows] = self._codes(answers.outcomes, len(rows))
+            codes[rows], labels[rows] = self._codes(answers.outcomes, piece)
             for name, values in answers.fields.items():
                 for row, value in zip(rows.tolist(), values, strict=True):
                     fields[name][row] = value
@@ -224,9 +242,10 @@ class UserStep:
         return changed
 
     def _codes(
-        self, outcomes: Sequence[Any], documents: int
+        self, outcomes: Sequence[Any], batch: pa.RecordBatch
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.object_]]:
         """Return int64[n], 0 where a document stays, else 1 + the index of its reason; and labels [n]."""
+        documents = batch.num_rows
         if len(outcomes) != documents:
             raise BuildError(
                 f"{self._name}: the function returned {len(outcomes)} values for {documents} documents"
@@ -245,14 +264,21 @@ class UserStep:
                 answer = bool(answer)
             code = known.get(answer, -1) if isinstance(answer, bool | str | None) else -1
             if code < 0:
-                wanted = f"one of {', '.join(reasons)} or null" if reasons else "true or false"
-                raise BuildError(f"{self._name}: the function returned {value!r:.80}; expected {wanted}")
+                wanted = "true or false, or (whether it stays, reason)"
+                if reasons:
+                    wanted = f"null, or one of `reasons`: {', '.join(reasons)}"
+                raise BuildError(
+                    f"{self._name}: the function returned {value!r:.80} for {_place(batch, row)}; expected "
+                    f"{wanted}"
+                )
             codes[row], labels[row] = code, label
         return codes, labels
 
     def _caller(self, made: Any) -> Callable[[pa.RecordBatch], _Answers]:
         """Return the function that calls the user's code for a batch of documents."""
         peers = {base.__module__.partition(".")[0] for base in type(made).__mro__}
+        if "datatrove" in peers and getattr(made, "batch_size", 1) > 1:
+            return partial(self._in_batches, made)
         if callable(judge := getattr(made, "filter", None)):
             make = _datatrove_documents if "datatrove" in peers else _documents
             return partial(self._each, judge, make)
@@ -285,9 +311,28 @@ class UserStep:
             outcomes = self._awaited(outcomes, batch)
         if not documents or isinstance(documents[0], str):
             return _Answers(outcomes)
+        return self._found(outcomes, documents)
+
+    def _found(self, outcomes: Sequence[Any], documents: Sequence[Any]) -> _Answers:
+        """Return the outcomes with what the user's code assigned to the documents."""
         names = self._config.columns
+        for document in documents:
+            if isinstance(document, Document) and (
+                unlisted := sorted(document.metadata.keys() - document.given - {*names})
+            ):
+                raise BuildError(f"{self._name}: it added a field {unlisted[0]!r}; list it in `columns`")
         fields = {name: [document.metadata.get(name) for document in documents] for name in names}
         return _Answers(outcomes, [document.text for document in documents], fields)
+
+    def _in_batches(self, peer: Any, batch: pa.RecordBatch) -> _Answers:
+        """Call `filter_batch` of a filter of datatrove for batches of the size that it asks for."""
+        documents, outcomes = _datatrove_documents(batch), list[Any]()
+        for start in range(0, len(documents), peer.batch_size):
+            try:
+                outcomes += peer.filter_batch(documents[start : start + peer.batch_size])
+            except Exception as error:  # the user's code may raise anything
+                raise self._failed(error, batch, start) from error
+        return self._found(outcomes, documents)
 
     def _texts(self, edit: Callable[[str], str], batch: pa.RecordBatch) -> _Answers:
         """Call `edit` for each text."""
@@ -368,12 +413,16 @@ class UserStep:
 
     def _failed(self, error: Exception, batch: pa.RecordBatch, row: int | None = None) -> BuildError:
         """Return the error of a build in which the user's code raised `error`, for one row or a batch."""
-        first = batch.column("text")[row or 0].as_py()[:60]
-        place = f"a batch of {batch.num_rows} documents, the first begins {first!r}"
+        place, hint = f"a batch of {batch.num_rows} documents, first {_place(batch, 0)}", ""
         if row is not None:
-            file, record = (batch.column(name)[row].as_py() for name in ("file", "record"))
-            place = f"{file}, record {record:,}, which begins {first!r}"
-        return BuildError(f"{self._name}: {type(error).__name__}: {error} ({place})")
+            place = _place(batch, row)
+        elif isinstance(error, AttributeError | TypeError) and "RecordBatch" in str(error):
+            hint = "; to get one document at a time, call the first parameter `document`, or `text`"
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        line = "" if trace is None else f" in line {trace.tb_lineno} of {trace.tb_frame.f_code.co_filename}"
+        return BuildError(f"{self._name}: {type(error).__name__}: {error}{hint} ({place}){line}")
 
 
 class UserFilter(UserStep):
@@ -402,6 +451,12 @@ class UserEditor(UserStep):
             cut[row] = int(batch.sizes[row]) - len(text.encode())
             texts[row] = text
         return Edit(pa.array(texts, pa.large_string()), rules, {"text": cut})
+
+
+def _place(batch: pa.RecordBatch, row: int) -> str:
+    """Return where a document was read, and how it begins, for messages."""
+    text, file, record = (batch.column(name)[row].as_py() for name in ("text", "file", "record"))
+    return f"{file}, record {record:,}, which begins {text[:60]!r}"
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:

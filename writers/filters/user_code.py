@@ -92,7 +92,10 @@ class UserCode(StrictModel):
         except (ImportError, ValueError) as error:  # a parent package is missing or fails
             raise RecipeError(f"{key}: {self.function}: {error}") from None
         if found is None or not found.has_location or found.origin is None:
-            raise RecipeError(f"{key}: {self.function}: no module {module} with a source file")
+            raise RecipeError(
+                f"{key}: {self.function}: no module {module} with a source file is installed; `file` names a "
+                "Python file beside the recipe"
+            )
         return found.origin
 
     def make(self, key: str, folder: Path) -> Callable[..., Any]:

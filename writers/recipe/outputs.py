@@ -304,6 +304,14 @@ class AmountConfig(StrictModel):
         return self.documents or self.tokens
 
 
+def _text_of(value: object) -> object:
+    """Convert a number in a list of values to text; documents' values are compared as text."""
+    return str(value) if isinstance(value, int | float) else value
+
+
+_Value = Annotated[str, BeforeValidator(_text_of), WithJsonSchema({"type": ["string", "number", "boolean"]})]
+
+
 class OutputConfig(StrictModel):
     """The place and the format of a dataset."""
 
@@ -323,7 +331,7 @@ class OutputConfig(StrictModel):
         "whole documents in the files of another trainer.",
     )
     where: Annotated[
-        dict[FieldName, Listed[str] | Bounds] | None, DecidesNoByte("tasks that select get a `Selection`")
+        dict[FieldName, Listed[_Value] | Bounds] | None, DecidesNoByte("tasks that select get a `Selection`")
     ] = Field(
         default=None,
         description="Only documents with one of these values of `source`, of `language` (needs that filter), "

@@ -374,7 +374,10 @@ class Recipe(StrictModel):
         if self.dedup.semantic is not None and self.dedup.semantic.field is not None:
             known.add(self.dedup.semantic.field)
         if name not in known and self._fields is not None:
-            raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
+            raise ValueError(
+                f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata, or to `columns` of "
+                "the step that finds it"
+            )
 
     def _check_amounts(self) -> None:
         """Raise ValueError if `amounts` names a source that does not exist, or counts tokens without any."""

@@ -321,7 +321,9 @@ def parse_document_id(text: str) -> bytes:
     except ValueError:
         found = b""
     if len(found) != 16:
-        raise ShardkitError(f"{text!r:.80} is not a document id: give its 32 hexadecimal digits")
+        raise ShardkitError(
+            f"{text!r:.80} is not a document id of 32 hexadecimal digits; `id` is for ids of your own"
+        )
     return found
 
 
