@@ -96,6 +96,7 @@ _WITHOUT_EXTRA = {
     "accelerate": "accelerate",
     "composer": "mosaicml",
     "datasets": "datasets",
+    "datatrove": "datatrove",
     "grain": "grain",
     "jax": "jax",
     "litgpt": "litgpt",

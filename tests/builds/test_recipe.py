@@ -232,7 +232,8 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"output": {"path": "o", "format": "wds", "compression": "zstd"}}, "tar shards are never"),
         (
             {"output": {"path": "o", "format": "tar"}},
-            "output.format: should be 'mds', 'wds', 'parquet', 'jsonl' or 'tokens', got 'tar'",
+            "output.format: should be 'mds', 'wds', 'parquet', 'jsonl', 'tokens', 'megatron', 'olmo', "
+            "'nanogpt', 'llmc' or 'datatrove' (did you mean 'datatrove'?), got 'tar'",
         ),
         ({"pack": {"sequence_length": 1}}, "pack.sequence_length: "),
         ({"pack": {"sequence_length": True}}, "pack.sequence_length: "),

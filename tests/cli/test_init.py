@@ -122,7 +122,7 @@ def test_files_that_a_shell_listed_are_one_input(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pdf", "%PDF-1.4\n", "a.pdf: a PDF document"),
+        ("a.ps", "%!PS-Adobe-3.0\n", "a.ps: PostScript"),
         ("a.jsonl", '{"n": 1}\n', "a.jsonl: has no field with text"),
         ("a.json", '[{"n": 1}]', "a.json: has no field with text"),
         (

@@ -107,7 +107,10 @@ def test_errors_name_the_function(folder: Path, name: str, more: dict[str, objec
     [
         ({"function": "mine:long", "file": "gone.py"}, "gone.py"),
         ({"function": "no_such_module_at_all:long"}, "no_such_module_at_all"),
-        ({"function": "mine:long", "file": "mine.py", "parameters": {"most": 1}}, "mine:long: missing a required argument: 'least'"),
+        (
+            {"function": "mine:long", "file": "mine.py", "parameters": {"most": 1}},
+            "mine:long: missing a required argument: 'least'",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_named(folder: Path, settings: dict[str, str], problem: str) -> None:

