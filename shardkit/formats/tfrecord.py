@@ -233,7 +233,7 @@ def _fields(data: bytes, start: int, end: int, name: str) -> Iterator[tuple[int,
     """Yield (number, wire type, first byte, end) of each field; raises ValueError if one passes `end`."""
     place = start
     while place < end:
-        tag, first = _varint(data, place, end)
+        tag, first = (data[place], place + 1) if data[place] < 0x80 else _varint(data, place, end)
         number, wire = tag >> 3, tag & 7
         if wire == _DELIMITED:
             size, first = _varint(data, first, end)
@@ -252,6 +252,8 @@ def _fields(data: bytes, start: int, end: int, name: str) -> Iterator[tuple[int,
 
 def _varint(data: bytes, place: int, end: int, base: int = 0) -> tuple[int, int]:
     """Return the number at `place`, below 2**64, and the place behind it."""
+    if place < end and (octet := data[place]) < 0x80:
+        return octet, place + 1
     value = shift = 0
     for at in range(place, min(end, place + 10)):
         octet = data[at]

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from shardkit import open_dataset
-from shardkit.errors import ShardError
+from shardkit.errors import MissingExtraError, ShardError
 from shardkit.formats.tfrecord import is_tfrecord_name, parse_example
 from shardkit.tools.convert import CutOptions, OutputOptions, convert
 
@@ -272,3 +273,10 @@ def test_no_flipped_byte_of_a_message_raises_another_error() -> None:
 )  # fmt: skip
 def test_names_of_tfrecord_files(name: str, is_one: bool) -> None:
     assert is_tfrecord_name(name) is is_one
+
+
+def test_a_missing_library_of_checksums_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "a.tfrecord", [example(a=ints(1))])
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    with pytest.raises(MissingExtraError, match=r"reading TFRecord files needs .*shardkit\[tfrecord\]"):
+        convert(file, tmp_path / "out", progress=False)
