@@ -280,3 +280,18 @@ def test_a_missing_library_of_checksums_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(MissingExtraError, match=r"reading TFRecord files needs .*shardkit\[tfrecord\]"):
         convert(file, tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        CutOptions(dtype="uint16"), CutOptions(keep_lengths=True), CutOptions(sequence_length=2, eos=0),
+        CutOptions(sequence_length=2, drop_tail=True, per_file=True),
+    ],
+)  # fmt: skip
+def test_files_without_records_add_nothing(cut: CutOptions, tmp_path: Path) -> None:
+    for number, records in enumerate([[], [[1, 0], [2, 0]], [], [[3, 0]], []]):
+        write(tmp_path / f"{number}.tfrecord", [example(tokens=ints(*r)) for r in records])
+    done = convert(str(tmp_path / "*.tfrecord"), tmp_path / "out", cut=cut, progress=False)
+    assert [s["tokens"] for s in samples(tmp_path / "out")] == [[1, 0], [2, 0], [3, 0]]
+    assert done.counts["documents"] == 3

@@ -61,7 +61,9 @@ def _kind_of_folder(folder: Path) -> Kind:
     suffixes = {file.suffix for file in folder.iterdir() if file.is_file()}
     if ".tar" not in suffixes and suffixes & {*_ARROW}:
         return "huggingface"
-    if ".tar" not in suffixes and any(is_tfrecord_name(file.name) for file in folder.iterdir()):
+    if ".tar" not in suffixes and any(
+        file.is_file() and is_tfrecord_name(file.name) for file in folder.iterdir()
+    ):
         return "tfrecord"
     if ".idx" in suffixes and ".bin" in suffixes:
         return "megatron"

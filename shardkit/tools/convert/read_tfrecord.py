@@ -141,7 +141,8 @@ class TFRecordTokens(_TFRecords):
                 size, read = size + values.nbytes, read + stored
                 if len(self._others) < _MAX_FEATURES:
                     self._others.update(name for name in features if name != self.feature)
-            yield _block(path, held, document, read, is_last=True)
+            if held:
+                yield _block(path, held, document, read, is_last=True)
             document += len(held)
             self._finish(path)
 
