@@ -57,6 +57,7 @@ _EXTRAS = {
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),
+    "google_crc32c": ("google-crc32c", "tfrecord"),
     "h11": ("uvicorn", "view"),  # a dependency of uvicorn
     "httptools": ("httptools", "ask"),
     "huggingface_hub": ("tokenizers", "write"),  # a dependency of tokenizers

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.tar.shard_list import is_pattern
+from shardkit.formats.tfrecord import is_tfrecord_name
 from shardkit.formats.tokens import refuse_two_kinds
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.store import StorageOptions
@@ -19,14 +20,15 @@ from shardkit.storage.url import is_remote, local_path
 from shardkit.tools.convert.read_arrow import ArrowSource, saved_files
 from shardkit.tools.convert.read_dataset import DatasetRows, DatasetSamples, DatasetTokens, dataset_source
 from shardkit.tools.convert.read_litdata import LitdataSamples, LitdataTokens, is_litdata, litdata_source
+from shardkit.tools.convert.read_tfrecord import TFRecordSamples, TFRecordTokens, tfrecord_files
 from shardkit.tools.convert.read_tokens import MegatronSource, NanogptSource, megatron_files
 from shardkit.tools.convert.source import CutOptions, OutputOptions
 
-Kind = Literal["dataset", "huggingface", "litdata", "megatron", "nanogpt"]
+Kind = Literal["dataset", "huggingface", "litdata", "megatron", "nanogpt", "tfrecord"]
 
 AnySource = (
     DatasetRows | DatasetTokens | DatasetSamples | ArrowSource | LitdataSamples | LitdataTokens
-    | MegatronSource | NanogptSource
+    | MegatronSource | NanogptSource | TFRecordSamples | TFRecordTokens
 )  # fmt: skip
 _ARROW = (".arrow", ".parquet")
 
@@ -38,9 +40,10 @@ def find_kind(path: str) -> Kind:
     place = local_path(path)
     if place.is_dir():
         return _kind_of_folder(place)
-    suffixes = (
-        {file.suffix for file in _files(path)} if place.is_file() or is_pattern(path) else {place.suffix}
-    )
+    files = _files(path) if place.is_file() or is_pattern(path) else [place]
+    if files and all(is_tfrecord_name(file.name) for file in files):
+        return "tfrecord"
+    suffixes = {file.suffix for file in files}
     if suffixes and suffixes <= {*_ARROW}:
         return "huggingface"
     if megatron_files(place) is not None and not is_pattern(path):
@@ -58,6 +61,10 @@ def _kind_of_folder(folder: Path) -> Kind:
     suffixes = {file.suffix for file in folder.iterdir() if file.is_file()}
     if ".tar" not in suffixes and suffixes & {*_ARROW}:
         return "huggingface"
+    if ".tar" not in suffixes and any(
+        file.is_file() and is_tfrecord_name(file.name) for file in folder.iterdir()
+    ):
+        return "tfrecord"
     if ".idx" in suffixes and ".bin" in suffixes:
         return "megatron"
     return "nanogpt" if ".bin" in suffixes and ".tar" not in suffixes else "dataset"
@@ -103,10 +110,24 @@ def _open_files(
     if kind == "huggingface":
         saved = place.is_dir() and any((place / n).is_file() for n in ("state.json", "dataset_dict.json"))
         return ArrowSource(saved_files(place) if saved else _named(path, _ARROW), columns)
+    if kind == "tfrecord":
+        return _tfrecords(path, output, cut, columns)
     _refuse_columns(path, kind, columns)
     if kind == "megatron":
         return MegatronSource(*_megatron_pair(place))
     return NanogptSource(_nanogpt_files(path), cut.source_dtype)
+
+
+def _tfrecords(
+    path: str, output: OutputOptions, cut: CutOptions, columns: Sequence[str] | None
+) -> TFRecordSamples | TFRecordTokens:
+    place = local_path(path)
+    files = tfrecord_files(place) if place.is_dir() else _files(path)
+    if not files:
+        raise ShardError(path, "matches no TFRecord files")
+    if cut.changes_rows or cut.dtype is not None:
+        return TFRecordTokens(files, columns)
+    return TFRecordSamples(files, output.format, columns)
 
 
 def _refuse_columns(path: str, kind: str, columns: Sequence[str] | None) -> None:

@@ -159,10 +159,10 @@ def convert(
     """Write the dataset at `source` into the folder `target` as MDS or tar shards.
 
     Sources: datasets that `open_dataset` opens (also URLs); litdata chunk folders; Megatron .bin/.idx pairs;
-    .bin files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files. Rows of
-    one length are copied; `cut` defines how documents and streams become rows. `columns` selects columns of
-    the source. `verify` reads the result back before it is published. Raises ShardError that locates damage,
-    RefusedError if `target` has other content (`replace` permits a dataset), ValueError if options conflict.
+    .bin files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files; TFRecord
+    files. Rows of one length are copied; `cut` defines how documents and streams become rows. `columns`
+    selects columns of the source. `verify` reads the result back before it is published. Raises ShardError at
+    damage, RefusedError if `target` has other content (`replace` permits a dataset), ValueError at conflicts.
     """
     start = time.monotonic()
     output, cut = output or OutputOptions(), cut or CutOptions()
