@@ -31,7 +31,7 @@ def body(name: str) -> bytes:
 
 
 def listing(names: Sequence[str]) -> bytes:
-    return gzip.compress("".join(f"{name}\n" for name in names).encode())
+    return gzip.compress("".join(f"{name}\n" for name in names).encode(), mtime=0)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_lines_are_excluded_by_names_and_ends_of_paths(
         (b"a.jsonl\n.\n", r"line 2: .* is not a file; a line names one file"),
         (b"<!doctype html><html>", r"is not a list of paths: it is HTML"),
         (b"%PDF-1.4\n%...", r"is not a list of paths: it is a PDF"),
-        (gzip.compress(b"a.jsonl\n" * 99)[:-9], r"list.txt: is damaged"),
+        (gzip.compress(b"a.jsonl\n" * 99, mtime=0)[:-9], r"list.txt: is damaged"),
         (b"a.jsonl\n\xff\xfe.jsonl", r"byte 8 is not UTF-8"),
         (b"a.jsonl\nb\0.jsonl", r"line 2: is not the path of a file"),
         (b"https:///x.jsonl\n", r"line 1: .*https:///x.jsonl"),

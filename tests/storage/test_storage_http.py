@@ -199,7 +199,11 @@ def test_a_server_without_ranges_that_breaks_off_is_read_again_from_its_start(we
     assert read_whole(store, store.head("a/b c.bin")) == DATA
 
 
-@pytest.mark.parametrize("stated", [str(LATER), format_datetime(datetime.now(UTC) + timedelta(days=1))])
+@pytest.mark.parametrize(
+    "stated",
+    [str(LATER), format_datetime(datetime.now(UTC) + timedelta(days=1))],
+    ids=["seconds", "date"],
+)
 def test_a_server_that_asks_to_come_back_tomorrow_is_not_waited_for(web: WebServer, stated: str) -> None:
     web.faults["/small.txt"] = [Fault(503, {"Retry-After": stated}, method="*", repeat=True)]
     began = time.monotonic()

@@ -77,7 +77,7 @@ def example(**features: bytes) -> bytes:
 
 def write(file: Path, records: Sequence[bytes]) -> Path:
     data = b"".join(map(record, records))
-    file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
+    file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
     return file
 
 
@@ -201,9 +201,9 @@ def _flip(place: int) -> bytes:
         (_flip(len(WHOLE) - 1), f"byte {FIRST}: has a damaged record"),
         (WHOLE + record(b"", 1 << 62), f"byte {2 * FIRST}: states a record of 4,611,686,018,427,387,904"),
         (WHOLE + record(b"", (1 << 31) - 1), f"byte {2 * FIRST}: ends inside a record of 2,147,483,647"),
-        (gzip.compress(WHOLE)[:-9], "byte .*damaged or truncated gzip data"),
-        (gzip.compress(WHOLE)[:-6] + b"abcdef", "damaged or truncated gzip data: CRC check failed"),
-        (gzip.compress(WHOLE[:-3]), f"byte {FIRST}: ends inside a record"),
+        (gzip.compress(WHOLE, mtime=0)[:-9], "byte .*damaged or truncated gzip data"),
+        (gzip.compress(WHOLE, mtime=0)[:-6] + b"abcdef", "damaged or truncated gzip data: CRC check failed"),
+        (gzip.compress(WHOLE[:-3], mtime=0), f"byte {FIRST}: ends inside a record"),
         (b"", "has no records"),
         (WHOLE + record(b"text of another kind"), rf"record 2 at byte {2 * FIRST}: is not a valid tf\.train"),
         (WHOLE + record(example(a=floats(1))), r"'a' holds float values, but int64 ones in .*record 0"),
