@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import BuildResult, build
+from shardkit.writers.estimate import rehearse
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.report.costs import StepCost, better_place
+from shardkit.writers.stages.inputs import BuildInputs
 from support.small_build import EOS, text_of, train_bpe, tree
 from support.small_models import model_bytes
 
@@ -433,3 +436,20 @@ def test_fields_of_a_step_must_be_named_in_the_recipe(folder: Path) -> None:
     output = {"path": "x", "format": "jsonl", "where": {"topic": ["a"]}}
     with pytest.raises(RecipeError, match="no input keeps a field 'topic'"):
         run(folder, "x", steps=[step], output=output)
+
+
+def test_a_rehearsal_runs_no_costly_step_and_selects_by_none_of_its_fields(folder: Path) -> None:
+    (folder / "own.py").write_text("def topic(document):\n    raise RuntimeError('rehearsed')\n")
+    costly = {"python": {"file": "own.py", "function": "topic", "columns": ["topic"], "gpus": 1}}
+    recipe = recipe_from_mapping(
+        {
+            "inputs": [{"path": "part-*.jsonl"}],
+            "steps": [LENGTH, "exact", costly],
+            "tokenizer": {"path": "tokenizer.json", "eos": EOS},
+            "output": {"path": "out", "where": {"topic": ["a"], "source": "input-0"}},
+        },
+        folder=folder,
+    )
+    inputs = BuildInputs.of(recipe, scan_inputs(recipe))
+    assert rehearse(inputs, workers=1).output > 0
+    assert recipe.without_costly_filters().output.where == {"source": ("input-0",)}

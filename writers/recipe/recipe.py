@@ -515,12 +515,24 @@ class Recipe(StrictModel):
         return found
 
     def without_costly_filters(self) -> Recipe:
-        """Return the recipe without filters that cost too much to run them on a sample; see `is_costly`."""
+        """Return the recipe without filters that cost too much to run them on a sample; see `is_costly`.
+
+        Its outputs do not select by the fields that these filters add.
+        """
+        costly = [config for _, config in self.filter_chain() if config.is_costly]
+        if not costly:
+            return self
+        fields = {name for one in costly if isinstance(one, PythonConfig) for name in one.columns}
 
         def cheap(entries: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(one for one in entries if not any(config.is_costly for _, config in one.filters()))
 
-        return self.model_copy(update={"filters": cheap(self.filters), "steps": cheap(self.steps)})
+        def plain(output: OutputConfig) -> OutputConfig:
+            where = {name: asked for name, asked in (output.where or {}).items() if name not in fields}
+            return output.model_copy(update={"where": where or None})
+
+        changes = {"filters": cheap(self.filters), "steps": cheap(self.steps), "output": plain(self.output)}
+        return self.model_copy(update={**changes, "outputs": tuple(map(plain, self.outputs))})
 
     def filter_chain(self) -> FilterPass:
         """Return (name, settings) of every filter in order, with profiles expanded."""
