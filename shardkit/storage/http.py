@@ -19,7 +19,7 @@ from shardkit.storage.threads import remake_after_fork
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
 
-CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 
 
 class HttpPools:

@@ -87,8 +87,8 @@ class HttpStore(BaseStore):
                 raise
         else:
             discard(response)
-            if (size := response.headers.get("Content-Length", "")).isdigit():
-                return self._info(key, int(size), response.headers)
+            if (size := _number(response.headers.get("Content-Length", ""))) is not None:
+                return self._info(key, size, response.headers)
         with self._open(key, 0, 1, None) as body:
             return body.info
 
@@ -166,14 +166,14 @@ class HttpStore(BaseStore):
     def _body(
         self, key: str, response: BaseHTTPResponse, start: int, stop: int | None, version: str | None
     ) -> HttpBody:
-        where, stated = self.where(key), response.headers.get("Content-Length", "")
+        where, stated = self.where(key), _number(response.headers.get("Content-Length", ""))
         if response.status == 206:
             found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
             if found is None:
                 raise StoreError(where, "the server sends a part of the file without saying which")
             first, last, size = map(int, found.groups())
-        elif stated.isdigit():
-            first, last, size = 0, int(stated) - 1, int(stated)
+        elif stated is not None:
+            first, last, size = 0, stated - 1, stated
         else:
             encoding = response.headers.get("Content-Encoding", "")
             why = f", which it compresses in transit ({encoding})" if encoding else ""
@@ -213,8 +213,7 @@ class HttpStore(BaseStore):
                 raise
             response = self._request("GET", key)
         discard(response)
-        size = response.headers.get("Content-Length", "")
-        info = self._info(key, int(size) if size.isdigit() else 0, response.headers)
+        info = self._info(key, _number(response.headers.get("Content-Length", "")) or 0, response.headers)
         checked_range(self.where(key), info, start, stop, version)
         return MemoryBody(info, memoryview(b""))
 
@@ -281,6 +280,11 @@ class _WholeBody(HttpBody):
         super().close()
 
 
+def _number(stated: str) -> int | None:
+    """Return the number in a header; None if there is none, or one with more than 18 digits."""
+    return int(stated) if stated.isascii() and stated.isdigit() and len(stated) <= 18 else None
+
+
 def _plain(version: str) -> str:
     """Return a version without the mark of a weak ETag, which proxies add to a strong one."""
     return version.removeprefix("W/").strip('"')
@@ -307,8 +311,8 @@ def _status_error(where: str, status: int, headers: Mapping[str, str]) -> StoreE
 
 def _retry_after(stated: str) -> float | None:
     """Return the seconds of a Retry-After, which is a number or a date; None for anything else."""
-    if stated.isdigit():
-        return float(stated)
+    if (seconds := _number(stated)) is not None:
+        return float(seconds)
     try:
         until = parsedate_to_datetime(stated)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -286,6 +287,14 @@ def test_a_function_gets_what_its_first_parameter_names(
 ) -> None:
     assert kept(run(steps, name, ["a", "bb", "ccc", "b"], batch_documents=size)) == left
     assert kept(run(steps, "batch_later", ["a", "b"], batch_documents=size)) == ["a"]
+
+
+def test_an_async_step_runs_in_a_notebook_too(steps: Path) -> None:
+    async def cell() -> list[str]:
+        return kept(run(steps, "later", ["a", "bb"]))
+
+    assert asyncio.run(cell()) == ["bb"]
+    assert kept(run(steps, "later", ["a", "bb"])) == ["bb"]
 
 
 def test_a_reason_that_the_recipe_does_not_list_becomes_a_label(steps: Path) -> None:

@@ -402,7 +402,7 @@ def parse_completion(body: bytes) -> tuple[Answer, str]:
             raise TypeError("content is not text")
         finish = str(choice.get("finish_reason") or "stop")
         tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise _BrokenReplyError(
             f"the reply is not a chat completion ({type(error).__name__}: {error})"
         ) from None

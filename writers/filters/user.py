@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -409,7 +410,7 @@ class UserStep:
                 raise errors.exceptions[0] from None
             return [task.result() for task in tasks]
 
-        return _loop().run_until_complete(together())
+        return _finished(together())
 
     def _failed(self, error: Exception, batch: pa.RecordBatch, row: int | None = None) -> BuildError:
         """Return the error of a build in which the user's code raised `error`, for one row or a batch."""
@@ -497,6 +498,16 @@ def _datatrove_documents(batch: pa.RecordBatch) -> list[Any]:
         DatatroveDocument(text=text, id=id, metadata=fields if url is None else {"url": url} | fields)
         for text, id, url, fields, _, _ in _values_of(batch)
     ]
+
+
+def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end, in another thread if this one has a running event loop (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _loop().run_until_complete(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_loop().run_until_complete, coroutine).result()
 
 
 @lru_cache(maxsize=1)
