@@ -410,7 +410,8 @@ class UserStep:
                 raise errors.exceptions[0] from None
             return [task.result() for task in tasks]
 
-        return _finished(together())
+        found: list[Any] = _finished(together())
+        return found
 
     def _failed(self, error: Exception, batch: pa.RecordBatch, row: int | None = None) -> BuildError:
         """Return the error of a build in which the user's code raised `error`, for one row or a batch."""
