@@ -403,5 +403,5 @@ def test_overlaps_with_evaluation_sets_are_published_and_a_changed_set_is_anothe
     assert "decontamination.jsonl" in card["files"]
     assert build(recipe, progress=False).up_to_date
     (tmp_path / "evaluation.jsonl").write_text(json.dumps({"text": text_of(8)}) + "\n")
-    with pytest.raises(BuildError, match="made with other lists or models of its filters"):
+    with pytest.raises(BuildError, match="made with other lists, models or code of its filters"):
         build(recipe, progress=False)

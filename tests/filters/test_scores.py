@@ -87,7 +87,7 @@ def test_another_score_makes_another_build(folder: Path, inline_builds: None) ->
     first = run(recipe_in(folder))
     path = folder / "scores" / "b.jsonl"
     path.write_text(path.read_text().replace('"edu": 0.', '"edu": 5.'))
-    with pytest.raises(BuildError, match="made with other lists or models of its filters"):
+    with pytest.raises(BuildError, match="made with other lists, models or code of its filters"):
         run(recipe_in(folder))
     again = build(recipe_in(folder), workers=1, progress=False, replace=True)
     assert again.fingerprint != first.fingerprint
