@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 from pydantic import Field, model_validator
 
 from shardkit.errors import BuildError, RecipeError
@@ -478,6 +477,8 @@ def _columns(answer: Any) -> dict[str, Any]:
 
 def _values_of(batch: pa.RecordBatch) -> zip[tuple[Any, ...]]:
     """Return (text, id, url, metadata, file, record) of each document."""
+    import orjson
+
     columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
     own, ids = columns["id"], columns["document_id"]
     named = [one if one is not None else document_id.hex() for one, document_id in zip(own, ids, strict=True)]
