@@ -82,10 +82,10 @@ _NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DO
 
 def make_recipe(folder: Path, format: str = "mds", order: int = 0) -> Path:
     """Write a corpus that gives every stage something to do, and its recipe."""
-    steps = json.dumps(ORDERS[order])  # JSON is YAML
-    recipe = make_corpus(
-        folder, 4, RECIPE.replace("format: mds", f"format: {format}").replace("STEPS", steps)
-    )
+    text = RECIPE.replace("STEPS", json.dumps(ORDERS[order]))  # JSON is YAML
+    if format != "mds":  # only rows repeat documents
+        text = text.replace("format: mds", f"format: {format}").replace(", repeat: 1.5", "")
+    recipe = make_corpus(folder, 4, text)
     make_static_model(folder, ["w", *map(str, range(100))], dimensions=8)
     for file in range(2):
         texts: list[str] = []

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from crash.builds import STAGES, Cell, Crashes, Outcome, said, wrong_end
 from crash.reader import look
+from shardkit.writers.execution.work import COMMIT_NAME
 
 __all__ = ["DAMAGES", "can_mount", "cut_power", "damage", "fill_disk", "kill_often", "limit_files"]
 
@@ -172,7 +173,8 @@ def damage(crashes: Crashes, cell: Cell, kind: str, file: str) -> Outcome:
     base = crashes.fresh()
     with crashes.watching(outcome, base):
         crashes.strike(outcome, base)
-        found = sorted(path for path in (base / "out.work").glob(file) if path.stat().st_size)
+        files = (path for path in (base / "out.work").glob(file) if path.name != COMMIT_NAME)
+        found = sorted(path for path in files if path.stat().st_size)
         for path in found:
             DAMAGES[kind](path)
         if not found:

@@ -137,7 +137,7 @@ def _damages() -> Iterator[Entry]:
             cell = Cell(fault="", stage=reader, moment="before")
         for kind in DAMAGES:
             if stage not in WRITES_NOTHING:
-                do = partial(damage, cell=cell, kind=kind, file=f"{stage}/*/[!c]*")
+                do = partial(damage, cell=cell, kind=kind, file=f"{stage}/*/*")
                 yield Entry(f"output: {kind}", "inline", stage, do)
             do = partial(damage, cell=cell, kind=kind, file=f"{stage}/*/commit.json")
             yield Entry(f"record: {kind}", "inline", stage, do)

@@ -242,7 +242,7 @@ def test_ray_places_tasks_where_their_gpus_are(
     assert max(len(one["seen"]) for one in results) <= 2  # one on each node
     monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 1.0)
     monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.2)
-    none = r"no node of the Ray cluster had a CPU, 2 GPUs and .*largest nodes: 2 CPUs with .* and 1 GPUs"
+    none = r"no node of the Ray cluster had a CPU, 2 GPUs and .*largest nodes: 2 CPUs with .* and 1 GPU\)"
     with (
         Journal(Work.at(place / "other")) as other,
         engine() as ray,
@@ -436,7 +436,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
 ) -> None:
     monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 0.5)
     monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.1)
-    message = r"no node .* had a CPU and 4 GB .*largest nodes: 2 CPUs with 4 GB\).*`memory` smaller"
+    message = r"no node .* had a CPU and 4 GB .*largest nodes: 2 CPUs with 4 GB and 1 GPU\).*`memory` smaller"
     with (
         engine(memory_bytes=NODE_MEMORY + 1) as ray,
         pytest.warns(RuntimeWarning, match="waiting for one"),

@@ -185,7 +185,9 @@ def test_a_plan_has_the_stages_that_the_recipe_asks_for() -> None:
     assert stages("url", "exact") == stages("url") | stages("exact") | {"url_left"}
     cut = always | {"line_keys", "line_losers", "lines_removed", "lines"}
     assert stages("lines") == stages("spans") == cut
-    with pytest.raises(ValueError, match="no part 'fuzzy'; its parts are url, exact, lines, near, spans"):
+    with pytest.raises(
+        ValueError, match="no part 'fuzzy'; its parts are url, exact, lines, near, semantic, spans"
+    ):
         worked_example(dedup=frozenset({"fuzzy"}))
 
 

@@ -179,7 +179,8 @@ def described(nodes: Sequence[dict[str, Any]]) -> str:
     names = "CPU", "memory", "GPU"
     sizes = sorted({tuple(int(one.get(name, 0)) for name in names) for one in living}, reverse=True)
     texts = [
-        f"{cpus} CPUs with {format_bytes(memory)}" + (f" and {gpus} GPUs" if gpus else "")
+        f"{cpus} CPUs with {format_bytes(memory)}"
+        + (f" and {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "")
         for cpus, memory, gpus in sizes[:3]
         if cpus
     ]
