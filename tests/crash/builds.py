@@ -68,7 +68,7 @@ max_bad_fraction: 0.1
 _SHORT, _LONG = {"length": {"max_words": 60}}, {"length": {"min_words": 3}}
 _LINES, _NEAR = {"lines": {"min_characters": 20}}, {"near": {"small_shingles": 0}}
 _SEMANTIC = {
-    "semantic": {"embed": {"model": "vectors.safetensors", "tokenizer": "words.json"}, "similarity": 0.7}
+    "semantic": {"embed": {"model": "vectors.safetensors", "tokenizer": "words.json"}, "similarity": 0.9985}
 }
 ORDERS: tuple[list[object], ...] = (  # the first one has all STAGES
     ["url", _SHORT, "exact", _LINES, _LONG, "exact", _NEAR, _SEMANTIC],

@@ -173,7 +173,11 @@ def damage(crashes: Crashes, cell: Cell, kind: str, file: str) -> Outcome:
     base = crashes.fresh()
     with crashes.watching(outcome, base):
         crashes.strike(outcome, base)
-        files = (path for path in (base / "out.work").glob(file) if path.name != COMMIT_NAME)
+        files = (
+            path
+            for path in (base / "out.work").glob(file)
+            if path.name != COMMIT_NAME or file.endswith(COMMIT_NAME)
+        )
         found = sorted(path for path in files if path.stat().st_size)
         for path in found:
             DAMAGES[kind](path)
