@@ -53,7 +53,7 @@ from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, character_tables, composed
-from shardkit.writers.rows.documents import content_ranks, text_digests
+from shardkit.writers.rows.documents import content_ranks, metadata_values, text_digests
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 
@@ -247,8 +247,7 @@ def _batch_groups(
         return own
     if isinstance(scope, FieldScope):
         name = scope.field
-        metadata = batch.column("metadata").take(pa.array(rows)).to_pylist()
-        return value_groups([None if row is None else orjson.loads(row).get(name) for row in metadata])
+        return value_groups(metadata_values(batch.column("metadata").take(pa.array(rows)), name))
     if scope == "language":
         raise ValueError("scope: language: files of documents record no languages; use {field: NAME}")
     if scope == "source":

@@ -15,7 +15,7 @@ from shardkit.settings import WHITE_SPACE
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
-from shardkit.writers.rows.documents import with_metadata
+from shardkit.writers.rows.documents import metadata_values, numbers_of, with_metadata
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.spacy_words import SpacyWords
@@ -79,16 +79,13 @@ class TextBatch:
             orjson.dumps(dict(zip(names, values, strict=True)), option=_PLAIN).decode() if wanted else None
             for wanted, *values in zip(self.wanted.tolist(), *fields.values(), strict=True)
         ]
-        self._documents = with_metadata(self._documents, added)
+        self._documents = with_metadata(self._documents, names, added)
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
         """Return float64[n], the scores or the values of a metadata field called `name`; NaN: no number."""
         if name in self.scores:
             return self.scores[name]
-        rows = self._documents.column("metadata").to_pylist()
-        found = [None if row is None else orjson.loads(row).get(name) for row in rows]
-        is_number = [isinstance(one, int | float) and not isinstance(one, bool) for one in found]
-        return np.array([one if good else np.nan for one, good in zip(found, is_number, strict=True)], float)
+        return numbers_of(metadata_values(self._documents.column("metadata"), name))
 
     def part(self, rows: npt.NDArray[np.int64]) -> TextBatch:
         """Return the documents at these row numbers as a batch of their own, cached until texts change."""

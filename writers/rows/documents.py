@@ -139,16 +139,31 @@ def unpack_strings(
     return columns
 
 
-def with_metadata(documents: pa.RecordBatch, added: Sequence[str | None]) -> pa.RecordBatch:
-    """Return the documents with the fields of a JSON object added to each one's metadata; None adds nothing.
+def metadata_values(metadata: pa.Array | pa.ChunkedArray, name: str) -> list[Any]:
+    """Return the field `name` of each document's metadata; None if a document does not have it."""
+    return [None if row is None else orjson.loads(row).get(name) for row in metadata.to_pylist()]
 
-    The other bytes of the metadata stay the same, unless it has a field of that name already.
+
+def numbers_of(values: Iterable[object]) -> npt.NDArray[np.float64]:
+    """Return the values as float64[n], NaN for a value that is not a number."""
+    numbers = (
+        one if isinstance(one, int | float) and not isinstance(one, bool) else np.nan for one in values
+    )
+    return np.array([*numbers], np.float64)
+
+
+def with_metadata(
+    documents: pa.RecordBatch, names: Sequence[str], added: Sequence[str | None]
+) -> pa.RecordBatch:
+    """Return the documents with fields added to their metadata: those `names` in a JSON object for each.
+
+    None adds nothing. The other bytes of the metadata stay the same, unless it has a field of that name.
     """
-    texts = []
+    texts, keys = [], [f"{orjson.dumps(name).decode()}:" for name in names]
     for one, more in zip(documents.column("metadata").to_pylist(), added, strict=True):
         if one is None or more is None or more == "{}":
             texts.append(one if more in (None, "{}") else more)
-        elif any(f"{orjson.dumps(name).decode()}:" in one for name in orjson.loads(more)):
+        elif any(key in one for key in keys):
             whole = json.loads(one) | json.loads(more)
             texts.append(json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
         else:

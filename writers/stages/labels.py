@@ -112,11 +112,16 @@ class BucketLabels:
     scores: Artifact
     rows: RowFiles
 
+    @property
+    def field(self) -> str:
+        """The field that has the label."""
+        return self.buckets.config.field
+
     def open(self) -> list[str]:
         """Return the object to add to each document's metadata, which has its label, as JSON."""
         found = read_scores(self.scores, self.rows, len(self.buckets.edges))
-        labels, field = self.buckets.labels(found["values"]), self.buckets.config.field
-        texts = {label: orjson.dumps({field: label}).decode() for label in set(labels)}
+        labels = self.buckets.labels(found["values"])
+        texts = {label: orjson.dumps({self.field: label}).decode() for label in set(labels)}
         return [texts[label] for label in labels]
 
 
@@ -148,11 +153,11 @@ Labels = tuple[BucketLabels | ClusterLabels, ...]
 
 def marked_batches(reader: pa.ipc.RecordBatchFileReader, labels: Labels) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a split's documents, with the labels in their metadata."""
-    added, start = [one.open() for one in labels], 0
+    added, start = [(one.field, one.open()) for one in labels], 0
     for number in range(reader.num_record_batches):
         batch = reader.get_batch(number)
         end = start + batch.num_rows
-        for texts in added:
-            batch = with_metadata(batch, texts[start:end])
+        for name, texts in added:
+            batch = with_metadata(batch, [name], texts[start:end])
         yield batch
         start = end

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 
 from shardkit.settings import Bounds
@@ -19,6 +18,7 @@ from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import AMOUNT, Removed
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.documents import metadata_values, numbers_of
 from shardkit.writers.rows.ledger import Count, Ledger
 
 NOT_SELECTED = "output/elsewhere"  # ledger reason of documents that `output.where` does not select
@@ -58,12 +58,9 @@ class Selection:
             left |= [(one if isinstance(one, str) else str(one)) not in wanted for one in found]
         for name, bounds in self.ranges:
             found = self._values(name, documents, source, languages, removed)
-            is_number = [isinstance(one, int | float) and not isinstance(one, bool) for one in found]
-            numbers = np.array(
-                [one if good else np.nan for one, good in zip(found, is_number, strict=True)], np.float64
-            )
+            numbers = numbers_of(found)
             fails = bounds.fails(numbers)
-            left |= ~np.array(is_number, np.bool_) if fails is None else np.isnan(numbers) | fails
+            left |= np.isnan(numbers) if fails is None else np.isnan(numbers) | fails
         return left
 
     def _values(
@@ -86,8 +83,7 @@ class Selection:
         if name == "copies" and self.own_copies:
             copies: list[object] = _copies(documents, removed).tolist()
             return copies
-        rows = documents.column("metadata").to_pylist()
-        return [None if row is None else orjson.loads(row).get(name) for row in rows]
+        return metadata_values(documents.column("metadata"), name)
 
 
 def _copies(documents: pa.RecordBatch, removed: Removed) -> npt.NDArray[np.int32]:

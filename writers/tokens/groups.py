@@ -26,6 +26,7 @@ import pyarrow as pa
 from shardkit.hashing import keyed_hashes
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
 from shardkit.writers.recipe.inputs import GroupConfig
+from shardkit.writers.rows.documents import metadata_values
 from shardkit.writers.tokens.tokenizer import Encoder, EncodingError, Tokens
 
 _WHOLE = float(1 << 64)
@@ -63,7 +64,7 @@ def metadata_field(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> li
     """Return the field `name` of each document's metadata as text, or None if a document does not have it."""
     if name is None:
         return [None] * len(metadata)
-    found = (None if row is None else orjson.loads(row).get(name) for row in metadata.to_pylist())
+    found = metadata_values(metadata, name)
     return [one if one is None or isinstance(one, str) else orjson.dumps(one).decode() for one in found]
 
 
