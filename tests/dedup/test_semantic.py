@@ -320,6 +320,27 @@ def test_the_users_function_or_class_makes_vectors(tmp_path: Path, name: str) ->
     assert removed
 
 
+@pytest.mark.parametrize("name", ["embed", "Embed"])
+def test_the_users_code_gets_its_files_and_a_changed_one_is_read_again(tmp_path: Path, name: str) -> None:
+    embed = {"function": name, "file": "own.py", "data": {"numbers": "numbers.txt"}}
+    path = make(tmp_path / "user", {"embed": embed, "similarity": 0.9})
+    (path.parent / "own.py").write_text(
+        "import numpy as np\n"
+        "def embed(texts, numbers):\n"
+        "    return np.tile(np.loadtxt(numbers), (len(texts), 1))\n"
+        "class Embed:\n"
+        "    def __init__(self, numbers): self.numbers = numbers\n"
+        "    def setup(self): self.row = np.loadtxt(self.numbers)\n"
+        "    def __call__(self, texts): return np.tile(self.row, (len(texts), 1))\n"
+    )
+    for row, dimensions in (("1 0", 2), ("3 4 5", 3)):
+        (path.parent / "numbers.txt").write_text(row)
+        build(path, replace=True, progress=False)
+        card = json.loads((path.parent / "out" / "dataset.json").read_text())
+        assert card["dedup"]["semantic"]["dimensions"] == dimensions
+        assert len(duplicates(path.parent / "out")) == len(texts_of(path.parent)) - 1
+
+
 WRONG = {
     "return [[float('nan')] * 3] * len(texts)": r"\.jsonl, record \d+: its vector has the value nan",
     "return [[1e300, 0]] * len(texts)": r"record \d+: its vector has the value inf",

@@ -26,10 +26,8 @@ the task again; changes to modules that the file imports do not.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -40,20 +38,20 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.files import FileVersion
 from shardkit.settings import FieldName, Listed, Size
 from shardkit.writers.execution.resources import Resources
-from shardkit.writers.filters.base import Edit, Editor, Filter, FilterSettings, Rule, version_of
+from shardkit.writers.filters.base import Edit, Editor, Filter, FilterSettings, Rule
 from shardkit.writers.filters.user_code import UserCode
 
 if TYPE_CHECKING:
+    import asyncio
+
     import pyarrow as pa
 
     from shardkit.writers.filters.batch import TextBatch
 
 _KEY = "filters: python"
 _RESERVED = frozenset({"keep", "reason", "text"})
-_INSTANCES = 16  # maximum number of instances of users' classes that a process keeps
 
 
 class PythonConfig(UserCode, FilterSettings):
@@ -114,8 +112,7 @@ class PythonConfig(UserCode, FilterSettings):
 
     def build(self, folder: Path) -> Filter | Editor:
         """See FilterSettings.build."""
-        versions = tuple(version_of(folder / path, _KEY) for path in self.files())
-        made = _instance(self.model_dump_json(exclude={*self.not_content}), folder, versions)
+        made: Any = self.make(_KEY, folder)
         if isinstance(made, Filter | Editor):
             return made
         self._check_arguments(made)
@@ -137,15 +134,6 @@ class PythonConfig(UserCode, FilterSettings):
     def files(self) -> tuple[str, ...]:
         """Return the function's source file and data, whose digests are part of the identity of a task."""
         return self.code_files(_KEY)
-
-
-@lru_cache(maxsize=_INSTANCES)
-def _instance(settings: str, folder: Path, versions: tuple[FileVersion, ...]) -> Any:
-    """Load the user's code; return a function that has its arguments, or an instance of a class.
-
-    `versions` are those of its files: changed files are loaded again. Raises RecipeError if that fails.
-    """
-    return PythonConfig.model_validate_json(settings).make(_KEY, folder)
 
 
 @dataclass(slots=True)
@@ -170,7 +158,7 @@ class Document:
 
 @dataclass(slots=True)
 class _Answers:
-    """What the user's code returned for n documents: outcomes [n], new texts [n] or None, fields by name."""
+    """The results of the user's code for n documents: outcomes [n], new texts [n] or None, fields by name."""
 
     outcomes: Sequence[Any]
     texts: Any = None
@@ -394,6 +382,7 @@ class UserStep:
 
     def _awaited(self, answers: list[Any], batch: pa.RecordBatch) -> list[Any]:
         """Run coroutines concurrently and return their results. The first error cancels the others."""
+        import asyncio
 
         async def one(row: int, answer: Awaitable[Any]) -> Any:
             try:
@@ -441,17 +430,13 @@ class UserEditor(UserStep):
 
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit."""
-        import pyarrow as pa
+        from shardkit.writers.kernels.text_arrays import replace_texts
 
         rules, changed = self._decide(batch)
         cut = np.zeros(len(batch), np.int64)
-        if not changed:
-            return Edit(batch.texts, rules, {"text": cut})
-        texts = batch.texts.to_pylist()
         for row, text in changed.items():
             cut[row] = int(batch.sizes[row]) - len(text.encode())
-            texts[row] = text
-        return Edit(pa.array(texts, pa.large_string()), rules, {"text": cut})
+        return Edit(replace_texts(batch.texts, changed), rules, {"text": cut})
 
 
 def _place(batch: pa.RecordBatch, row: int) -> str:
@@ -504,6 +489,9 @@ def _datatrove_documents(batch: pa.RecordBatch) -> list[Any]:
 
 def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end, in another thread if this one has a running event loop (notebooks)."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -515,4 +503,6 @@ def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
 @lru_cache(maxsize=1)
 def _loop() -> asyncio.AbstractEventLoop:
     """Return this process's event loop for users' functions, which keeps their connections open."""
+    import asyncio
+
     return asyncio.new_event_loop()

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Self
@@ -15,8 +15,12 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from shardkit.errors import RecipeError
+from shardkit.files import FileVersion
 from shardkit.settings import FieldName, StrictModel
+from shardkit.writers.filters.base import version_of
 from shardkit.writers.kernels.numba_support import load_extensions
+
+_KEPT = 16  # maximum number of loaded functions and instances that a process keeps
 
 
 def _function_name(name: str) -> str:
@@ -101,8 +105,13 @@ class UserCode(StrictModel):
     def make(self, key: str, folder: Path) -> Callable[..., Any]:
         """Return the function with its keyword arguments, or an instance of the class, after its `setup`.
 
-        `folder` is the base of relative paths. Raises RecipeError with the recipe's `key` if that fails.
+        The process keeps it; changed files are loaded again. `folder` is the base of relative paths. Raises
+        RecipeError with the recipe's `key` if that fails.
         """
+        versions = tuple(version_of(folder / path, key) for path in self.code_files(key))
+        return _made(self.model_dump_json(include={*UserCode.model_fields}), key, folder, versions)
+
+    def _make(self, key: str, folder: Path) -> Callable[..., Any]:
         made: Any = self.load(key, folder)
         arguments = self.arguments(folder)
         if not isinstance(made, type):
@@ -132,6 +141,11 @@ class UserCode(StrictModel):
             raise RecipeError(f"{key}: {self.function}: {made.__file__} has no function {name}")
         called: Callable[..., Any] = function
         return called
+
+
+@lru_cache(maxsize=_KEPT)
+def _made(code: str, key: str, folder: Path, versions: tuple[FileVersion, ...]) -> Callable[..., Any]:
+    return UserCode.model_validate_json(code)._make(key, folder)
 
 
 def _from_file(name: str, path: Path) -> ModuleType:

@@ -90,7 +90,6 @@ def embed_split(
         if not Path(name).is_absolute():
             (file_folder / name).local()
     vectors_of, gone = open_embedder(embed, file_folder.path), removed.load()
-    losers = np.sort(np.concatenate([np.zeros(0, np.int64), *gone.rows.values()]))
     start = without = dimensions = 0
     with ExitStack() as stack:
         source = stack.enter_context(documents.open_arrow())
@@ -100,10 +99,9 @@ def embed_split(
         reader = pa.ipc.open_file(source, options=fields)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
-            first, last = np.searchsorted(losers, [start, start + batch.num_rows])
-            rows = np.delete(np.arange(batch.num_rows), losers[first:last] - start)
-            copies, here = np.ones(batch.num_rows, np.int64), gone.within(start, batch.num_rows)
-            copies[here.copied] = here.copies
+            here = gone.within(start, batch.num_rows)
+            rows = np.flatnonzero(here.left(batch.num_rows))
+            copies = here.copies_of(batch.num_rows)
             left = batch.take(pa.array(rows)) if len(rows) < batch.num_rows else batch
             if len(rows):
                 unit, some = _units(vectors_of(left.column("text")), left, embed)
@@ -128,7 +126,7 @@ EMBED = Stage("semantic_embed", TITLE, embed_split, cost=100)
 
 
 def _describe(
-    left: pa.RecordBatch, rows: npt.NDArray[np.int64], copies: npt.NDArray[np.int64]
+    left: pa.RecordBatch, rows: npt.NDArray[np.int64], copies: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.void]:
     texts = left.column("text")
     described = np.empty(left.num_rows, DOCUMENT)
@@ -169,18 +167,12 @@ def open_embedder(embed: EmbedConfig, folder: Path) -> Embedder:
     Raises RecipeError if it cannot be loaded.
     """
     if (code := embed.code) is not None:
-        [path] = embed.files()
-        return _user_embedder(code.model_dump_json(), folder, version_of(folder / path, KEY))
+        return UserEmbedder(code, folder)
     assert embed.model is not None
     assert embed.tokenizer is not None
     model, tokenizer = folder / embed.model, folder / embed.tokenizer
     versions = version_of(model, f"{KEY}.model"), version_of(tokenizer, f"{KEY}.tokenizer")
     return _static_model(model, tokenizer, embed.max_tokens, versions)
-
-
-@lru_cache(maxsize=2)
-def _user_embedder(code: str, folder: Path, version: FileVersion) -> UserEmbedder:
-    return UserEmbedder(UserCode.model_validate_json(code), folder)
 
 
 @lru_cache(maxsize=2)
@@ -191,7 +183,7 @@ def _static_model(
 
 
 class UserEmbedder:
-    """Calls the user's function with lists of texts; a class is made once, with the parameters."""
+    """Calls the user's function with lists of texts."""
 
     def __init__(self, code: UserCode, folder: Path) -> None:
         self._name, self._function = f"{KEY}: {code.function}", code.make(KEY, folder)
