@@ -78,6 +78,12 @@ class Bounds(StrictModel):
             raise ValueError(f"min {self.min:g} is more than max {self.max:g}: no document can pass both")
         return self
 
+    @property
+    def only(self) -> float | None:
+        """The bound, if there is exactly one."""
+        given = [one for one in (self.min, self.max) if one is not None]
+        return given[0] if len(given) == 1 else None
+
     def fails(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_] | None:
         """Return bool[n], True for values out of bounds (never for NaN), or None if there are no bounds."""
         if self.min is None and self.max is None:

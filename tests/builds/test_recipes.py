@@ -176,7 +176,7 @@ def warc_of(pages: Sequence[tuple[str, str]]) -> bytes:
 
 
 def make_web(data: Path) -> None:
-    """What fineweb.yaml reads: extracted texts, and pages among other records of a WARC file."""
+    """Write the inputs of fineweb.yaml: extracted texts, and pages among other records of a WARC file."""
     texts = [STORY, PROSE]  # the second one repeats itself
     write_lines(data / "web" / "a.jsonl.gz", [{"text": text, "url": "http://example.com/"} for text in texts])
     pages = [("200 OK", PAGE), ("200 OK", DANISH), ("404 Not Found", PAGE)]

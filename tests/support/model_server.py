@@ -66,8 +66,8 @@ class ModelServer:
         self.process.stdout.close()
 
     def counts(self) -> dict[str, Any]:
-        """What the server saw since it was last asked: `requests` and whole `answers`, by digest of the body,
-        the `faults` by kind, and the `keys` (Authorization) that came.
+        """Return what the server saw since the last call: `requests` and whole `answers`, by digest of the
+        body, the `faults` by kind, and the `keys` (Authorization) that came.
         """
         with urllib.request.urlopen(f"{self.url}/counts", timeout=30) as reply:
             found: dict[str, Any] = json.loads(reply.read())

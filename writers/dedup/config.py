@@ -176,7 +176,7 @@ class NearDedupConfig(StrictModel):
 
 
 class EmbedConfig(StrictModel):
-    """Where the vectors of documents come from: a static model (`model`), or your code (`function`)."""
+    """The origin of the vectors of documents: a static model (`model`), or your code (`function`)."""
 
     model: FieldName | None = Field(
         default=None,

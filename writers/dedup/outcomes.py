@@ -246,6 +246,19 @@ class Removed:
         others = [(name, codes == code) for code, name in enumerate(names) if name != self.part.name]
         return {f"{SPLIT}/{name}": mask for name, mask in others if mask.any()}
 
+    def left(self, count: int) -> npt.NDArray[np.bool_]:
+        """Return bool[count]: which of `count` rows are not removed."""
+        left = np.ones(count, np.bool_)
+        for rows in self.rows.values():
+            left[rows] = False
+        return left
+
+    def copies_of(self, count: int) -> npt.NDArray[np.int32]:
+        """Return int32[count]: how many documents each of `count` rows represents, itself included."""
+        copies = np.ones(count, np.int32)
+        copies[self.copied] = self.copies
+        return copies
+
     def within(self, start: int, count: int) -> Removed:
         """Return the removals and copies of rows [start, start + count), renumbered from 0."""
         here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}

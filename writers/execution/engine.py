@@ -177,10 +177,7 @@ class LocalEngine(Closing):
             task = self._again.pop() if self._again else queue.take()
             if task is None:
                 return
-            if not self._has_room(task):
-                self._again.append(task)
-                return
-            worker = self._idle_worker(task)
+            worker = self._idle_worker(task) if self._has_room(task) else None
             if worker is None:
                 self._again.append(task)
                 return
@@ -283,8 +280,7 @@ class LocalEngine(Closing):
                 f"{problem}, in {_TRIES} attempts. If it hangs, remove its input; if it needs longer, raise "
                 f"--task-seconds; {RESUME}"
             )
-        self._started.remove(worker)
-        worker.pipe.close()
+        self._retire(worker)
 
     def _death(self, worker: _Worker) -> BuildError:
         code = worker.process.wait()

@@ -67,7 +67,7 @@ def _regular_expression(pattern: str) -> str:
 
 
 class Extract(StrictModel):
-    """Where an answer has what is wanted: all of it, a key of a JSON object, or a match."""
+    """The part of an answer that is wanted: all of it, a key of a JSON object, or a match."""
 
     key: FieldName | None = Field(
         default=None, description="Key of the JSON object in the answer; a.b is key b inside a."
@@ -132,7 +132,7 @@ class RewriteConfig(Extract):
 
 
 class BudgetConfig(StrictModel):
-    """What all builds together may spend on one model and prompt."""
+    """The most that all builds together spend on one model and prompt."""
 
     requests: int | None = Field(default=None, ge=1, description="Requests; null: any number.")
     tokens: int | None = Field(default=None, ge=1, description="Tokens in and out; null: any number.")
@@ -453,9 +453,7 @@ class AskFilter:
         if score is None:
             return [*outcomes.rules(self._config), Rule("label", fails, labels)]
         batch.scores[score.name] = scores
-        both = score.min is not None and score.max is not None
-        bound = None if both else score.min if score.max is None else score.max
-        return [*outcomes.rules(self._config), Rule(score.name, score.fails(scores), scores, bound)]
+        return [*outcomes.rules(self._config), Rule(score.name, score.fails(scores), scores, score.only)]
 
     def take_spent(self) -> Mapping[str, float]:
         """See Paid.take_spent."""

@@ -175,9 +175,8 @@ class FilterChain:
         first = 0
         for step in self._steps:
             alive = codes == 0
-            batch.wanted = np.ones(len(batch), np.bool_)
-            if step.is_costly or not self._annotate:
-                batch.wanted = alive
+            is_for_all = self._annotate and not step.is_costly
+            batch.wanted = np.ones(len(batch), np.bool_) if is_for_all else alive
             began = time.thread_time()
             rules, edit = self._run(step, batch)
             judged, seconds = int(alive.sum()), time.thread_time() - began

@@ -47,7 +47,7 @@ class EndpointError(BuildError):
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Where requests go, and how often they are tried. `stops`: no request begins after a failure."""
+    """The place of requests, and how often they are tried. `stops`: no request begins after a failure."""
 
     url: str
     concurrency: int

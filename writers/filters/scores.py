@@ -100,9 +100,7 @@ class ScoresFilter:
         rules = [Rule(self.reasons[0], None if self._config.missing == "keep" else missing)]
         for values, (name, bounds) in zip(scores.T, self._config.columns.items(), strict=True):
             batch.scores[name] = values
-            both = bounds.min is not None and bounds.max is not None
-            bound = None if both else bounds.min if bounds.max is None else bounds.max
-            rules.append(Rule(name, bounds.fails(values), values, bound))
+            rules.append(Rule(name, bounds.fails(values), values, bounds.only))
         return rules
 
     def _ids(self, batch: TextBatch) -> list[Any]:

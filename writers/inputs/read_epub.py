@@ -58,17 +58,13 @@ class _Package:
 
 def read_epub(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """Read an EPUB book: pass its text to the sink as one document."""
-    held: list[bytes] = []
-    sink.offset = 0
     with open_input(sink.split.input) as file:
-        for piece in sink.pieces(file):
-            if sink.position <= MAX_FILE_BYTES:
-                held.append(piece)
+        data = sink.whole(file, MAX_FILE_BYTES)
     size = sink.position
     try:
         if size > MAX_FILE_BYTES:
             raise _BookError(f"the file has {size:,} bytes; books may have {MAX_FILE_BYTES:,}", "too_long")
-        page, fields = _read(b"".join(held), sink.max_record_bytes, config)
+        page, fields = _read(data, sink.max_record_bytes, config)
     except _EncryptedError:
         sink.drop("epub/encrypted", bytes=size)
     except _BookError as error:

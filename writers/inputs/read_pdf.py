@@ -41,13 +41,9 @@ class _TooLongError(Exception):
 
 def read_pdf(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """Read a PDF file: pass its text to the sink as one document."""
-    held: list[bytes] = []
-    sink.offset = 0
     with open_input(sink.split.input) as file:
-        for piece in sink.pieces(file):
-            if sink.position <= MAX_FILE_BYTES:
-                held.append(piece)
-    data, size = b"".join(held), sink.position
+        data = sink.whole(file, MAX_FILE_BYTES)
+    size = sink.position
     if size > MAX_FILE_BYTES:
         problem = f"the file has {size:,} bytes; PDF files may have {MAX_FILE_BYTES:,}; leave it out"
         sink.bad("too_long", problem, bytes=size)

@@ -310,13 +310,8 @@ def _take_paragraph(sink: RecordSink, config: InputConfig, lines: list[bytes], s
 
 def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """Pass a whole text file to the sink as one document."""
-    held: list[bytes] = []
-    sink.offset = 0
     with open_input(sink.split.input) as file:
-        for piece in sink.pieces(file):
-            if sink.position <= sink.max_record_bytes:
-                held.append(piece)
-    data = b"".join(held)
+        data = sink.whole(file, sink.max_record_bytes)
     if sink.position > sink.max_record_bytes:
         sink.too_long(sink.position, head=data)
         return

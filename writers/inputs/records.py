@@ -329,6 +329,11 @@ class RecordSink:
         if problem := self.content.problem(self.split.format, key, is_chosen=chosen):
             raise OtherFormatError(problem)
 
+    def whole(self, file: BinaryIO, most: int) -> builtins.bytes:
+        """Return the split's content, of `position` bytes; only a beginning if it has more than `most`."""
+        self.offset = 0
+        return b"".join([piece for piece in self.pieces(file) if self.position <= most])
+
     def pieces(self, file: BinaryIO) -> Iterator[bytes]:
         """Return an iterator over the split's content in pieces, with text converted to UTF-8.
 

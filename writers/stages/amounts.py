@@ -312,9 +312,7 @@ def _kept(documents: Artifact, removed: SplitRemovals, field: Field) -> Iterator
     with documents.open_arrow(mapped=True) as source:
         for batch in marked_batches(pa.ipc.open_file(source), field.labels):
             sizes = np.diff(text_offsets(batch.column("text")))
-            keep = sizes > 0
-            for rows in lost.within(start, batch.num_rows).rows.values():
-                keep[rows] = False
+            keep = (sizes > 0) & lost.within(start, batch.num_rows).left(batch.num_rows)
             rows = np.flatnonzero(keep)
             start += batch.num_rows
             if not len(rows):

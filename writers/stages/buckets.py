@@ -75,10 +75,7 @@ def find_edges(
     sample, documents = np.empty(0, score_rows(scores)), 0
     for split in splits:
         found = read_scores(split.file, split.rows, scores)
-        left = np.ones(len(found), np.bool_)
-        for lost in split.removed.load().rows.values():
-            left[lost] = False
-        found = found[left]
+        found = found[split.removed.load().left(len(found))]
         documents += len(found)
         sample = np.concatenate([sample, found])
         if len(sample) > fit_documents:

@@ -81,16 +81,9 @@ class Selection:
             assert languages is not None
             return languages
         if name == "copies" and self.own_copies:
-            copies: list[object] = _copies(documents, removed).tolist()
+            copies: list[object] = removed.copies_of(documents.num_rows).tolist()
             return copies
         return metadata_values(documents.column("metadata"), name)
-
-
-def _copies(documents: pa.RecordBatch, removed: Removed) -> npt.NDArray[np.int32]:
-    """Return int32[n], how many documents each one represents, itself included."""
-    copies = np.ones(documents.num_rows, np.int32)
-    copies[removed.copied] = removed.copies
-    return copies
 
 
 def remaining(
@@ -107,7 +100,7 @@ def remaining(
     """
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
-    copies = _copies(batch, removed)
+    copies = removed.copies_of(batch.num_rows)
     keep = np.ones(batch.num_rows, np.bool_)
     for reason, losers in removed.rows.items():
         if len(losers):

@@ -362,9 +362,7 @@ def _left(documents: Artifact, removed: SplitRemovals) -> Iterator[tuple[int, pa
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             here = lost.within(start, batch.num_rows)
-            keep = np.ones(batch.num_rows, np.bool_)
-            for rows in here.rows.values():
-                keep[rows] = False
+            keep = here.left(batch.num_rows)
             if keep.any():
                 yield start, batch, np.flatnonzero(keep)
             start += batch.num_rows

@@ -164,7 +164,7 @@ def _block(path: Path, held: Sequence[Any], document: int, read: int, *, is_last
 
 @dataclass(slots=True)
 class _Seen:
-    """What the records hold of one feature: kind, where it was first seen, counts, and kinds of bytes."""
+    """The content of one feature in all records: kind, first place, counts, and kinds of bytes."""
 
     kind: FeatureKind | None
     place: str
