@@ -26,13 +26,15 @@ from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.flow import Build, Documents
+from shardkit.writers.stages.id_tables import INDEX_FILE, TABLE_FILE, IdTable, block_rows, row_dtype
 from shardkit.writers.stages.inputs import BuildInputs
-from shardkit.writers.stages.score_tables import BLOCK_ROWS, INDEX_FILE, SCORES_FILE, ScoreTable, score_dtype
 from shardkit.writers.stages.scores import sort_scores
 from support.s3_moto import s3_server
 from support.small_build import tree
 
 COUNT = 60
+SCORE = row_dtype("<f8", 1)
+BLOCK = block_rows(SCORE)
 
 
 def score_of(number: int) -> float:
@@ -172,7 +174,7 @@ def test_score_files_and_work_in_a_bucket_give_the_same_dataset(folder: Path) ->
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ({"doc": [1, 1], "edu": [1.0, 2.0]}, "an id has two rows with different scores"),
+        ({"doc": [1, 1], "edu": [1.0, 2.0]}, "an id has two rows with different values"),
         ({"doc": [1, None], "edu": [1.0, 2.0]}, "'doc' is null in 1 rows"),
         ({"doc": [1.5], "edu": [1.0]}, "'doc' is double; ids must be text or integers"),
         ({"doc": [1], "edu": ["high"]}, "'edu' is string; scores must be numbers"),
@@ -201,7 +203,7 @@ def test_settings_that_cannot_be_meant_are_refused(folder: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    ids=st.sets(st.integers(1, 2**20), max_size=4 * BLOCK_ROWS),
+    ids=st.sets(st.integers(1, 2**20), max_size=4 * BLOCK),
     parts=st.integers(1, 3),
     keys=st.integers(0, 5),
 )
@@ -210,7 +212,7 @@ def test_every_row_of_a_table_is_found_and_nothing_else(
 ) -> None:
     """With a number of `keys`, many ids have the same one, as if their hashes collided."""
     folder = tmp_path_factory.mktemp("table")
-    rows = np.zeros(len(ids), score_dtype(1))
+    rows = np.zeros(len(ids), SCORE)
     rows["low"] = rows["values"][:, 0] = list(ids)
     spread = rows["low"] * np.uint64(0x9E3779B97F4A7C15)
     rows["key"] = (spread >> np.uint64(40)) % np.uint64(keys) << np.uint64(61) if keys else spread
@@ -220,11 +222,11 @@ def test_every_row_of_a_table_is_found_and_nothing_else(
     for part in range(parts):
         mine = rows[owners == part]
         (folder / str(part)).mkdir()
-        with RowsWriter(folder / str(part) / SCORES_FILE, rows.dtype) as file:
+        with RowsWriter(folder / str(part) / TABLE_FILE, rows.dtype) as file:
             file.write(mine)
         with RowsWriter(folder / str(part) / INDEX_FILE, "<u8") as index:
-            index.write(np.ascontiguousarray(mine["key"][::BLOCK_ROWS]))
-    table = ScoreTable(tuple(Artifact(folder / str(part)) for part in range(parts)), tuple(starts), 1, "")
+            index.write(np.ascontiguousarray(mine["key"][::BLOCK]))
+    table = IdTable(tuple(Artifact(folder / str(part)) for part in range(parts)), tuple(starts), SCORE, "")
     found = table.open().find(rows["key"], rows["low"])
     assert np.array_equal(found, rows["values"])
     others = table.open().find(rows["key"], rows["low"] + np.uint64(1 << 21))

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 MISSING = "missing"  # name of the rule that drops documents without scores
 REFUSED = "refused"  # name of this rule with `missing: refuse`; a document that fails it stops the build
 
-ScoreLookup = Callable[[Sequence[str | None]], npt.NDArray[np.float64]]
+DocumentId = Literal["document_id", "id", "url"]
+"""The ids of a document, by which values from elsewhere are joined."""
+
+ScoreLookup = Callable[[Sequence[str | bytes | None]], npt.NDArray[np.float64]]
 """A function that takes n ids and returns their scores, float64[n, columns], NaN where one is missing."""
 
 
@@ -50,7 +53,7 @@ class ScoresConfig(FilterSettings):
     key: FieldName = Field(
         default="document_id", description="Column of the files with a document's id, as text or integers."
     )
-    document: Literal["document_id", "id", "url"] = Field(
+    document: DocumentId = Field(
         default="document_id",
         description="Which id of a document the key is compared with: document_id as in text outputs and "
         "annotations, or the document's own `id` or `url`.",
@@ -106,5 +109,4 @@ class ScoresFilter:
     def _ids(self, batch: TextBatch) -> list[Any]:
         """Return the ids of the wanted documents, and None for the others."""
         ids = batch.column(self._config.document)
-        texts = [one.hex() if isinstance(one, bytes) else one for one in ids]
-        return [text if wanted else None for text, wanted in zip(texts, batch.wanted.tolist(), strict=True)]
+        return [one if wanted else None for one, wanted in zip(ids, batch.wanted.tolist(), strict=True)]

@@ -58,11 +58,11 @@ from shardkit.writers.rows.ledger import (
     first_of,
 )
 from shardkit.writers.stages.flow import Build, Cleaned, Documents, Step, Written
+from shardkit.writers.stages.id_tables import IdTable
 from shardkit.writers.stages.labels import Buckets
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.passes import PassFiles, PassSettings
 from shardkit.writers.stages.record_counts import count_records
-from shardkit.writers.stages.score_tables import ScoreTable
 
 QUARANTINE_FILE = "quarantine.jsonl"
 
@@ -220,7 +220,7 @@ def clean_split(
     filter_files: Mapping[str, str],
     filter_folder: Annotated[Artifact, DecidesNoByte("where the files of filters are")],
     masking: Masking | None = None,
-    scores: Sequence[ScoreTable] = (),
+    scores: Sequence[IdTable] = (),
     failure: str | None = None,
 ) -> Cleaned:
     """Read and filter a split; write its files into `folder`, which exists and is empty.

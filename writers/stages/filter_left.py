@@ -31,9 +31,9 @@ from shardkit.writers.execution.stage import Stage
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.ledger import Ledger, by_loss
 from shardkit.writers.stages.flow import Build, Documents, Filtering, Step, Written
+from shardkit.writers.stages.id_tables import IdTable
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.passes import PassFiles, PassSettings
-from shardkit.writers.stages.score_tables import ScoreTable
 from shardkit.writers.stages.selection import remaining
 
 
@@ -44,7 +44,7 @@ def filter_left(
     removals: SplitRemovals,
     filter_files: Mapping[str, str],
     filter_folder: Annotated[Artifact, DecidesNoByte("where the files of filters are")],
-    scores: Sequence[ScoreTable],
+    scores: Sequence[IdTable],
     languages: LanguageLabels | None,
     memory_bytes: MemoryBytes,
     limits: Limits,

@@ -36,11 +36,11 @@ from shardkit.writers.rows.documents import DOCUMENTS_FILE
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import Ledger
+from shardkit.writers.stages.id_tables import IdTable
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets, ClusterLabels, Labels
 from shardkit.writers.stages.languages import LANGUAGES_FILE
 from shardkit.writers.stages.needs import Needs, task_memory
-from shardkit.writers.stages.score_tables import ScoreTable
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Documents:
 
     recipe: Recipe
     splits: Sequence[Split]
-    scores: Sequence[ScoreTable] = ()
+    scores: Sequence[IdTable] = ()
     """One table per `scores` filter, in their order."""
     counts: Sequence[Cleaned] = ()
     written: Sequence[Written] = ()

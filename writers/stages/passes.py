@@ -46,9 +46,9 @@ from shardkit.writers.rows.filtered import Filtered
 from shardkit.writers.rows.funnel import FilterCounts
 from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Filtering
+from shardkit.writers.stages.id_tables import IdTable
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile
 from shardkit.writers.stages.languages import LANGUAGES_FILE, LanguageFile
-from shardkit.writers.stages.score_tables import ScoreTable
 
 _KEYS_MEMORY_BYTES = 48 << 20  # memory for sorting keys; a sorted run takes a third of it
 
@@ -91,7 +91,7 @@ class PassSettings:
         self,
         filter_files: Mapping[str, str],
         filter_folder: Artifact,
-        scores: Sequence[ScoreTable],
+        scores: Sequence[IdTable],
         *,
         annotate: bool = False,
         labels: Sequence[str] | None = None,
@@ -117,7 +117,7 @@ class PassSettings:
         """The resources that a task with these filters needs."""
         return reduce(or_, (config.resources for _, config in self.filters), Resources())
 
-    def scores_of(self, recipe: Recipe, tables: Sequence[ScoreTable]) -> list[ScoreTable]:
+    def scores_of(self, recipe: Recipe, tables: Sequence[IdTable]) -> list[IdTable]:
         """Return the tables of this pass's `scores` filters; `tables` has those of all passes in order."""
         configs = [config for _, config in recipe.filter_chain() if isinstance(config, ScoresConfig)]
         own = {id(config) for _, config in self.filters}
