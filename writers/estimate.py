@@ -64,7 +64,7 @@ from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
-from shardkit.writers.stages import near
+from shardkit.writers.stages import near, semantic
 from shardkit.writers.stages.flow import Documents, Outputs
 from shardkit.writers.stages.graph import run_build, stage_needs
 from shardkit.writers.stages.inputs import BuildInputs, splits_of_tasks
@@ -288,7 +288,8 @@ def rehearse(
         ).without_costly_filters()
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = Work.at(Path(folder) / "work")
-        small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())
+        vectors = None if inputs.vectors is None else inputs.vectors.as_trial()
+        small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=(), vectors=vectors)
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build itself will give the same warnings
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
@@ -406,6 +407,8 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
     if inputs.recipe.dedup.near is not None:
         indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
         _add_near(stages, documents, text, indexed)
+    if inputs.vectors is not None:  # stored as float16, and so smaller than most files
+        stages |= dict.fromkeys((stage.name for stage in semantic.JOINING), _vector_bytes(inputs))
     for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
         if "-merge-" in merged.stage:
             stages[merged.stage] = merged.written_bytes
@@ -423,6 +426,11 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         elif stage != NEAR.name:  # partitions of these stages fit the memory of a task
             largest = max(largest, min(size, inputs.recipe.memory))
     return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
+
+
+def _vector_bytes(inputs: BuildInputs) -> float:
+    """Return the stored bytes of the files of vectors."""
+    return 0.0 if inputs.vectors is None else float(sum(split.bytes for split in inputs.vectors.splits))
 
 
 def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: float, text: float) -> Corpus:
@@ -522,16 +530,17 @@ def check_disk(
     """
     if not inputs.recipe.check_disk or inputs.recipe.limit is not None:
         return []
+    vectors = CERTAIN * _vector_bytes(inputs)
     stored = sum(split.bytes for split in inputs.splits)
     places = [work.folder, *([output] if output is not None else [])]
     free = min(_free_bytes(place) for place in places)
-    if CERTAIN * stored <= free:
+    if CERTAIN * stored + vectors <= free:
         return []
     workers = default_workers(inputs.recipe.memory) if execution.workers is None else execution.workers
     start = time.perf_counter()
     with make_listener(progress) as listener:
         try:
-            if most_bytes(inputs.splits) <= free:
+            if most_bytes(inputs.splits) + vectors <= free:
                 return []
             listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
             estimate = rehearse(inputs, min(workers, default_workers(inputs.recipe.memory)))

@@ -186,8 +186,8 @@ def _run_steps(inputs: BuildInputs, runner: Runner) -> tuple[Documents, list[Bui
     inputs = place_files(inputs, runner.journal)
     documents = run_build(inputs, runner.run)
     check_unchanged(inputs.splits, documents.input_hashes)
-    for scores in inputs.scores:
-        check_unchanged(scores.splits, scores.hashes)
+    for files in inputs.joined:
+        check_unchanged(files.splits, files.hashes)
     return documents, [_describe(inputs, documents, one) for one in documents.outputs]
 
 

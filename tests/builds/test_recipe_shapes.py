@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -30,6 +31,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 SCORES = {"scores": {"path": "scores.parquet", "key": "id", "document": "id", "columns": {"a": None}}}
 BUCKETS = {"buckets": {"scores": [{"column": "a"}], "field": "quality", "bins": 4}}
 VECTORS = {"model": "vectors.safetensors", "tokenizer": "words.json"}
+JOINED = {"vectors": "vectors.parquet", "key": "id", "document": "id"}
 LONG = {"length": {"min_words": 2}}
 LINES = {"exact": {}, "lines": {"min_characters": 20}}
 MDS, WDS, STORE = ({"path": name, "format": name} for name in ("mds", "wds", "tokens"))
@@ -67,6 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "url": {"dedup": {"url": True, "exact": {}}},
     "near": {"dedup": {"exact": {}, "near": {"similarity": 0.8}}},
     "semantic": {"dedup": {"exact": {}, "semantic": {"embed": VECTORS, "similarity": 0.9}}},
+    "vectors": {"dedup": {"semantic": {"embed": JOINED}}},
     "against": {"dedup": {"near": {"against": ["index"]}}},
     "steps": {"steps": ["exact", LONG, "lines", LONG, {"near": 0.8}, SCORES, "pii"]},
     "steps-outputs": {
@@ -89,6 +92,7 @@ QUICK = (
     *(
         "outputs",
         "semantic",
+        "vectors",
         "texts",
         "split-outputs",
         "number",
@@ -125,6 +129,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     pq.write_table(
         pa.table({"id": range(240), "a": [n * 37 % 241 for n in range(240)]}), folder / "scores.parquet"
     )
+    vectors = pa.array(np.random.default_rng(0).standard_normal((240, 8)).tolist())
+    pq.write_table(pa.table({"id": range(240), "embedding": vectors}), folder / "vectors.parquet")
     special = EOS, *FimConfig().tokens
     train_bpe([text_of(n) for n in range(50)], special=special).save(str(folder / "tokenizer.json"))
     indexed = write(
@@ -228,7 +234,7 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
 FROM_DATA = {
     *("filter_left", "filter_left-2"),
     *("scores", "split_rows", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
-    *("verify", "side_files"),
+    *("verify", "side_files", "semantic_vectors"),
 }
 FROM_INDEX = {"bands", "shingles", "near_lost", "near_kept"}
 

@@ -393,6 +393,14 @@ def test_without_faiss_the_build_says_what_to_install(
         ({"function": "a:b", "max_tokens": 5}, "max_tokens has no effect with function"),
         (STATIC | {"file": "a.py"}, "file has no effect with model"),
         ({"function": "a b"}, "write module:function"),
+        ({"vectors": []}, "give one of them"),
+        (STATIC | {"vectors": "v.parquet"}, "give one of them"),
+        (STATIC | {"key": "doc"}, "key has no effect with model"),
+        ({"function": "a:b", "document": "url"}, "document has no effect with function"),
+        ({"vectors": "v.parquet", "tokenizer": "t"}, "tokenizer has no effect with vectors"),
+        ({"vectors": "v.parquet", "file": "a.py"}, "file has no effect with vectors"),
+        ({"vectors": "v.parquet", "key": "a", "column": "a"}, "'a' is the id column"),
+        ({"vectors": "v.parquet", "document": "text"}, "document: .*'document_id', 'id' or 'url'"),
         (STATIC | {"max_token": 5}, "did you mean 'max_tokens'"),
     ],
 )
@@ -416,6 +424,13 @@ def test_files_that_are_missing_or_do_not_fit_are_refused(tmp_path: Path) -> Non
 def test_a_recipe_without_the_scheme_keeps_its_content() -> None:
     data = {"inputs": ["a.jsonl"], "dedup": {"near": 0.8}, "output": {"path": "o", "format": "jsonl"}}
     assert "semantic" not in recipe_from_mapping(data, folder=Path()).content()["dedup"]
+
+
+def test_a_recipe_of_a_model_keeps_its_content() -> None:
+    data = {"inputs": ["a.jsonl"], "dedup": {"semantic": {"embed": STATIC}}}
+    recipe = recipe_from_mapping(data | {"output": {"path": "o", "format": "jsonl"}}, folder=Path())
+    known = {"model", "tokenizer", "max_tokens", "function", "file", "parameters", "data"}
+    assert recipe.content()["dedup"]["semantic"]["embed"].keys() == known
 
 
 def test_the_number_of_clusters_follows_the_root_of_the_documents() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from shardkit.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
+from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel
+from shardkit.writers.filters.scores import DocumentId
 from shardkit.writers.filters.user_code import FunctionName, UserCode, named_after_the_file
 
 MAX_PERMUTATIONS = 1024
@@ -176,7 +177,9 @@ class NearDedupConfig(StrictModel):
 
 
 class EmbedConfig(StrictModel):
-    """The origin of the vectors of documents: a static model (`model`), or your code (`function`)."""
+    """The origin of the vectors of documents: a static model, your `function`, or files (`vectors`)."""
+
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"vectors", "column", "key", "document"})
 
     model: FieldName | None = Field(
         default=None,
@@ -203,6 +206,24 @@ class EmbedConfig(StrictModel):
     data: dict[FieldName, FieldName] = Field(
         default={}, description="Files that `function` reads: keyword arguments that get their paths."
     )
+    vectors: Listed[Source] = Field(
+        default=(),
+        max_length=4096,
+        description="Parquet files or JSON lines with vectors that were made elsewhere, one row per "
+        "document, in any order: paths, globs or URLs.",
+        examples=["vectors/*.parquet"],
+    )
+    column: FieldName = Field(
+        default="embedding", description="Column of `vectors` with a list of numbers per row."
+    )
+    key: FieldName = Field(
+        default="document_id", description="Column of `vectors` with a document's id, as text or integers."
+    )
+    document: DocumentId = Field(
+        default="document_id",
+        description="Which id of a document the key is compared with: document_id as in text outputs and "
+        "annotations, or the document's own `id` or `url`.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -212,33 +233,43 @@ class EmbedConfig(StrictModel):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         """Raise ValueError unless the settings are those of one origin of vectors, all of them."""
-        of = {"model": ("tokenizer", "max_tokens"), "function": ("file", "parameters", "data")}
-        given = [name for name in of if getattr(self, name) is not None]
+        of = {
+            "model": ("tokenizer", "max_tokens"),
+            "function": ("file", "parameters", "data"),
+            "vectors": ("column", "key", "document"),
+        }
+        given = [name for name in of if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(
-                "vectors come from `model` (with `tokenizer`) or from `function`; give one of them"
+                "vectors come from `model` (with `tokenizer`), from `function`, or from files (`vectors`); "
+                "give one of them"
             )
         for name in (one for origin in of if origin not in given for one in of[origin]):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect with {given[0]}; leave it out")
         if self.model is not None and self.tokenizer is None:
             raise ValueError("model needs its tokenizer; set tokenizer, such as tokenizer.json")
+        if self.vectors and self.key == self.column:
+            raise ValueError(f"{self.key!r} is the id column; it cannot have the vectors too")
         return self
 
     @property
+    def origin(self) -> str:
+        """The name of what makes the vectors, for messages and cards."""
+        return self.function or self.model or ", ".join(self.vectors)
+
+    @property
     def code(self) -> UserCode | None:
-        """The user's code that makes vectors; None if a static model does."""
+        """The user's code that makes vectors; None if they are of another origin."""
         if self.function is None:
             return None
         return UserCode(function=self.function, file=self.file, parameters=self.parameters, data=self.data)
 
     def files(self) -> tuple[str, ...]:
-        """Return the paths of the files that vectors depend on, relative to the recipe's folder."""
+        """Return the paths of the model and code, relative to the recipe's folder; not those of `vectors`."""
         if self.code is not None:
             return self.code.code_files("dedup.semantic.embed")
-        assert self.model is not None
-        assert self.tokenizer is not None
-        return self.model, self.tokenizer
+        return () if self.model is None or self.tokenizer is None else (self.model, self.tokenizer)
 
 
 class SemanticDedupConfig(StrictModel):

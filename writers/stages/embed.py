@@ -1,8 +1,9 @@
-"""Stage `semantic_embed`: a vector per document, from a static model or from code of the user.
+"""Stage `semantic_embed`: a vector per document, from a static model, from code of the user, or from files.
 
 One task per split writes documents.npy (population.DOCUMENT) and vectors.npy, float16[n, dimensions], of the
 documents that are left, in their order. Vectors have the length 1. A document without a vector (no known
-token, or a vector of zeros) is left out: it is like no other.
+token, no row in the files, or a vector of zeros) is left out: it is like no other. Files are sorted by ids
+before (stages/vectors.py).
 
 A static model has one vector per token; the vector of a document is the mean of those of its first tokens, as
 in model2vec. Its file holds the tensor `embeddings`, float[vectors, dimensions], and in newer versions
@@ -42,20 +43,12 @@ from shardkit.writers.filters.base import version_of
 from shardkit.writers.filters.user_code import UserCode
 from shardkit.writers.kernels.numba_support import Float32s, Int64s
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.token_means import (
-    Words,
-    add_rows,
-    add_tokens,
-    byte_classes,
-    insert_words,
-    squares,
-)
-from shardkit.writers.rows.documents import content_ranks, text_digests
+from shardkit.writers.kernels.token_means import Words, add_rows, add_tokens, byte_classes, insert_words
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
+from shardkit.writers.stages.id_tables import id_text
+from shardkit.writers.stages.vectors import KEY, MOST_DIMENSIONS, JoinedVectors, unit_vectors
 from shardkit.writers.tokens.engines import HuggingFace
 
-KEY = "dedup.semantic.embed"
-
-_MOST_DIMENSIONS = 8192
 _MOST_WORDS, _WORD_BYTES = 1 << 21, 64 << 20  # a table of words that exceeds one of these is made anew
 _NOTED = 1 << 14  # unknown words that a call of the kernel notes
 _MATRICES = ("embeddings", "embedding.weight")  # names in files of model2vec and of sentence-transformers
@@ -69,12 +62,13 @@ Embedder = Callable[[pa.LargeStringArray], npt.NDArray[np.float32]]
 class Embedded:
     """The documents of a split that have a vector, and how many have none (`without`).
 
-    `dimensions` is 0 if the split has no documents.
+    `dimensions` is 0 if the split has no documents. `lacking` is the id of the first that files lack.
     """
 
     documents: int
     without: int
     dimensions: int
+    lacking: str | None = None
 
 
 def embed_split(
@@ -84,19 +78,27 @@ def embed_split(
     embed: Annotated[EmbedConfig, RecipeKey(KEY)],
     files: Mapping[str, str],
     file_folder: Annotated[Artifact, DecidesNoByte("where the files are; `files` has their digests")],
+    joined: JoinedVectors | None = None,
 ) -> Embedded:
-    """Write the rows and vectors of a split's documents that are not in `removed` into `folder`."""
+    """Write the rows and vectors of a split's documents that are not in `removed` into `folder`.
+
+    `joined` has the vectors, if they come from files.
+    """
     for name in files:
         if not Path(name).is_absolute():
             (file_folder / name).local()
-    vectors_of, gone = open_embedder(embed, file_folder.path), removed.load()
+    gone = removed.load()
+    vectors_of: Joined | Computed
+    vectors_of = Computed(embed, file_folder.path) if joined is None else Joined(embed, joined)
     start = without = dimensions = 0
+    lacking: str | None = None
     with ExitStack() as stack:
         source = stack.enter_context(documents.open_arrow())
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         written: RowsWriter | None = None
-        fields = pa.ipc.IpcReadOptions(included_fields=[0, 1, 2, 3, 4])
-        reader = pa.ipc.open_file(source, options=fields)
+        names = *DOCUMENT_SCHEMA.names[:5], *vectors_of.columns
+        fields = sorted({DOCUMENT_SCHEMA.get_field_index(name) for name in names})
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             here = gone.within(start, batch.num_rows)
@@ -104,7 +106,9 @@ def embed_split(
             copies = here.copies_of(batch.num_rows)
             left = batch.take(pa.array(rows)) if len(rows) < batch.num_rows else batch
             if len(rows):
-                unit, some = _units(vectors_of(left.column("text")), left, embed)
+                unit = vectors_of(left)
+                has = unit.any(axis=1)
+                some = np.flatnonzero(has)
                 if written is None:
                     dimensions = unit.shape[1]
                     written = stack.enter_context(RowsWriter(folder / VECTORS_FILE, "<f2", width=dimensions))
@@ -116,10 +120,12 @@ def embed_split(
                 written.write(unit[some])
                 table.write(described[some])
                 without += len(rows) - len(some)
+                if joined is not None and lacking is None and len(some) < len(rows):
+                    lacking = id_text(left.column(embed.document)[int(has.argmin())].as_py())
             start += batch.num_rows
         if written is None:
             stack.enter_context(RowsWriter(folder / VECTORS_FILE, "<f2", width=0))
-    return Embedded(table.rows, without, dimensions)
+    return Embedded(table.rows, without, dimensions, lacking)
 
 
 EMBED = Stage("semantic_embed", TITLE, embed_split, cost=100)
@@ -137,28 +143,45 @@ def _describe(
     return described
 
 
-def _units(
-    vectors: npt.NDArray[np.float32], left: pa.RecordBatch, embed: EmbedConfig
-) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int64]]:
-    """Return the vectors scaled to length 1, float16[n, dimensions], and the rows that have one.
+class Computed:
+    """Makes vectors from the texts of documents, by a model or the user's code."""
 
-    Raises BuildError for a vector with a value that is not a finite number.
-    """
-    bad = ~np.isfinite(vectors).all(axis=1)
-    if bad.any():
-        row = int(bad.argmax())
-        wrong = vectors[row][~np.isfinite(vectors[row])][0]
-        raise _wrong(embed, left, row, f"has the value {wrong}; vectors must be finite numbers")
-    lengths = np.sqrt(squares(vectors))
-    some = np.flatnonzero(lengths)
-    return (vectors / np.where(lengths == 0, 1, lengths)[:, None]).astype(np.float16), some
+    columns: Sequence[str] = ()
+
+    def __init__(self, embed: EmbedConfig, folder: Path) -> None:
+        self._embed, self._embedder = embed, open_embedder(embed, folder)
+
+    def __call__(self, documents: pa.RecordBatch) -> npt.NDArray[np.float16]:
+        """Return the vectors of documents, float16[n, dimensions], of length 1 or zeros.
+
+        Raises BuildError for a vector with a value that is not a finite number.
+        """
+        vectors = self._embedder(documents.column("text"))
+        bad = ~np.isfinite(vectors).all(axis=1)
+        if bad.any():
+            row = int(bad.argmax())
+            wrong = vectors[row][~np.isfinite(vectors[row])][0]
+            problem = f"has the value {wrong}; vectors must be finite numbers"
+            raise _wrong(self._embed, documents, row, problem)
+        return unit_vectors(vectors)
+
+
+class Joined:
+    """Looks up the vectors of documents by their ids; `columns` has the column with the ids."""
+
+    def __init__(self, embed: EmbedConfig, joined: JoinedVectors) -> None:
+        self.columns: Sequence[str] = (embed.document,)
+        self._lookup = joined.open()
+
+    def __call__(self, documents: pa.RecordBatch) -> npt.NDArray[np.float16]:
+        """Return the vectors of documents, float16[n, dimensions], of length 1 or zeros."""
+        found = self._lookup(documents.column(self.columns[0]).to_pylist())
+        return np.nan_to_num(found, copy=False, nan=0.0)
 
 
 def _wrong(embed: EmbedConfig, left: pa.RecordBatch, row: int, problem: str) -> BuildError:
     file, record = left.column("file")[row].as_py(), left.column("record")[row].as_py()
-    return BuildError(
-        f"{KEY}: {embed.function or embed.model}: {file}, record {record}: its vector {problem}"
-    )
+    return BuildError(f"{KEY}: {embed.origin}: {file}, record {record}: its vector {problem}")
 
 
 def open_embedder(embed: EmbedConfig, folder: Path) -> Embedder:
@@ -199,10 +222,10 @@ class UserEmbedder:
                 vectors = np.ascontiguousarray(answer, np.float32)
         except (TypeError, ValueError) as error:
             raise BuildError(f"{self._name}: the function did not return vectors: {error}") from None
-        if vectors.ndim != 2 or len(vectors) != len(texts) or not 0 < vectors.shape[1] <= _MOST_DIMENSIONS:
+        if vectors.ndim != 2 or len(vectors) != len(texts) or not 0 < vectors.shape[1] <= MOST_DIMENSIONS:
             raise BuildError(
                 f"{self._name}: the function returned an array of shape {vectors.shape} for {len(texts)} "
-                f"texts; it must return one vector for each, of at most {_MOST_DIMENSIONS:,} dimensions"
+                f"texts; it must return one vector for each, of at most {MOST_DIMENSIONS:,} dimensions"
             )
         return vectors
 
@@ -365,7 +388,7 @@ def read_token_vectors(path: Path) -> Float32s:
     """
     tensors = _read_safetensors(path)
     name = next((one for one in _MATRICES if one in tensors), None)
-    if name is None or tensors[name].ndim != 2 or not 0 < tensors[name].shape[1] <= _MOST_DIMENSIONS:
+    if name is None or tensors[name].ndim != 2 or not 0 < tensors[name].shape[1] <= MOST_DIMENSIONS:
         known = ", ".join(f"{key} {list(value.shape)}" for key, value in tensors.items()) or "none"
         raise RecipeError(
             f"{KEY}.model: {path} has no tensor `embeddings` of shape [tokens, dimensions]; it has {known}"

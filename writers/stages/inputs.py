@@ -1,19 +1,20 @@
 """The inputs of a build, which are examined before the first task: splits, dedup indexes, the files of
-filters, the tokenizer, and tables of scores.
+filters, the tokenizer, and files with scores and vectors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
 from shardkit.hashing import digest_of, hash_file
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
+from shardkit.writers.dedup.config import EmbedConfig
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
@@ -26,6 +27,7 @@ from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.recipe.outputs import TiktokenConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import FilterPass
+from shardkit.writers.stages.vectors import dimensions_of
 from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
 
 
@@ -35,9 +37,8 @@ class BuildInputs:
 
     `filter_files` has the digests of the files of filters and readers by their paths in the recipe;
     `filter_folder` is the folder where tasks find them, if not the recipe's folder. `tokenizer` is None if
-    no dataset has tokens. `scores` are the files of `scores` filters; `read_files` has the digests of all
-    files that filters read. `limits` apply to all exchanges; tests set small ones, so that small data
-    behaves like large data.
+    no dataset has tokens. `scores` are the files of `scores` filters, `vectors` those of `dedup.semantic`.
+    `limits` apply to all exchanges; tests set small ones, so that small data behaves like large data.
     """
 
     recipe: Recipe
@@ -49,7 +50,7 @@ class BuildInputs:
     limits: Limits = DEFAULT_LIMITS
     tokenizer: TokenizerFile | None = None
     scores: Sequence[ScoreFiles] = ()
-    read_files: Mapping[str, str] = field(default_factory=dict)
+    vectors: VectorFiles | None = None
 
     @classmethod
     def of(
@@ -62,18 +63,28 @@ class BuildInputs:
                 f"filters: {editing[0]} edits texts, which would damage conversations and prompts; build "
                 f"these inputs with a separate recipe"
             )
-        files, scores = filter_files(recipe), find_score_files(recipe, storage)
         return cls(
             recipe,
             splits_of_tasks(recipe, splits),
             _open_indexes(recipe, storage),
-            files,
+            filter_files(recipe),
             masking=Masking.of(recipe),
             tokenizer=TokenizerFile.of(recipe),
             limits=DEFAULT_LIMITS.within(recipe.memory),
-            scores=scores,
-            read_files=files | {name: digest for one in scores for name, digest in one.digests().items()},
+            scores=find_score_files(recipe, storage),
+            vectors=find_vector_files(recipe, storage),
         )
+
+    @property
+    def joined(self) -> Sequence[JoinedFiles]:
+        """The files with values that documents are joined with by their ids."""
+        return self.scores if self.vectors is None else (*self.scores, self.vectors)
+
+    @cached_property
+    def read_files(self) -> Mapping[str, str]:
+        """The digests of all files that filters and duplicate removal read, by name."""
+        joined = (one.digests() for one in self.joined)
+        return {name: digest for files in (self.filter_files, *joined) for name, digest in files.items()}
 
     @property
     def folder_of_filters(self) -> Artifact:
@@ -176,10 +187,10 @@ class TokenizerFile:
 
 
 @dataclass(frozen=True)
-class ScoreFiles:
-    """The files of one `scores` filter, divided into splits."""
+class JoinedFiles:
+    """Files with a row per document, divided into splits. `kind` begins their names in `digests`."""
 
-    config: ScoresConfig
+    kind: ClassVar[str]
     splits: Sequence[Split]
 
     @cached_property
@@ -192,21 +203,56 @@ class ScoreFiles:
         found: dict[str, list[str]] = {}
         for split, digest in zip(self.splits, self.hashes, strict=True):
             found.setdefault(split.file, []).append(digest)
-        return {f"scores/{name}": digest_of(digests) for name, digests in found.items()}
+        return {f"{self.kind}/{name}": digest_of(digests) for name, digests in found.items()}
+
+
+@dataclass(frozen=True)
+class ScoreFiles(JoinedFiles):
+    """The files of one `scores` filter."""
+
+    kind = "scores"
+    config: ScoresConfig
+
+
+@dataclass(frozen=True)
+class VectorFiles(JoinedFiles):
+    """The files of vectors of `dedup.semantic.embed`; each vector has `dimensions` values."""
+
+    kind = "vectors"
+    config: EmbedConfig
+    dimensions: int
+
+    def as_trial(self) -> VectorFiles:
+        """Return no files, for the trial run before a build, in which no document has a duplicate."""
+        return replace(self, splits=())
 
 
 def find_score_files(recipe: Recipe, storage: StorageOptions | None) -> list[ScoreFiles]:
     """Find the files of each `scores` filter, in recipe order. Raises RecipeError for unusable files."""
-    found = []
-    for _, config in recipe.filter_chain():
-        if isinstance(config, ScoresConfig):
-            inputs = tuple(InputConfig(path=path) for path in config.path)
-            of_files = recipe.model_copy(update={"inputs": inputs, "limit": None})
-            splits = scan_inputs(of_files, storage, key="filters: scores.path[{}]")
-            for split in splits:
-                if split.format not in ("parquet", "jsonl"):
-                    raise RecipeError(
-                        f"filters: scores.path: {split.path}: is neither Parquet nor JSON lines; convert it"
-                    )
-            found.append(ScoreFiles(config, splits))
-    return found
+    configs = [config for _, config in recipe.filter_chain() if isinstance(config, ScoresConfig)]
+    key = "filters: scores.path"
+    return [ScoreFiles(_find_joined(recipe, one.path, key, storage), one) for one in configs]
+
+
+def find_vector_files(recipe: Recipe, storage: StorageOptions | None) -> VectorFiles | None:
+    """Find the files of vectors of `dedup.semantic`, and read the first vector; None if it has none.
+
+    Raises RecipeError or BuildError for unusable files.
+    """
+    semantic = recipe.dedup.semantic
+    if semantic is None or not semantic.embed.vectors:
+        return None
+    splits = _find_joined(recipe, semantic.embed.vectors, "dedup.semantic.embed.vectors", storage)
+    return VectorFiles(splits, semantic.embed, dimensions_of(splits, semantic.embed))
+
+
+def _find_joined(
+    recipe: Recipe, paths: Sequence[str], key: str, storage: StorageOptions | None
+) -> list[Split]:
+    inputs = tuple(InputConfig(path=path) for path in paths)
+    of_files = recipe.model_copy(update={"inputs": inputs, "limit": None})
+    splits = scan_inputs(of_files, storage, key=f"{key}[{{}}]")
+    for split in splits:
+        if split.format not in ("parquet", "jsonl"):
+            raise RecipeError(f"{key}: {split.path}: is neither Parquet nor JSON lines; convert it")
+    return splits

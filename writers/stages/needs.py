@@ -54,6 +54,8 @@ class Shape:
     """Number of parts in `split`, without train."""
     scores: int = 0
     """Number of `scores` filters."""
+    has_vectors: bool = False
+    """Whether `dedup.semantic` takes vectors from files."""
     stores: int = 0
     """Number of datasets of tokens that store whole documents (format tokens and those of other trainers)."""
     trainers: int = 0
@@ -86,6 +88,7 @@ class Shape:
             texts=len(recipe.datasets()) - len(packed),
             parts=0 if recipe.split is None else len(recipe.split.parts),
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
+            has_vectors=recipe.dedup.semantic is not None and bool(recipe.dedup.semantic.embed.vectors),
             passes=len(recipe.passes) - 1,
             repeated=max(0, recipe.moves.count("exact") - 1),
             is_exact_first=next((one for one in schemes if one != "url"), "exact") == "exact",

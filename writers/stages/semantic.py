@@ -8,6 +8,7 @@ from typing import Any
 
 from shardkit.card import SemanticFacts
 from shardkit.errors import BuildError, naming_extras, warn_user
+from shardkit.writers.dedup.config import EmbedConfig
 from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.population import DOCUMENT, Part
 from shardkit.writers.dedup.semantic import (
@@ -23,9 +24,11 @@ from shardkit.writers.dedup.semantic import (
 )
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.recipe.recipe import Recipe
-from shardkit.writers.stages.embed import EMBED, KEY, open_embedder
+from shardkit.writers.stages.embed import EMBED, Embedded, open_embedder
 from shardkit.writers.stages.flow import Build, Clustered, Documents, Step
+from shardkit.writers.stages.id_tables import table_needs
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
+from shardkit.writers.stages.vectors import KEY, VECTOR_TABLES, VECTORS, joined_table, sort_vectors
 
 _WITHOUT = 0.01  # share of documents without a vector above which a build warns
 
@@ -38,7 +41,7 @@ def check(recipe: Recipe) -> None:
         import faiss  # noqa: F401
     if config.embed.code is not None:
         config.embed.code.load(KEY, recipe.folder)
-    else:
+    elif config.embed.model is not None:
         open_embedder(config.embed, recipe.folder)
 
 
@@ -51,42 +54,33 @@ def drop_semantic_duplicates(documents: Documents, build: Build) -> Documents:
     assert config is not None
     names, files = config.embed.files(), build.inputs.filter_files
     own, place = {name: files[name] for name in names}, build.inputs.folder_of_filters
-    described, tasks = documents.described(), []
+    described, tasks, joined = documents.described(), [], None
+    if (given := build.inputs.vectors) is not None:
+        limits = build.memory_bytes, build.limits
+        joined = sort_vectors(build.run, given.splits, config.embed, given.dimensions, *limits)
     for split, removed in zip(described, documents.removals, strict=True):
-        args = split.documents, removed, config.embed, own, place
+        args = split.documents, removed, config.embed, own, place, joined
         tasks.append(EMBED.task(split.name, split.bytes, *args))
     [commits] = build.run(tasks)
     found = [EMBED.result(commit) for commit in commits]
-    kinds = sorted({one.dimensions for one in found} - {0})
-    if len(kinds) > 1:
-        raise BuildError(
-            f"dedup.semantic.embed: some splits have vectors of {kinds[0]:,} dimensions, others of "
-            f"{kinds[-1]:,}; all must have the same number"
-        )
-    total, without = (sum(getattr(one, name) for one in found) for name in ("documents", "without"))
-    if not total:
-        raise BuildError(f"dedup.semantic.embed: none of {without:,} documents has a vector that is not zero")
-    if without > _WITHOUT * (total + without):
-        warn_user(
-            f"dedup.semantic.embed: {without:,} of {total + without:,} documents have no vector (no token "
-            "that the model knows, or a vector of zeros); they are kept without a comparison"
-        )
+    dimensions = _check_vectors(config.embed, found)
     parts = [Part(commit.files, one.documents) for commit, one in zip(commits, found, strict=True)]
     result = remove_semantic(
         build.run,
         parts,
         [split.name for split in described],
-        kinds[0],
+        dimensions,
         config,
         build.memory_bytes,
         build.limits,
     )
     facts = SemanticFacts(
         similarity=config.similarity,
-        vectors=str(config.embed.function or config.embed.model),
-        dimensions=kinds[0],
+        vectors=config.embed.origin,
+        dimensions=dimensions,
         probes=config.probes,
-        counts=result.counts | {"without_vector": without, "copies": result.decided.copies},
+        counts=result.counts
+        | {"without_vector": sum(one.without for one in found), "copies": result.decided.copies},
     )
     return replace(
         documents.without(SEMANTIC_DUPLICATE, result.removed),
@@ -99,6 +93,32 @@ def drop_semantic_duplicates(documents: Documents, build: Build) -> Documents:
     )
 
 
+def _check_vectors(embed: EmbedConfig, found: Sequence[Embedded]) -> int:
+    """Return the number of dimensions of all vectors; warn if many documents have none.
+
+    Raises BuildError if vectors differ in their dimensions, or if no document has one.
+    """
+    kinds = sorted({one.dimensions for one in found} - {0})
+    if len(kinds) > 1:
+        raise BuildError(
+            f"{KEY}: some splits have vectors of {kinds[0]:,} dimensions, others of {kinds[-1]:,}; all must "
+            "have the same number"
+        )
+    total, without = (sum(getattr(one, name) for one in found) for name in ("documents", "without"))
+    lacking = next((f", such as {one.lacking!r}" for one in found if one.lacking is not None), "")
+    if not total:
+        why = f" in {embed.origin}{lacking}; key and document say which ids are compared"
+        problem = f"none of {without:,} documents has a vector that is not zero"
+        raise BuildError(f"{KEY}: {problem}{why if embed.vectors else ''}")
+    if without > _WITHOUT * (total + without):
+        why = f"no row with their {embed.document}" if embed.vectors else "no token that the model knows"
+        warn_user(
+            f"{KEY}: {without:,} of {total + without:,} documents have no vector ({why}, or a vector of "
+            f"zeros){lacking}; they are kept without a comparison"
+        )
+    return kinds[0]
+
+
 _DIMENSIONS = 256  # assumed; those of the vectors are not known before
 _EDGES = 0.2  # edges per document
 
@@ -108,11 +128,14 @@ def needs(n: Needs) -> None:
     c = n.corpus
     if "semantic" not in c.dedup:
         return
+    joined = joined_table(_DIMENSIONS)
+    looked_up = table_needs(n, VECTORS, VECTOR_TABLES, joined) if c.shape.has_vectors else 0
     rows, probes = c.documents, 4
     table, clusters = vector_table(_DIMENSIONS), default_clusters(rows)
     probes = min(probes, clusters)
     size = rows * (DOCUMENT.itemsize + 2 * _DIMENSIONS)
-    n.add(EMBED, c.splits, *n.scans(c.text_bytes * DOCUMENTS, c.splits), files=2, written=size)
+    gets, read = n.scans(c.text_bytes * DOCUMENTS, c.splits)
+    n.add(EMBED, c.splits, gets + looked_up * c.splits, read, files=2, written=size)
     sampled = min(rows, 64 * clusters) * 2 * _DIMENSIONS
     n.add(CLUSTERS, 1, 4 * c.splits, rows * DOCUMENT.itemsize + sampled, files=1)
     moved = rows * probes * table.dtype.itemsize
@@ -128,4 +151,13 @@ def needs(n: Needs) -> None:
 
 
 STAGES: Sequence[Stage[..., Any]] = (EMBED, CLUSTERS, ASSIGN, NEIGHBORS, *DECIDING.all, SEMANTIC_REMOVED)
-STEP = Step(lambda recipe: () if recipe.dedup.semantic is None else STAGES, drop_semantic_duplicates, needs)
+JOINING: Sequence[Stage[..., Any]] = (VECTORS, VECTOR_TABLES)
+
+
+def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    if recipe.dedup.semantic is None:
+        return ()
+    return (*JOINING, *STAGES) if recipe.dedup.semantic.embed.vectors else STAGES
+
+
+STEP = Step(_stages, drop_semantic_duplicates, needs)
