@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from crash.builds import ORDERS, STAGES, Cell, Crashes, Outcome
 from crash.faults import damage, kill_often
 from crash.grid import Entry, grid, sample
+from crash.points import Moment
 from crash.reader import look
 from crash.stores import FAULTS, StoreCell, StoreCrashes
 from shardkit.writers.execution.work import COMMIT_NAME
@@ -112,6 +114,14 @@ def test_other_orders_of_steps_keep_them_too(tmp_path: Path, order: int) -> None
             check(crashes.run(Cell(fault="kill", step=step, area=".")))
         for seed in range(2):
             assert kill_often(crashes, seed=seed, replacing=False).problems == []
+
+
+@pytest.mark.extended
+def test_vectors_from_files_are_joined_again_after_a_kill(tmp_path: Path) -> None:
+    with Crashes(tmp_path, order=2) as crashes:
+        for stage in ("semantic_vectors", "semantic_tables", "semantic_embed"):
+            for moment in get_args(Moment)[:3]:
+                check(crashes.run(Cell(fault="kill", stage=stage, moment=moment)))
 
 
 @pytest.mark.extended
