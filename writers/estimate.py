@@ -149,7 +149,7 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anyw
         elif split.format == "parquet":
             if taken := _copy_rows(piece, folder / name):
                 return taken
-        elif cut_anywhere and split.format in ("csv", "warc"):
+        elif cut_anywhere and split.format in ("csv", "warc", "tfrecord"):
             stem = name if split.compression is None else PurePosixPath(name).stem
             if taken := copy_start(piece, folder / stem):
                 return taken

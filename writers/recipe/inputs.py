@@ -345,12 +345,13 @@ class InputConfig(StrictModel):
             "stackexchange",
             "pdf",
             "epub",
+            "tfrecord",
         ]
         | None
     ) = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .epub .xml (mediawiki; Posts.xml: "
+        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .epub .tfrecord .xml (mediawiki; Posts.xml: "
         "stackexchange) and a few more; a .json file is jsonl, or json if it begins with an array or with an "
         "object of several lines.",
     )
