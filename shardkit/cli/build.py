@@ -147,7 +147,9 @@ def _write_timings(path: Path, result: BuildResult) -> None:
     else:
         names = ("output", "fingerprint", "total_seconds", "tasks", "tasks_reused", "stages", "costs")
         facts = result.to_dict()
-        data = json.dumps({name: facts[name] for name in names}, indent=2).encode() + b"\n"
+        others = [{"output": one.location, "fingerprint": one.fingerprint} for one in result.others]
+        told = {name: facts[name] for name in names} | {"others": others}
+        data = json.dumps(told, indent=2).encode() + b"\n"
     try:
         publish_bytes(path, data)
     except OSError as error:
