@@ -21,6 +21,7 @@ from shardkit.writers.filters.answers import Answer, Answers, Meter, Rates
 from shardkit.writers.filters.base import Edit, Rule
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from support.filter_runs import documents, text_batch
 from support.model_server import ModelServer, answer_to, score_of
 
@@ -168,6 +169,74 @@ def test_a_score_sorts_documents_into_buckets(
     given["output"]["where"] = {"bucket": "high"}
     build(given, workers=1, progress=False)
     assert texts_of(tmp_path) == sorted(text for text in TEXTS if score_of(f"Judge: {text}") >= 4)
+
+
+def cheapest(folder: Path, server: ModelServer, *later: Any, **settings: Any) -> dict[str, Any]:
+    """A recipe of the short form, in which `ask` comes before other filters."""
+    given = recipe(folder, server, **settings)
+    [ask] = given.pop("steps")
+    return given | {"filters": [ask, *later], "dedup": {"exact": True}}
+
+
+def test_the_cheapest_order_asks_behind_exact_and_leaves_the_same_documents(
+    tmp_path: Path, failing: ModelServer, inline_builds: None
+) -> None:
+    texts = [
+        f"Text {number} {'NOSCORE' * (number % 5 == 0)}{'REFUSE' * (number % 7 == 0)}" for number in range(90)
+    ]
+    write_inputs(tmp_path, texts * 2)
+    write_inputs(tmp_path, texts[::-1], "b")
+    kinds: dict[str, dict[str, Any]] = {
+        "score": {},
+        "label": {"label": {"pattern": "score: *([0-5])", "keep": ["3", "4"]}, "unusable": "keep"},
+    }
+    for name, settings in kinds.items():
+        made = {}
+        for order in ("given", "cheapest"):
+            given = cheapest(
+                *(tmp_path, failing, {"length": {"max_chars": 12}}),
+                **settings,
+                answers=str(tmp_path / name / order),
+                retries=30,
+            )
+            given |= {"order": order, "output": {"path": str(tmp_path / "out"), "format": "jsonl"}}
+            failing.counts()  # forgets those before
+            result = build(given, workers=1, progress=False, replace=True)
+            steps = [cost.step for cost in result.costs]
+            assert steps == (["ask", "length", "exact"] if order == "given" else ["length", "exact", "ask"])
+            rows = [json.loads(line) for file in (tmp_path / "out").glob("text-*") for line in file.open()]
+            made[order] = sorted(row["document_id"] for row in rows), failing.counts()["answers"]
+            assert {*made[order][1].values()} == {1}
+        assert made["given"][0] == made["cheapest"][0]
+        assert 10 < len(made["given"][0]) < 80
+        assert 0 < len(made["cheapest"][1]) < len(made["given"][1]) == 90
+
+
+@pytest.mark.parametrize(
+    ("settings", "later", "waits"),
+    [
+        ({}, [], True),
+        ({"label": {"keep": ["a"]}, "unusable": "keep"}, [], True),
+        ({"prompt": "Judge {text} of {url}"}, [], False),
+        ({"prompt": "Judge {text} of {metadata.site}"}, [], False),
+        ({"prompt": "Judge {id}"}, [], False),
+        ({"prompt": None, "prompt_file": "prompt.txt"}, [], False),
+        ({"on_error": "drop"}, [], False),
+        ({"on_error": "keep"}, [], False),
+        ({"rewrite": True}, [], False),
+        ({}, [{"repeated_lines": {}}], False),
+        ({}, [{"buckets": {"scores": {"column": "score", "thresholds": [2]}}}], False),
+        ({"score": {"name": "other"}}, [{"buckets": {"scores": {"model": "a.bin", "label": "score"}}}], True),
+    ],
+)
+def test_the_cheapest_order_moves_only_what_judges_equal_texts_alike(
+    tmp_path: Path, server: ModelServer, settings: dict[str, Any], later: list[Any], waits: bool
+) -> None:
+    given = cheapest(tmp_path, server, *later, **settings) | {"order": "cheapest"}
+    if settings.get("prompt", "") is None:
+        del given["filters"][0]["ask"]["prompt"]
+    passes = recipe_from_mapping(given, folder=tmp_path).passes
+    assert ["ask" in dict(one) for one in passes] == ([False, True] if waits else [True])
 
 
 def test_documents_that_an_earlier_rule_dropped_are_never_sent(tmp_path: Path, server: ModelServer) -> None:

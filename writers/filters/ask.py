@@ -247,6 +247,16 @@ class AskConfig(FilterSettings):
         """See FilterSettings.is_costly."""
         return True
 
+    @property
+    def can_wait(self) -> bool:
+        """See FilterSettings.can_wait.
+
+        Of a prompt with nothing but the text, equal texts make the same request, whose one answer is kept
+        for all of them. A failure is not kept: with `on_error` drop or keep, it would decide for one of them.
+        """
+        fields = {match[1] for match in _FIELD.finditer(self.prompt or "")}
+        return fields == {"text"} and self.rewrite is None and self.on_error == "stop"
+
     def files(self) -> tuple[str, ...]:
         """See FilterSettings.files."""
         return () if self.prompt_file is None else (self.prompt_file,)

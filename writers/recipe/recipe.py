@@ -110,8 +110,8 @@ class Recipe(StrictModel):
     order: Literal["given", "cheapest"] = Field(
         default="given",
         description="given: all filters, then duplicate removal. cheapest: filters that are slow and decide "
-        "by the text alone (classifier, language, perplexity, unigram_log_prob) run behind `exact`, on what "
-        "it leaves; the same documents survive.",
+        "by the text alone (classifier, language, perplexity, unigram_log_prob, ask if its prompt has only "
+        "{text}) run behind `exact`, on what it leaves; the same documents survive.",
     )
     annotate: bool = Field(
         default=False,

@@ -12,7 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from shardkit.writers.dedup.config import DedupConfig, DedupSchemes
+from shardkit.writers.filters.ask import AskConfig
 from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.by_language import ByLanguage
 from shardkit.writers.filters.config import FilterEntry, entry_named
 from shardkit.writers.filters.fasttext import LanguageConfig
@@ -95,7 +97,8 @@ def cheapest(filters: FilterPass, dedup: DedupConfig) -> tuple[FilterPass | str,
     """Return the moves of `filters` and `dedup` with slow filters behind `exact`; the same documents survive.
 
     A filter is moved if it `can_wait`, if no editor follows it, which would change what it judges, and if no
-    later filter needs the languages that it finds. Raises ValueError if that would change what survives.
+    later filter needs the languages or the score that it finds. Raises ValueError if that would change what
+    survives.
     """
     if dedup.exact is None or dedup.exact.text != "raw":
         raise ValueError(
@@ -115,8 +118,17 @@ def cheapest(filters: FilterPass, dedup: DedupConfig) -> tuple[FilterPass | str,
         if number >= first
         and config.can_wait
         and not (needs_languages and isinstance(config, LanguageConfig))
+        and not _is_read(config, filters[number + 1 :])
     ]
     stays = tuple(one for number, one in enumerate(filters) if number not in waits)
     behind = tuple(filters[number] for number in waits)
     later = tuple(name for name in dedup.schemes() if name in dedup.asked and name != "exact")
     return stays, "exact", *([behind] if behind else []), *later
+
+
+def _is_read(config: FilterSettings, later: FilterPass) -> bool:
+    """Whether `buckets` among later filters reads the score of an `ask`."""
+    if not isinstance(config, AskConfig) or config.score is None:
+        return False
+    read = [score.column for _, one in later if isinstance(one, BucketsConfig) for score in one.scores]
+    return config.score.name in read
