@@ -221,6 +221,23 @@ def with_overrides(
     """
     if isinstance(recipe, Recipe) and not overrides and not for_documents:
         return recipe
+    data, folder, name = _plain(recipe, overrides)
+    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
+
+
+def names_no_files(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> bool:
+    """Return whether a recipe has no input with a path: it was written for documents given in Python."""
+    if isinstance(recipe, Recipe):
+        return False
+    given = _plain(recipe, overrides)[0].get("inputs") or {}
+    entry = given[0] if isinstance(given, list) and len(given) == 1 else given
+    return isinstance(entry, Mapping) and "path" not in entry
+
+
+def _plain(
+    recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]
+) -> tuple[dict[str, Any], Path, str]:
+    """Return a recipe as plain data with overrides, the folder of its relative paths, its name in errors."""
     name = "recipe"
     if isinstance(recipe, Recipe):
         data, folder = recipe.model_dump(mode="json"), recipe.folder
@@ -231,7 +248,7 @@ def with_overrides(
         data, folder = json.loads(json.dumps(dict(recipe), default=_as_path)), Path.cwd()
     for override in overrides:
         data = apply_override(data, override)
-    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
+    return data, folder, name
 
 
 def _as_path(value: object) -> str:
