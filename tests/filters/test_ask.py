@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.writers import build
+from shardkit.writers.execution.resources import UnavailableError
 from shardkit.writers.filters.answers import Answer, Answers, Meter, Rates
 from shardkit.writers.filters.base import Edit, Rule
 from shardkit.writers.filters.chain import FilterChain
@@ -413,6 +414,24 @@ def test_a_document_whose_request_fails_stops_the_build_or_is_dropped_or_kept(tm
         assert spent["failures"] == 5
         with pytest.raises(BuildError, match="50 requests failed in a row"):
             judge(tmp_path, config(server, on_error="keep"), TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "message"),
+    [
+        ({}, 400, "a.jsonl: record 0: ask: http.*status 400"),
+        ({"on_error": "drop"}, 401, "status 401"),
+        ({"budget": {"requests": 3}}, 200, "the budget is spent: 3 requests"),
+    ],
+)
+def test_what_stops_asking_is_no_failure_of_a_split(
+    tmp_path: Path, settings: dict[str, Any], status: int, message: str, inline_builds: None
+) -> None:
+    write_inputs(tmp_path, TEXTS)
+    with ModelServer(status=status) as server:
+        given = recipe(tmp_path, server, **settings) | {"max_failed_splits": 5}
+        with pytest.raises(UnavailableError, match=message):
+            build(given, workers=1, progress=False)
 
 
 def test_the_key_is_in_no_message_though_the_server_repeats_it(

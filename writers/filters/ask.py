@@ -32,9 +32,10 @@ from urllib.parse import urlsplit
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import RecipeError
 from shardkit.settings import Bounds, FieldName, Listed, LocalPath, StrictModel
 from shardkit.writers.execution.digests import DecidesNoByte
+from shardkit.writers.execution.resources import UnavailableError
 from shardkit.writers.filters.answers import Answer, Failure, Meter, Rates, open_answers
 from shardkit.writers.filters.base import Edit, FilterSettings, Rule
 
@@ -307,7 +308,7 @@ class Asker:
     def ask(self, batch: TextBatch) -> tuple[list[Answer | Failure | None], list[bytes]]:
         """Return the answer for each wanted document, and the 16-byte key of its request.
 
-        Raises BuildError if a request fails with `on_error: stop`, or if the endpoint cannot be used.
+        Raises UnavailableError if a request fails with `on_error: stop`, or if the endpoint cannot be used.
         """
         began = time.monotonic()
         rows = np.flatnonzero(batch.wanted).tolist()
@@ -336,7 +337,7 @@ class Asker:
             for row in rows:
                 if isinstance(result := found.get(keys[row]), Failure):
                     file, record = batch.column("file")[row], batch.column("record")[row]
-                    raise BuildError(
+                    raise UnavailableError(
                         f"{file}: record {record:,}: ask: {self._config.url}: {result.problem}; the answers "
                         "so far are kept: run the same command again, or set on_error"
                     )
