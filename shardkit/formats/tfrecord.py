@@ -15,7 +15,7 @@ import gzip
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -142,8 +142,11 @@ def _masked(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def parse_example(data: bytes) -> dict[str, Feature]:
-    """Parse a serialized tf.train.Example; raises ValueError, with the byte, if it is not one."""
+def parse_example(data: bytes, wanted: Collection[str] | None = None) -> dict[str, Feature]:
+    """Parse a serialized tf.train.Example; raises ValueError, with the byte, if it is not one.
+
+    Features that are not `wanted` (None: all) are in the result without kind and values.
+    """
     features: dict[str, Feature] = {}
     for number, start, end in _messages(data, 0, len(data), "Example"):
         if number == 2:
@@ -151,13 +154,13 @@ def parse_example(data: bytes) -> dict[str, Feature]:
         _expect(number, 1, start, "Example")
         for entry, first, last in _messages(data, start, end, "Features"):
             _expect(entry, 1, first, "Features")
-            name, feature = _entry(data, first, last)
+            name, feature = _entry(data, first, last, wanted)
             features[name] = feature
     return features
 
 
-def _entry(data: bytes, start: int, end: int) -> tuple[str, Feature]:
-    name, parts = "", []
+def _entry(data: bytes, start: int, end: int, wanted: Collection[str] | None) -> tuple[str, Feature]:
+    name, places, parts = "", [], []
     for number, first, last in _messages(data, start, end, "a feature's entry"):
         if number == 1:
             try:
@@ -166,7 +169,11 @@ def _entry(data: bytes, start: int, end: int) -> tuple[str, Feature]:
                 raise ValueError(f"byte {first:,}: the name of a feature is not UTF-8") from error
         else:
             _expect(number, 2, first, "a feature's entry")
-            parts += list(_messages(data, first, last, "Feature"))
+            places.append((first, last))
+    if wanted is not None and name not in wanted:
+        return name, Feature(None, [])
+    for first, last in places:
+        parts += list(_messages(data, first, last, "Feature"))
     kind: FeatureKind | None = None
     lists: list[tuple[int, int]] = []
     for number, first, last in parts:

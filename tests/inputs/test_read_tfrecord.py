@@ -156,6 +156,7 @@ SEQUENCE = field(1, field(1, b"")) + field(2, b"")
             "no feature 'text'; its features: m (empty), n (int64)",
         ),
         (record(example()), "no_text", "its features: none"),
+        (record(example(m=field(4, b""))), "bad_record", "Feature has no field 4"),
         (record(example(text=ints(1, 2))), "no_text", "feature 'text' holds int64 values, not text"),
         (record(example(text=texts(b"a", b"b"))), "no_text", "feature 'text' has 2 values, not one text"),
         (record(example(text=texts())), "no_text", "feature 'text' has 0 values, not one text"),
@@ -176,6 +177,14 @@ def test_a_bad_record_costs_itself_only_and_is_named_with_its_place(
         assert words in entry["error"]
         with pytest.raises(BuildError, match=rf"{name}: record 2 \(byte {ENDS[2]}\): {reason}"):
             read(tmp_path, name, limit=200, allowed=0)
+
+
+def test_features_that_the_recipe_does_not_name_are_not_decoded(tmp_path: Path) -> None:
+    data = record(example(text=texts(b"a"), odd=field(2, field(1, b"123")), n=ints(1)))
+    table, _, _ = read(tmp_path, put(tmp_path, "a.tfrecord", data), metadata=["n"], allowed=0)
+    assert table["metadata"].to_pylist() == ['{"n":1}']
+    _, (entry,), _ = read(tmp_path, "a.tfrecord", metadata=["odd"])
+    assert "a FloatList has 3 bytes" in entry["error"]
 
 
 def test_the_first_record_says_what_to_do(tmp_path: Path) -> None:

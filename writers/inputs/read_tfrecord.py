@@ -1,8 +1,9 @@
 """Reads tf.train.Example messages from TFRecord files, as TensorFlow, TFDS, seqio and Beam write them.
 
-A record is a message, and its features are the fields. The text is a feature with one bytes value; other
-fields are text, integers or floats, a list if there are several values, and null if there is none. Bytes that
-are no readable text become hexadecimal digits, as in other formats.
+A record is a message, and its features are the fields, of which only those that the recipe names are decoded.
+The text is a feature with one bytes value; other fields are text, integers or floats, a list if there are
+several values, and null if there is none. Bytes that are no readable text become hexadecimal digits, as in
+other formats.
 
 Both checksums of every record are verified. The length of a record has one of its own, so a record with
 damaged data, or that is no Example, costs itself only. Behind a damaged length the start of the next record
@@ -12,7 +13,7 @@ says where records begin: a file is one split. Memory is one record of at most `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from shardkit.formats.tfrecord import HEADER, Feature, masked_crc32c, parse_example
@@ -96,13 +97,14 @@ def _take(sink: RecordSink, config: InputConfig, data: bytes) -> None:
     """Parse a message and pass it to the sink, as a document or as a bad record."""
     key = f"inputs[{sink.split.source}]"
     try:
-        features = parse_example(data)
+        features = parse_example(data, {config.text, *sink.carried})
+        text = features.get(config.text)
+        problem = _not_a_text(text, data, config.text)
     except ValueError as error:
         hint = "" if sink.records else f"; {key}.reader takes a function that reads other messages"
         sink.bad("bad_record", f"the record is no tf.train.Example: {error}{hint}", bytes=len(data))
         return
-    text = features.get(config.text)
-    if problem := _not_a_text(text, features, config.text):
+    if problem:
         if text is None and not sink.records:
             problem += f"; set {key}.text to the one with the text, or leave the file out ({key}.exclude)"
         sink.bad("no_text", problem, bytes=len(data))
@@ -119,10 +121,11 @@ def _take(sink: RecordSink, config: InputConfig, data: bytes) -> None:
     sink.add(decoded, dict.fromkeys(features) | carried, bytes=len(value))
 
 
-def _not_a_text(text: Feature | None, features: Mapping[str, Feature], name: str) -> str:
-    """Return why a feature is not one text, or ""."""
+def _not_a_text(text: Feature | None, data: bytes, name: str) -> str:
+    """Return why a feature of an Example is not one text, or ""."""
     if text is None:
-        names = [f"{other} ({feature.kind or 'empty'})" for other, feature in sorted(features.items())]
+        features = sorted(parse_example(data).items())
+        names = [f"{other} ({feature.kind or 'empty'})" for other, feature in features]
         return f"no feature {name!r}; its features: {', '.join(names[:_SHOWN]) or 'none'}"
     if text.kind not in ("bytes", None):
         return f"feature {name!r} holds {text.kind} values, not text"
