@@ -16,11 +16,12 @@ import zstandard
 import shardkit as sk
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.writers.estimate import choose_pieces, put_pieces
 from shardkit.writers.inputs.first_bytes import look
-from shardkit.writers.inputs.scan import guess_format
+from shardkit.writers.inputs.scan import guess_format, scan_inputs
 from shardkit.writers.recipe.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.rows.ledger import Count
-from support.read_inputs import put, read
+from support.read_inputs import put, read, recipe
 from support.s3_moto import s3_server
 from support.small_build import EOS, text_of, train_bpe, tree
 from support.tfrecords import example, field, floats, ints, record, repaired, texts
@@ -283,6 +284,20 @@ def test_a_field_that_no_record_has_is_an_error(tmp_path: Path, inline_builds: N
     build_data(tmp_path, 20)
     with pytest.raises(RecipeError, match=r"metadata\[0\]: no record of .* has a field 'nope'.*number, text"):
         sk.build(build_recipe(tmp_path, metadata=["nope"]), progress=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rehearsal_reads_the_beginning_of_a_file(tmp_path: Path, packed: bool) -> None:
+    one = record(example(text=texts(random.Random(0).randbytes(30_000).hex().encode())))
+    put(tmp_path, "a.tfrecord", gzip.compress(one * 40) if packed else one * 40)
+    made = recipe(tmp_path, "a.tfrecord")
+    [piece] = choose_pieces(scan_inputs(made), 1 << 16)
+    [sample], stored = put_pieces(made, [piece], tmp_path / "sample", cut_anywhere=True)
+    assert 0 < stored[0] < (tmp_path / "a.tfrecord").stat().st_size
+    [file] = (tmp_path / "sample/0").iterdir()
+    table, _, _ = read(file.parent, file.name)
+    assert 0 < table.num_rows < 40
+    assert sample.is_sample
 
 
 def test_conversations_are_refused(tmp_path: Path) -> None:
