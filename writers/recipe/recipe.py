@@ -8,8 +8,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -39,10 +38,10 @@ from shardkit.settings import (
 )
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
 from shardkit.writers.filters.ask import AskConfig
+from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe.inputs import DOCUMENTS, FILE_KEYS, GroupConfig, InputConfig
 from shardkit.writers.recipe.outputs import (
     AmountConfig,
@@ -283,20 +282,19 @@ class Recipe(StrictModel):
         """Raise ValueError if `buckets` reads a score that does not exist, or a label a field that exists."""
         columns: set[str] = set()
         found = 0
-        moves = ([move] if isinstance(move, GlobalStep) else [one for _, one in move] for move in self.moves)
-        for config in chain.from_iterable(moves):
+        for config in self._steps_in_order():
             if isinstance(config, GlobalStep):
                 columns |= fields_made(config)
+                continue
             if isinstance(config, ScoresConfig):
                 if twice := sorted(columns & config.columns.keys()):
                     raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}; rename one")
                 columns |= config.columns.keys()
-            if isinstance(config, PythonConfig):
-                columns |= {*config.columns}
             if isinstance(config, AskConfig) and config.score is not None:
                 if config.score.name in columns:
                     raise ValueError(f"filters: two scores are called {config.score.name!r}; rename one")
                 columns.add(config.score.name)
+            columns |= {*config.added_fields}
             if not isinstance(config, BucketsConfig):
                 continue
             found += 1
@@ -320,6 +318,13 @@ class Recipe(StrictModel):
                 )
         if found > 1:
             raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
+
+    def _steps_in_order(self) -> Iterator[FilterSettings | GlobalStep]:
+        for move in self.moves:
+            if isinstance(move, GlobalStep):
+                yield move
+            else:
+                yield from (config for _, config in move)
 
     def _check_scope(self) -> None:
         """Raise ValueError if a scope of `near` needs a language or a field that documents do not have."""
@@ -446,7 +451,7 @@ class Recipe(StrictModel):
         """The fields of documents' metadata; None if inputs have `path_fields`, which may be any."""
         if any(config.path_fields for config in self.inputs):
             return None
-        steps = [config.columns for _, config in self.filter_chain() if isinstance(config, PythonConfig)]
+        steps = [config.added_fields for _, config in self.filter_chain()]
         return {name for names in (*(one.metadata for one in self.inputs), *steps) for name in names}
 
     def _all(self) -> tuple[OutputConfig, ...]:
@@ -557,7 +562,7 @@ class Recipe(StrictModel):
         costly = [config for _, config in self.filter_chain() if config.is_costly]
         if not costly:
             return self
-        fields = {name for one in costly if isinstance(one, PythonConfig) for name in one.columns}
+        fields = {name for one in costly for name in one.added_fields}
 
         def cheap(entries: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(one for one in entries if not any(config.is_costly for _, config in one.filters()))

@@ -23,7 +23,6 @@ from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.by_language import ByLanguage
 from shardkit.writers.filters.config import FilterEntry, entry_named
 from shardkit.writers.filters.fasttext import LanguageConfig
-from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe.inputs import GroupConfig
 from shardkit.writers.recipe.outputs import SampleConfig, SplitConfig, short_split
 
@@ -182,8 +181,7 @@ def fields_made(move: Move) -> set[str]:
             found.add("language")
         elif isinstance(config, BucketsConfig):
             found.add(config.field)
-        elif isinstance(config, PythonConfig):
-            found |= {*config.columns}
+        found |= {*config.added_fields}
     return found
 
 
