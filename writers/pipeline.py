@@ -46,7 +46,8 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
-from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping, with_documents
+from shardkit.writers.recipe.inputs import with_documents
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE

@@ -8,7 +8,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -42,7 +42,7 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.recipe.inputs import DOCUMENTS, FILE_KEYS, GroupConfig, InputConfig
+from shardkit.writers.recipe.inputs import GroupConfig, InputConfig
 from shardkit.writers.recipe.outputs import (
     AmountConfig,
     ChoiceConfig,
@@ -607,30 +607,6 @@ def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> 
         return Recipe.model_validate(data, context={"folder": folder}).in_folder(folder)
     except ValidationError as error:
         raise RecipeError(describe_problems(name, error, Recipe)) from None
-
-
-def with_documents(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's data with one input for documents that are given in Python.
-
-    Raises RecipeError if the recipe names files, or sets what only files have.
-    """
-    given = data.get("inputs")
-    entries = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    if len(entries) > 1:
-        raise RecipeError(f"inputs: a build with documents=… has one input; the recipe has {len(entries)}")
-    entry = entries[0] if entries else {}
-    if isinstance(entry, str):
-        entry = {"path": entry}
-    if not isinstance(entry, Mapping):
-        return dict(data)  # refused with the other problems of the recipe
-    if "path" in entry:
-        raise RecipeError(
-            f"inputs[0].path: a build reads either files ({entry['path']}) or documents=…; leave out "
-            "`path` (other keys of the input, such as `text`, apply to documents) or `documents`"
-        )
-    if of_files := [key for key in FILE_KEYS if key in entry]:
-        raise RecipeError(f"inputs[0].{of_files[0]}: is about files; leave it out with documents=…")
-    return {**data, "inputs": [{"path": DOCUMENTS, **entry}]}
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
