@@ -34,7 +34,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
-from shardkit.writers.dedup.outcomes import AMOUNT
+from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
@@ -46,7 +46,8 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
-from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping, with_documents
+from shardkit.writers.recipe.inputs import with_documents
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
@@ -391,8 +392,10 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
             return f"made by shardkit {card.shardkit_version}"
         if not recipe.output.is_text and (tokenizer is None or card.tokenizer.digest != tokenizer.digest):
             return "made with another tokenizer"
-        near = None if card.dedup is None else card.dedup.near
-        if recipe.dedup.near and (near is None or near.indexes != [index.digest for index in inputs.indexes]):
+        dedup = card.dedup
+        nears = [] if dedup is None else [one for one in (*dedup.earlier_near, dedup.near) if one is not None]
+        known = {digest for one in nears for digest in one.indexes}
+        if recipe.dedup.near and known != {index.digest for index in inputs.indexes.values()}:
             return "made against other indexes"
         if card.filter_files != inputs.read_files:
             return "made with other lists, models or code of its filters"
@@ -477,10 +480,12 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 
 def _removed(documents: Documents) -> dict[str, Count]:
-    """Return by reason what steps over all documents took from the last files of documents."""
-    removed = {reason: sum(documents.lost[reason], Count()) for reason in documents.pending}
+    """Return by reason what steps over all documents removed, for reasons of the last files of documents."""
+    lost = documents.lost
+    removed = {reason: sum(lost[reason], Count()) for reason in documents.pending if reason in lost}
     for one in documents.amounts:
-        removed[AMOUNT] = removed.get(AMOUNT, Count()) + one.left_out
+        reason = NOT_SAMPLED if one.sample else AMOUNT
+        removed[reason] = removed.get(reason, Count()) + one.left_out
     return removed
 
 

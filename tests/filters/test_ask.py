@@ -225,6 +225,7 @@ def test_the_cheapest_order_asks_behind_exact_and_leaves_the_same_documents(
         ({"on_error": "drop"}, [], False),
         ({"on_error": "keep"}, [], False),
         ({"rewrite": True}, [], False),
+        ({"field": "edu"}, [], False),
         ({}, [{"repeated_lines": {}}], False),
         ({}, [{"buckets": {"scores": {"column": "score", "thresholds": [2]}}}], False),
         ({"score": {"name": "other"}}, [{"buckets": {"scores": {"model": "a.bin", "label": "score"}}}], True),
@@ -238,6 +239,30 @@ def test_the_cheapest_order_moves_only_what_judges_equal_texts_alike(
         del given["filters"][0]["ask"]["prompt"]
     passes = recipe_from_mapping(given, folder=tmp_path).passes
     assert ["ask" in dict(one) for one in passes] == ([False, True] if waits else [True])
+
+
+def test_what_a_model_says_is_a_field_for_later_steps_and_outputs(
+    tmp_path: Path, server: ModelServer, inline_builds: None
+) -> None:
+    texts = [*TEXTS, "NOSCORE at all."]
+    write_inputs(tmp_path, texts)
+    given = recipe(tmp_path, server, label={"pattern": r"score: (\d)"}, field="grade", unusable="keep")
+    [asked] = given["steps"]
+    score = {"score": {"pattern": PATTERN, "name": "edu"}, "field": "edu"}
+    again = {name: value for name, value in asked["ask"].items() if name != "label"} | score
+    given["steps"] += [{"sample": {"documents": 5, "by": "grade"}}, {"ask": again}]
+    given["output"]["where"] = {"grade": ["2", "3"], "edu": {"min": 2}}
+    result = build(given, workers=1, progress=False)
+    grades = [score_of(f"Judge: {text}") for text in texts[:-1]]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "text-00000.jsonl").read_text().splitlines()]
+    assert len(rows) == sum(min(5, grades.count(grade)) for grade in (2, 3))
+    for row in rows:
+        grade = score_of(f"Judge: {row['text']}")
+        assert row["metadata"] == {"grade": f"{grade:.0f}", "edu": grade}
+    assert "requests" not in result.costs[-1].spent, "the same question is answered once"
+    wrong = given | {"amounts": {"input-0": {"documents": 1, "by": "mark"}}}
+    with pytest.raises(RecipeError, match="no input keeps a field 'mark'"):
+        build(wrong, workers=1, progress=False)
 
 
 def test_documents_that_an_earlier_rule_dropped_are_never_sent(tmp_path: Path, server: ModelServer) -> None:
@@ -509,7 +534,9 @@ def test_a_missing_key_is_named_by_its_variable(
         ({"score": {"name": "failed"}}, "the name of a rule"),
         ({"score": {}, "rewrite": True}, "give one of score, label and rewrite"),
         ({"rewrite": False}, "got none"),
-        ({"label": {"keep": []}}, "at least 1"),
+        ({"label": {"keep": []}}, "give keep, or a field"),
+        ({"label": {}}, "give keep, or a field"),
+        ({"rewrite": True, "field": "topic"}, "field: a rewritten text has no score or label"),
         ({"body": {"stream": True}}, "stream is not set here"),
         ({"budget": {"requests": 0}}, "greater than or equal to 1"),
         ({"retries": -1}, "greater than or equal to 0"),

@@ -73,6 +73,11 @@ class FilterSettings(StrictModel):
         return False
 
     @property
+    def added_fields(self) -> Sequence[str]:
+        """The names of the fields that the filter adds to the metadata of documents."""
+        return ()
+
+    @property
     def resources(self) -> Resources:
         """The resources of a machine that a task with this filter needs."""
         return Resources()
