@@ -111,7 +111,7 @@ def cost_rows(card: DatasetCard, costs: Sequence[StepCost]) -> list[CostRow]:
     for cost in costs:
         reasons: list[str] = []
         if sum(one.step == cost.step for one in costs) == 1:
-            duplicates = (f"{cost.step}_duplicate", f"duplicate_{cost.step}")
+            duplicates = (f"{cost.step}_duplicate", f"duplicate_{cost.step}", f"not_{cost.step}d")
             reasons = [name for name in sorted(removed) if name.partition("/")[0] in (cost.step, *duplicates)]
         size = sum(removed[name].bytes for name in reasons) if reasons or not cost.dropped else None
         rows.append(CostRow(cost.step, 0, cost.documents, cost.dropped, size, cost.seconds))
