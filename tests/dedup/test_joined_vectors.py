@@ -362,11 +362,10 @@ def test_files_and_work_in_a_bucket_give_the_same_dataset(tmp_path: Path) -> Non
     run(recipe_in(tmp_path))
     first = out_of(tmp_path)
     with s3_server() as server:
-        client = server.client()
-        client.create_bucket(Bucket="bucket")
+        client, bucket = server.client(), server.new_bucket()
         for file in (tmp_path / "vectors").iterdir():
-            client.put_object(Bucket="bucket", Key=f"vectors/{file.name}", Body=file.read_bytes())
-        embed = {"vectors": "s3://bucket/vectors/*.parquet", "key": "doc", "document": "id"}
-        places = {"work": "s3://bucket/work", "scratch": str(tmp_path / "scratch")}
+            client.put_object(Bucket=bucket, Key=f"vectors/{file.name}", Body=file.read_bytes())
+        embed = {"vectors": f"s3://{bucket}/vectors/*.parquet", "key": "doc", "document": "id"}
+        places = {"work": f"s3://{bucket}/work", "scratch": str(tmp_path / "scratch")}
         run(recipe_in(tmp_path, embed, **places), replace=True)
     assert out_of(tmp_path) == first

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardkit.card import SemanticFacts
 from shardkit.errors import BuildError, naming_extras, warn_user
-from shardkit.writers.dedup.config import EmbedConfig
+from shardkit.writers.dedup.config import EmbedConfig, SemanticDedupConfig
 from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.population import DOCUMENT, Part
 from shardkit.writers.dedup.semantic import (
@@ -24,6 +25,7 @@ from shardkit.writers.dedup.semantic import (
 )
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.embed import EMBED, Embedded, open_embedder
 from shardkit.writers.stages.flow import Build, Clustered, Documents, Step
 from shardkit.writers.stages.id_tables import table_needs
@@ -45,13 +47,11 @@ def check(recipe: Recipe) -> None:
         open_embedder(config.embed, recipe.folder)
 
 
-def drop_semantic_duplicates(documents: Documents, build: Build) -> Documents:
+def drop_semantic_duplicates(config: SemanticDedupConfig, documents: Documents, build: Build) -> Documents:
     """Remove documents whose vector is verified to be alike that of a kept document.
 
     Raises BuildError if vectors are wrong, or if no document has one.
     """
-    config = documents.recipe.dedup.semantic
-    assert config is not None
     names, files = config.embed.files(), build.inputs.filter_files
     own, place = {name: files[name] for name in names}, build.inputs.folder_of_filters
     described, tasks, joined = documents.described(), [], None
@@ -126,8 +126,6 @@ _EDGES = 0.2  # edges per document
 def needs(n: Needs) -> None:
     """Add the requests and bytes of all stages, for vectors of _DIMENSIONS values and default settings."""
     c = n.corpus
-    if "semantic" not in c.dedup:
-        return
     joined = joined_table(_DIMENSIONS)
     looked_up = table_needs(n, VECTORS, VECTOR_TABLES, joined) if c.shape.has_vectors else 0
     rows, probes = c.documents, 4
@@ -154,10 +152,10 @@ STAGES: Sequence[Stage[..., Any]] = (EMBED, CLUSTERS, ASSIGN, NEIGHBORS, *DECIDI
 JOINING: Sequence[Stage[..., Any]] = (VECTORS, VECTOR_TABLES)
 
 
-def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
-    if recipe.dedup.semantic is None:
-        return ()
-    return (*JOINING, *STAGES) if recipe.dedup.semantic.embed.vectors else STAGES
+def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step over semantic duplicates."""
 
+    def stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+        return (*JOINING, *STAGES) if move.settings.embed.vectors else STAGES
 
-STEP = Step(_stages, drop_semantic_duplicates, needs)
+    return Step(stages, partial(drop_semantic_duplicates, move.settings), needs)
