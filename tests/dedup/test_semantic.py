@@ -33,6 +33,7 @@ from support.small_build import tree
 from support.static_model import make_static_model, word_piece, write_safetensors
 
 WORDS = [f"word{number}" for number in range(300)]
+FIELDS = {"field": "cluster", "distance": "far"}
 STATIC = {"model": "vectors.safetensors", "tokenizer": "words.json"}
 CODE = """
 import hashlib
@@ -431,6 +432,7 @@ def test_a_recipe_of_a_model_keeps_its_content() -> None:
     recipe = recipe_from_mapping(data | {"output": {"path": "o", "format": "jsonl"}}, folder=Path())
     known = {"model", "tokenizer", "max_tokens", "function", "file", "parameters", "data"}
     assert recipe.content()["dedup"]["semantic"]["embed"].keys() == known
+    assert "distance" not in recipe.content()["dedup"]["semantic"]
 
 
 def test_the_number_of_clusters_follows_the_root_of_the_documents() -> None:
@@ -478,11 +480,20 @@ def test_one_and_two_workers_make_the_same_bytes(tmp_path: Path, monkeypatch: py
     assert trees[0] == trees[1]
 
 
+def ids_in(folder: Path) -> set[str]:
+    return {row["id"] for file in sorted(folder.glob("*.jsonl")) for row in read(file)}
+
+
 def test_the_cluster_is_a_field_that_outputs_select_by(tmp_path: Path) -> None:
     folder = tmp_path / "user"
-    where = [{"path": "low", "where": {"cluster": {"max": 3}}}, {"path": "some", "where": {"cluster": ["5"]}}]
+    rare: dict[str, Any] = {"path": "rare", "where": {"far": {"min": 0.1}}}
+    where = [
+        rare,
+        {"path": "low", "where": {"cluster": {"max": 3}}},
+        {"path": "some", "where": {"cluster": ["5"]}},
+    ]
     outputs: list[dict[str, Any]] = [{"path": "out"}, *where]
-    semantic = {"embed": STATIC, "similarity": 0.93, "clusters": 8, "field": "cluster"}
+    semantic = {"embed": STATIC, "similarity": 0.93, "clusters": 8} | FIELDS
     changes = {
         "steps": [{"semantic": semantic}, {"length": {"min_words": 57}}, "exact"],
         "outputs": [one | {"format": "jsonl"} for one in outputs],
@@ -507,14 +518,32 @@ def test_the_cluster_is_a_field_that_outputs_select_by(tmp_path: Path) -> None:
     assert sum(nearest[one] == cluster[one] for one in cluster) >= 0.98 * len(cluster)
     assert len({*cluster.values()}) > 4
     for name, wanted in (("low", {0, 1, 2, 3}), ("some", {5})):
-        found = [row["id"] for file in sorted((folder / name).glob("*.jsonl")) for row in read(file)]
-        assert {*found} == {one for one, number in cluster.items() if number in wanted}
+        assert ids_in(folder / name) == {one for one, number in cluster.items() if number in wanted}
+    far: dict[str, Any] = {one: (row.get("metadata") or {}).get("far") for one, row in rows.items()}
+    assert far.pop("unknown") is None
+    wide, numbers = units.astype(np.float64), [cluster[one] for one in far]
+    of = means[numbers].astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1) * np.linalg.norm(of, axis=1)
+    exact = 1 - (wide * of).sum(axis=1) / lengths
+    np.testing.assert_allclose([*far.values()], exact, atol=5.1e-5)
+    assert all(value == round(value, 4) for value in far.values())
+    assert len({*far.values()}) > 20
+    assert ids_in(folder / "rare") == {one for one, value in far.items() if value >= 0.1}
+    assert 0 < len(ids_in(folder / "rare")) < len(far)
 
 
-def test_a_field_that_documents_have_is_refused() -> None:
-    semantic = {"embed": STATIC, "field": "dump"}
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"field": "dump"}, r"dedup.semantic.field: documents already have a field 'dump'"),
+        ({"distance": "dump"}, r"dedup.semantic.distance: documents already have a field 'dump'"),
+        ({"field": "x", "distance": "x"}, r"field and distance are both 'x'; rename one"),
+    ],
+)
+def test_a_field_that_documents_have_is_refused(fields: dict[str, str], message: str) -> None:
+    semantic = {"embed": STATIC} | fields
     data = {"inputs": [{"path": "a.jsonl", "metadata": ["dump"]}], "dedup": {"semantic": semantic}}
-    with pytest.raises(RecipeError, match=r"dedup.semantic.field: documents already have a field 'dump'"):
+    with pytest.raises(RecipeError, match=message):
         recipe_from_mapping(data | {"output": {"path": "o", "format": "jsonl"}}, folder=Path())
 
 

@@ -275,6 +275,8 @@ class EmbedConfig(StrictModel):
 class SemanticDedupConfig(StrictModel):
     """Removes a document if and only if the vector of a kept one of higher priority is verified as alike."""
 
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"distance"})
+
     embed: EmbedConfig = Field(
         description="Where the vectors of documents come from.",
         examples=[{"model": "model.safetensors", "tokenizer": "tokenizer.json"}],
@@ -300,6 +302,24 @@ class SemanticDedupConfig(StrictModel):
         "output.where; null: none.",
         examples=["cluster"],
     )
+    distance: FieldName | None = Field(
+        default=None,
+        description="Metadata field in which a document's cosine distance to the centroid of its nearest "
+        "cluster is stored, from 0 (the most typical) to 2, with four decimals; null: none.",
+        examples=["distance"],
+    )
+
+    @model_validator(mode="after")
+    def _two_fields(self) -> Self:
+        if self.field is not None and self.field == self.distance:
+            raise ValueError(f"field and distance are both {self.field!r}; rename one")
+        return self
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The metadata fields that documents get, by what they hold: `cluster` and `distance`."""
+        named = {"cluster": self.field, "distance": self.distance}
+        return {column: name for column, name in named.items() if name is not None}
 
 
 class DedupSchemes(StrictModel):

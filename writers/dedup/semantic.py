@@ -21,7 +21,7 @@ block is compared with those before it until a document has _MOST_EDGES that are
 documents are counted as `bounded`. Cost grows with the square of a cluster that is not full of duplicates.
 
     centroids.npy  float32[clusters, dimensions]
-    clusters.npy   int32[n], the nearest cluster of each document of a part
+    clusters.npy   CLUSTER, the nearest cluster of each document of a part, and the distance to its centroid
     vectors.run    a vector in one of its clusters (`vector_table`)
 """
 
@@ -57,6 +57,9 @@ TITLE = "semantic duplicates"
 VECTORS_FILE, CENTROIDS_FILE, CLUSTERS_FILE = "vectors.npy", "centroids.npy", "clusters.npy"
 SEMANTIC_DUPLICATE = "semantic_duplicate"  # reason in ledgers
 
+CLUSTER = np.dtype([("cluster", "<i4"), ("distance", "<f8")])
+
+_DECIMALS = 4  # of a distance, which thus rarely depends on how sums are rounded
 _SAMPLE_BYTES = 256 << 20
 _SAMPLED = 64  # vectors of the sample per cluster
 _ITERATIONS, _SEED = 10, 1234  # of k-means
@@ -230,21 +233,23 @@ def assign_split(
     memory_bytes: MemoryBytes,
 ) -> None:
     """Write a part's vectors, each once for each of its nearest clusters; its first document has `first`."""
-    means = RowFile(centroids)
+    stored = RowFile(centroids)
+    means = stored.read(np.arange(stored.rows))
     table, described = vector_table(dimensions), Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
     with (
         _one_thread() as faiss,
         RunWriter(folder / table.file, table, memory_bytes=memory_bytes // 2) as run,
-        RowsWriter(folder / CLUSTERS_FILE, "<i4") as nearest,
+        RowsWriter(folder / CLUSTERS_FILE, CLUSTER) as nearest,
     ):
         index = faiss.IndexFlatIP(dimensions)
-        index.add(means.read(np.arange(means.rows)))
+        index.add(means)
         vectors = RowFile(part.folder / VECTORS_FILE)
         for start in range(0, part.documents, _ASSIGNED):
             stop = min(start + _ASSIGNED, part.documents)
             found = vectors.read(np.arange(start, stop))
-            _, clusters = index.search(found.astype(np.float32), probes)
-            nearest.write(clusters[:, 0].astype("<i4"))
+            wide = found.astype(np.float32)
+            _, clusters = index.search(wide, probes)
+            nearest.write(_nearest(wide, means, clusters[:, 0]))
             ranks = priority(described.read(start, stop), part.kind)
             lengths = np.minimum(~ranks[:, 0] & np.uint64((1 << 40) - 1), np.uint64((1 << _LENGTH_BITS) - 1))
             most = np.uint64((1 << (_PRIORITY_BITS - _LENGTH_BITS)) - 1)
@@ -256,6 +261,18 @@ def assign_split(
                 rows["number"] = np.arange(first + start, first + stop)
                 rows["priority"], rows["vector"] = ranks, found
                 run.write(rows)
+
+
+def _nearest(
+    vectors: npt.NDArray[np.float32], means: npt.NDArray[np.float32], clusters: npt.NDArray[np.int64]
+) -> npt.NDArray[np.void]:
+    """Return CLUSTER of vectors in these clusters, whose centroids are `means`."""
+    rows = np.empty(len(vectors), CLUSTER)
+    rows["cluster"] = clusters
+    lengths = np.maximum(squares(means), np.finfo(np.float64).tiny)  # a centroid may be 0
+    cosine = cosines(vectors, means, squares(vectors), lengths, np.arange(len(vectors)), clusters)
+    rows["distance"] = np.round(np.maximum(1 - cosine, 0), _DECIMALS)
+    return rows
 
 
 ASSIGN = Stage("semantic_assign", TITLE, assign_split, cost=5)

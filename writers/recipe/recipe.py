@@ -309,13 +309,12 @@ class Recipe(StrictModel):
                     f"filters: buckets.field: documents already have a field {config.field!r}; rename it"
                 )
         semantic = self.dedup.semantic
-        if semantic is not None and semantic.field is not None:
+        for column, name in ({} if semantic is None else semantic.fields).items():
             taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
             taken |= {self.buckets.field} if self.buckets is not None else set()
-            if semantic.field in taken:
-                raise ValueError(
-                    f"dedup.semantic.field: documents already have a field {semantic.field!r}; rename it"
-                )
+            if name in taken:
+                key = "field" if column == "cluster" else column
+                raise ValueError(f"dedup.semantic.{key}: documents already have a field {name!r}; rename it")
         if found > 1:
             raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
 
@@ -392,8 +391,8 @@ class Recipe(StrictModel):
         known = {"language", *own} | (self._fields or set())
         if self.buckets is not None:
             known.add(self.buckets.field)
-        if self.dedup.semantic is not None and self.dedup.semantic.field is not None:
-            known.add(self.dedup.semantic.field)
+        if self.dedup.semantic is not None:
+            known |= {*self.dedup.semantic.fields.values()}
         if name not in known and self._fields is not None:
             raise ValueError(
                 f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata, or to `columns` of "

@@ -174,8 +174,7 @@ def ends_of(steps: Sequence[StepEntry]) -> dict[str, StrictModel]:
 def fields_made(move: Move) -> set[str]:
     """Return the fields that documents get from a pass of filters or a step over all documents."""
     if isinstance(move, GlobalStep):
-        field = move.settings.field if move.name == "semantic" else None
-        return set() if field is None else {field}
+        return {*move.settings.fields.values()} if move.name == "semantic" else set()
     found: set[str] = set()
     for _, config in move:
         if isinstance(config, LanguageConfig):

@@ -169,10 +169,10 @@ class Outputs:
 class Clustered:
     """The clusters of `dedup.semantic`: the tasks that embed and assign documents, and the `step` before.
 
-    Documents carry their cluster in the metadata field `field`.
+    `fields` are the metadata fields that documents get, by their column in the file of clusters.
     """
 
-    field: str
+    fields: Mapping[str, str]
     step: Written
     embedded: Sequence[Commit]
     assigned: Sequence[Commit]
@@ -212,7 +212,7 @@ class Documents:
     """The facts of each `near`, in order."""
     semantic_facts: SemanticFacts | None = None
     clustered: Clustered | None = None
-    """The clusters, if `dedup.semantic.field` names a field for them."""
+    """The clusters, if `dedup.semantic` names a field for them or for distances."""
     labels: Buckets | None = None
     """The rules by which scores of a `buckets` filter become labels; None until they are known."""
     marked: frozenset[str] = frozenset()
@@ -273,14 +273,10 @@ class Documents:
             scores = step.commits[number].file(BUCKETS_FILE)
             found = (BucketLabels(self.labels, scores, self.rows_since(step, number)),)
         if (one := self.clustered) is not None:
-            labels = ClusterLabels(
-                one.field,
-                one.assigned[number].file(CLUSTERS_FILE),
-                one.embedded[number].file(ROWS_OF_PART),
-                one.step.ledgers[number].kept.documents,
-                self.rows_since(one.step, number),
-            )
-            found = (*found, labels)
+            files = one.assigned[number].file(CLUSTERS_FILE), one.embedded[number].file(ROWS_OF_PART)
+            rows = one.step.ledgers[number].kept.documents, self.rows_since(one.step, number)
+            for column, name in one.fields.items():
+                found = (*found, ClusterLabels(name, column, *files, *rows))
         return tuple(one for one in found if one.field not in self.marked)
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:

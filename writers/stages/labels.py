@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.writers.dedup.population import DOCUMENT, RowFiles, in_rows
+from shardkit.writers.dedup.semantic import CLUSTER
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -127,13 +128,14 @@ class BucketLabels:
 
 @dataclass(frozen=True)
 class ClusterLabels:
-    """The cluster of each of a split's remaining documents, as `dedup.semantic` found it, for field `field`.
+    """A column of `dedup.semantic`'s clusters, for field `field` of each of a split's remaining documents.
 
-    `clusters` has the cluster and `described` the row of each document that has a vector, of `count` that
-    there were; `rows` map the remaining documents to these rows.
+    `clusters` has CLUSTER and `described` the row of each document that has a vector, of `count` that there
+    were; `rows` map the remaining documents to these rows.
     """
 
     field: str
+    column: str
     clusters: Artifact
     described: Artifact
     count: int
@@ -141,10 +143,11 @@ class ClusterLabels:
 
     def open(self) -> list[str | None]:
         """Return the object to add to each document's metadata, as JSON; None without a vector."""
-        found = np.full(self.count, -1, np.int64)
-        found[Rows(self.described, DOCUMENT).read()["row"]] = Rows(self.clusters, "<i4").read()
-        texts = {one: orjson.dumps({self.field: one}).decode() for one in np.unique(found).tolist()}
-        return [texts[one] if one >= 0 else None for one in in_rows(found, self.rows).tolist()]
+        stored = Rows(self.clusters, CLUSTER).read()[self.column]
+        found = np.full(self.count, -1, stored.dtype)
+        found[Rows(self.described, DOCUMENT).read()["row"]] = stored
+        texts = {one: orjson.dumps({self.field: one}).decode() for one in np.unique(stored).tolist()}
+        return [texts.get(one) for one in in_rows(found, self.rows).tolist()]
 
 
 Labels = tuple[BucketLabels | ClusterLabels, ...]

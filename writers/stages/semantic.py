@@ -14,6 +14,7 @@ from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.population import DOCUMENT, Part
 from shardkit.writers.dedup.semantic import (
     ASSIGN,
+    CLUSTER,
     CLUSTERS,
     DECIDING,
     NEIGHBORS,
@@ -88,8 +89,8 @@ def drop_semantic_duplicates(config: SemanticDedupConfig, documents: Documents, 
         groups=result.decided.groups,
         largest_group=result.decided.largest_group,
         clustered=None
-        if config.field is None
-        else Clustered(config.field, documents.written[-1], commits, result.assigned),
+        if not config.fields
+        else Clustered(config.fields, documents.written[-1], commits, result.assigned),
     )
 
 
@@ -138,7 +139,7 @@ def needs(n: Needs) -> None:
     n.add(CLUSTERS, 1, 4 * c.splits, rows * DOCUMENT.itemsize + sampled, files=1)
     moved = rows * probes * table.dtype.itemsize
     gets, read = n.scans(size, 2 * c.splits)
-    n.add(ASSIGN, c.splits, gets + c.splits, read, files=2, written=moved + 4 * rows)
+    n.add(ASSIGN, c.splits, gets + c.splits, read, files=2, written=moved + CLUSTER.itemsize * rows)
     readers = min(clusters, c.limits.partitions(rows * probes, table.dtype))
     runs = n.exchange(NEIGHBORS, table, c.splits, rows * probes, readers)
     n.add(NEIGHBORS, readers, *n.slices(runs, readers), files=2, written=rows * _EDGES * 52)
