@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ import xxhash
 from shardkit.errors import BuildError, RecipeError
 from shardkit.progress import make_listener
 from shardkit.writers import build
+from shardkit.writers.estimate import rehearse
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, open_runner
@@ -353,6 +355,30 @@ def test_tables_of_many_parts_give_what_a_dictionary_gives(tmp_path: Path) -> No
     assert np.array_equal(found[:-3], unit_vectors(vectors))
     assert np.array_equal(found[-3], found[1]), "bytes are compared in hexadecimal"
     assert np.isnan(found[-2:]).all()
+
+
+def test_a_rehearsal_reads_no_vectors_and_counts_their_tables(tmp_path: Path) -> None:
+    write_vectors(tmp_path)
+    recipe = recipe_from_mapping(recipe_in(tmp_path), folder=tmp_path)
+    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe))
+    stored = sum(path.stat().st_size for path in (tmp_path / "vectors").iterdir())
+    shutil.rmtree(tmp_path / "vectors")
+    estimate = rehearse(inputs, workers=1)
+    assert estimate.stages["semantic_vectors"] == estimate.stages["semantic_tables"] == int(1.1 * stored)
+    assert estimate.stages["semantic_embed"] > COUNT * 2 * DIMENSIONS, "no document is like another"
+    assert estimate.documents == COUNT
+
+
+@pytest.mark.parametrize("size", [0.3, 0.7, 0.99])
+def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path, size: float) -> None:
+    table = pa.table({"doc": range(COUNT), "embedding": VECTORS.tolist()})
+    pq.write_table(table, tmp_path / "v.parquet", write_page_checksum=True)
+    whole = (tmp_path / "v.parquet").read_bytes()
+    at = int(size * len(whole))
+    for data in (whole[:at], whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :]):
+        (tmp_path / "v.parquet").write_bytes(data)
+        with pytest.raises(BuildError, match=r"v.parquet: (is damaged|cannot be read)"):
+            run(recipe_in(tmp_path, {"vectors": str(tmp_path / "v.parquet"), "key": "doc", "document": "id"}))
 
 
 @pytest.mark.extended

@@ -262,7 +262,7 @@ def read_rows(split: Split, names: Sequence[str], where: str, values: int = 1) -
         yield from read(split, names, where, max(1, min(_BATCH_ROWS, _BATCH_BYTES // (8 * values))))
     except OSError as error:
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
-    except (ContainerError, pa.ArrowException) as error:
+    except (ContainerError, pa.ArrowException, UnicodeDecodeError) as error:  # the last one: of a name
         raise BuildError(f"{split.path}: is damaged: {error}; make the file again") from error
 
 

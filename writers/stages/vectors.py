@@ -185,7 +185,8 @@ class _Lists:
 
     def _wrong(self, ids: pa.LargeStringArray, row: int, problem: str) -> BuildError:
         where = f"{KEY}: {self.split.path}: {self.column!r}"
-        return BuildError(f"{where}: the vector of id {ids[row].as_py()!r} {problem}")
+        name = ids.cast(pa.large_binary())[row].as_py().decode(errors="replace")  # Arrow does not check UTF-8
+        return BuildError(f"{where}: the vector of id {name!r} {problem}")
 
 
 def unit_vectors(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
