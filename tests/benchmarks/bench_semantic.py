@@ -1,13 +1,17 @@
 """Semantic duplicates: documents a second to static vectors; time, memory and recall of their removal.
 
     python tests/benchmarks/bench_semantic.py [--documents 1000000] [--dimensions 256] [--probes 1,4]
-                                              [--corpus FOLDER] [--parts vectors,removal] [--save PREFIX]
+                                              [--corpus FOLDER] [--parts vectors,joined,removal]
+                                              [--save PREFIX]
 
 vectors: documents of 400 words, cut from the corpus (JSONL and Parquet files with a `text`; without --corpus
 that of $SHARDKIT_TEST_DATA, else made-up text), become vectors by a WordPiece vocabulary of their 30,000 most
 common words and random token vectors; one process, one thread. `first` are a quarter of the documents, most
 of whose words the process had not met; `later` are new documents after three quarters. `tokenizers` is the
 same model with the tokenizer's library for each text; it gets fewer documents.
+
+joined: 400,000 random vectors (float32) with ids, in four Parquet files, are sorted into a table; then the
+vectors of 100,000 random ids are looked up, 4,096 at a time, which is what a document costs later.
 
 removal: `--documents` vectors around random topics. A tenth are copies of others at cosines from 0.90 to 1
 (uniform); recall is the share of the copies at `similarity` (0.95) or above that went: these are known by
@@ -31,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from figures import Heads, benchmark_parser, give
 from shardkit.hashing import hash_file
@@ -45,8 +50,11 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.work import Work
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.embed import StaticModel
+from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.needs import task_memory
+from shardkit.writers.stages.vectors import sort_vectors
 from texts import read_sources
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -101,6 +109,42 @@ def measure_vectors(corpus: Path | None, documents: int, dimensions: int) -> lis
             if name:
                 rows.append({"part": side, "documents": len(some), "rate": len(some) / cpu, "cpu_s": cpu})
     return rows
+
+
+def measure_joined(folder: Path, documents: int, dimensions: int) -> list[dict[str, Any]]:
+    rng, most = np.random.default_rng(1), documents // 4
+    for part in range(4):
+        values = pa.array(rng.standard_normal(most * dimensions, np.float32))
+        column = pa.FixedSizeListArray.from_arrays(values, dimensions)
+        ids = [f"{part * most + number:032x}" for number in range(most)]
+        pq.write_table(pa.table({"document_id": ids, "embedding": column}), folder / f"{part}.parquet")
+    data = {"inputs": ["none.jsonl"], "output": {"path": "out", "format": "jsonl"}}
+    semantic = {"embed": {"vectors": str(folder / "*.parquet")}}
+    recipe = recipe_from_mapping(data | {"dedup": {"semantic": semantic}}, folder=folder)
+    given = BuildInputs.of(recipe, []).vectors
+    assert given is not None
+    with (
+        Journal(Work.at(folder / "work")) as journal,
+        InlineEngine() as engine,
+        make_listener(False) as listener,
+    ):
+        of = given.splits, given.config, dimensions, task_memory(MEMORY), DEFAULT_LIMITS.within(MEMORY)
+        began = time.process_time()
+        joined = sort_vectors(Runner(journal, engine, listener).run, *of)
+        sorting = time.process_time() - began
+        lookup, looked = joined.open(), [rng.integers(0, documents, 4096) for _ in range(24)]
+        names = [[f"{number:032x}" for number in some.tolist()] for some in looked]
+        began = time.process_time()
+        for some in names:
+            lookup(some)
+        looking = time.process_time() - began
+    count = sum(map(len, names))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return [
+        {"part": "joined, sorted", "documents": documents, "rate": documents / sorting, "cpu_s": sorting}
+        | {"peak_bytes": peak},
+        {"part": "joined, looked up", "documents": count, "rate": count / looking, "cpu_s": looking},
+    ]
 
 
 def make_vectors(folder: Path, documents: int, dimensions: int) -> int:
@@ -197,7 +241,8 @@ def main() -> None:
     parser.add_argument("--dimensions", type=int, default=256)
     parser.add_argument("--probes", default="1,4")
     parser.add_argument("--corpus", type=Path, metavar="FOLDER")
-    parser.add_argument("--parts", default="vectors,removal")
+    parser.add_argument("--joined", type=int, default=400_000, help="vectors that are joined by id")
+    parser.add_argument("--parts", default="vectors,joined,removal")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
@@ -206,6 +251,9 @@ def main() -> None:
     rows = []
     if "vectors" in arguments.parts:
         rows += measure_vectors(arguments.corpus, arguments.texts, arguments.dimensions)
+    if "joined" in arguments.parts:
+        with tempfile.TemporaryDirectory() as place:
+            rows += measure_joined(Path(place), arguments.joined, arguments.dimensions)
     if "removal" in arguments.parts:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "vectors"
