@@ -52,7 +52,10 @@ REMOVING: Mapping[str, Step] = {  # keys are the names under `dedup` and in `ste
     "near": near.STEP,
     "semantic": semantic.STEP,
 }
-MAKING: Sequence[Step] = (buckets.STEP, amounts.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
+MAKING: Sequence[Step] = (
+    *(buckets.STEP, amounts.STEP, split.STEP, rows.STEP),
+    *(filter_left.ANNOTATIONS_STEP, text.STEP, removed.STEP),
+)
 
 
 def steps_of(recipe: Recipe) -> list[Step]:
