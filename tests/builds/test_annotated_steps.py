@@ -24,6 +24,7 @@ from shardkit.writers.rows.annotations import thresholds
 from shardkit.writers.rows.filtered import Filtered
 from support.documents import document_batch
 from support.small_build import EOS, train_bpe, tree
+from support.small_models import model_bytes
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -37,8 +38,10 @@ PYTHON: dict[str, Any] = {"python": {"file": "filters.py", "function": "keep"}}
 GOPHER: dict[str, Any] = {
     "gopher_quality": {"min_doc_words": 6, "min_stop_words": 0, "max_avg_word_length": 30.0}
 }
+LANGUAGE: dict[str, Any] = {"language": {"model": "model.bin", "threshold": 0.0}}
+LABELS = ("eng_Latn", "deu_Latn", "zho_Hans")
 SHORT: dict[str, Any] = {"length": {"min_words": 8, "max_words": 125}}
-STEPS: list[Any] = [WORDS, DIGITS, "exact", GOPHER, PYTHON, {"near": 0.8}, SHORT]
+STEPS: list[Any] = [WORDS, DIGITS, "exact", GOPHER, LANGUAGE, PYTHON, {"near": 0.8}, SHORT]
 FILES = ("a", "b", "c", "d", "e")
 
 
@@ -67,6 +70,8 @@ def folder(tmp_path: Path) -> Path:
     for file in FILES:
         write_file(tmp_path, file, texts_of(file))
     (tmp_path / "filters.py").write_text(FILTER)
+    model = model_bytes(labels=[f"__label__{one}".encode() for one in LABELS], seed=9)
+    (tmp_path / "model.bin").write_bytes(model)
     train_bpe(texts_of("a")).save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
@@ -219,7 +224,7 @@ def test_passes_without_filters_do_not_count(folder: Path, steps: list[Any], pas
 
 
 def test_other_bounds_of_one_pass_keep_what_a_build_with_them_keeps(folder: Path) -> None:
-    steps = [WORDS, DIGITS, "exact", GOPHER, SHORT]
+    steps = [WORDS, DIGITS, "exact", LANGUAGE, GOPHER, SHORT]
     first = run(folder, "out", steps)
     out = folder / "out" / "rows"
     kept = first.funnel.kept.documents
@@ -231,6 +236,10 @@ def test_other_bounds_of_one_pass_keep_what_a_build_with_them_keeps(folder: Path
     exact = first.funnel.dropped["exact_duplicate"].documents
     early = sum(line["passes"] == 1 and line["dropped"] is not None for line in table(out, "annotations"))
     assert outcome.read.documents == first.funnel.read.documents - exact - early
+    found = Counter(line["language/label"] for line in table(out, "annotations") if not line["dropped"])
+    assert sum(found[label] > 0 for label in LABELS) > 1
+    for label in LABELS:
+        assert thresholds(out, {"language/label": {label}}).would_keep.documents == found[label]
     # Of the first pass: what it keeps, before everything that follows.
     outcome = thresholds(out, {"length/too_few_words": (9, None)})
     other = run(folder, "filtered", [{"length": {"min_words": 9, "max_words": 150}}, DIGITS])

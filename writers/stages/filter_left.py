@@ -56,6 +56,13 @@ from shardkit.writers.stages.selection import remaining
 _LINE_BYTES = 60  # assumed size of a line of annotations, in bytes
 
 
+@dataclass(frozen=True, slots=True)
+class AnnotatedPass(PassSettings):
+    """The settings of a pass that writes annotations: a class, so that other tasks keep their digests."""
+
+    annotate: bool = True
+
+
 def filter_left(
     folder: Path,
     documents: Artifact,
@@ -67,12 +74,12 @@ def filter_left(
     languages: LanguageLabels | None,
     memory_bytes: MemoryBytes,
     limits: Limits,
-    annotate: bool,
 ) -> Filtering:
     """Filter the documents of a split that are not in `removals`, and write the files into `folder`.
 
     `filter_files` and `filter_folder` are as in `clean_split`; `languages` are from an earlier pass.
     """
+    annotate = isinstance(settings, AnnotatedPass)
     known = None if languages is None else languages.labels
     chain = settings.chain(filter_files, filter_folder, scores, annotate=annotate, labels=known)
     labels = None if languages is None else np.array(languages.labels, np.object_)[languages.read()]
@@ -114,14 +121,16 @@ def step_of(number: int, nth: int) -> Step:
 def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, build: Build) -> Documents:
     recipe, inputs = documents.recipe, build.inputs
     settings = PassSettings.of(recipe, number)
+    if recipe.annotate and settings.filters:
+        settings = AnnotatedPass.of(recipe, number)
     folder = inputs.folder_of_filters
     files, scores = inputs.files_of(settings.filters), settings.scores_of(recipe, documents.scores)
-    annotate = recipe.annotate and bool(settings.filters)
     tasks = []
     for at, described in enumerate(documents.described(languages=True)):
         args = documents.file(at), settings, documents.removals[at], files, folder, scores
-        more = described.languages, build.memory_bytes, build.limits, annotate
-        task = stage.task(described.name, described.bytes, *args, *more)
+        task = stage.task(
+            described.name, described.bytes, *args, described.languages, build.memory_bytes, build.limits
+        )
         tasks.append(replace(task, resources=settings.resources))
     [commits] = build.run(tasks)
     found = [stage.result(commit) for commit in commits]
