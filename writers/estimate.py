@@ -149,7 +149,7 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anyw
         elif split.format == "parquet":
             if taken := _copy_rows(piece, folder / name):
                 return taken
-        elif cut_anywhere and split.format in ("csv", "warc"):
+        elif cut_anywhere and split.format in ("csv", "warc", "tfrecord"):
             stem = name if split.compression is None else PurePosixPath(name).stem
             if taken := copy_start(piece, folder / stem):
                 return taken
@@ -283,12 +283,10 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         share = _share(inputs.splits, stored)
-        derived = _without_indexes(
-            sample_recipe(recipe, sources, Path(folder), share)
-        ).without_costly_filters()
+        derived = sample_recipe(recipe, sources, Path(folder), share).without_costly_filters()
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = Work.at(Path(folder) / "work")
-        small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())
+        small = replace(inputs, recipe=derived, splits=splits, indexes={}, scores=())
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build itself will give the same warnings
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
@@ -321,6 +319,7 @@ def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, s
     changes = {
         "inputs": tuple(inputs),
         "amounts": amounts,
+        "steps": tuple(step.scaled(share) for step in recipe.steps),
         "output": outputs[0],
         "outputs": outputs if recipe.outputs else (),
         "work": str(folder / "work"),
@@ -349,14 +348,6 @@ def _scaled(
 def _share(splits: Sequence[Split], stored: Mapping[int, int]) -> float:
     """Return the share of all stored bytes that is in a sample."""
     return sum(stored.values()) / max(1, sum(split.bytes for split in splits))
-
-
-def _without_indexes(recipe: Recipe) -> Recipe:
-    """Return the recipe without the indexes to compare with: `_add_near` adds them to the estimate."""
-    if recipe.dedup.near is None:
-        return recipe
-    near = recipe.dedup.near.model_copy(update={"against": ()})
-    return recipe.model_copy(update={"dedup": recipe.dedup.model_copy(update={"near": near})})
 
 
 def _first(documents: Documents) -> Outputs:
@@ -405,7 +396,7 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         text += scale * commit.ledger().kept.bytes if commit.key in cleaned else 0
     documents = scales.documents * made.written[0].kept.documents
     if inputs.recipe.dedup.near is not None:
-        indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
+        indexed = sum(part.documents for index in inputs.indexes.values() for part in index.parts)
         _add_near(stages, documents, text, indexed)
     for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
         if "-merge-" in merged.stage:
@@ -439,7 +430,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: fl
         + inputs.recipe.is_masked,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
-        dedup=inputs.recipe.dedup.asked,
+        steps=[step.name for step in inputs.recipe.global_steps],
         lines=0 if lines is None else compared_lines(text, lines.words if lines.unit == "span" else None),
         shape=Shape.of(inputs.recipe),
     )

@@ -19,6 +19,7 @@ from shardkit.errors import ShardkitError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.recipe.recipe import load_recipe
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.rows import annotations as of_rows
 from shardkit.writers.rows.annotations import thresholds
 from shardkit.writers.rows.filtered import Filtered
@@ -41,7 +42,7 @@ GOPHER: dict[str, Any] = {
 LANGUAGE: dict[str, Any] = {"language": {"model": "model.bin", "threshold": 0.0}}
 LABELS = ("eng_Latn", "deu_Latn", "zho_Hans")
 SHORT: dict[str, Any] = {"length": {"min_words": 8, "max_words": 125}}
-STEPS: list[Any] = [WORDS, DIGITS, "exact", GOPHER, LANGUAGE, PYTHON, {"near": 0.8}, SHORT]
+STEPS: list[Any] = [WORDS, DIGITS, "exact", GOPHER, LANGUAGE, PYTHON, {"near": 0.8}, {"sample": "80%"}, SHORT]
 FILES = ("a", "b", "c", "d", "e")
 
 
@@ -70,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
     for file in FILES:
         write_file(tmp_path, file, texts_of(file))
     (tmp_path / "filters.py").write_text(FILTER)
-    model = model_bytes(labels=[f"__label__{one}".encode() for one in LABELS], seed=9)
+    model = model_bytes(labels=[f"__label__{one}".encode() for one in LABELS], seed=4)
     (tmp_path / "model.bin").write_bytes(model)
     train_bpe(texts_of("a")).save(str(tmp_path / "tokenizer.json"))
     return tmp_path
@@ -107,7 +108,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def reference(folder: Path, steps: Sequence[Any], removed: dict[str, set[str]]) -> dict[str, dict[str, Any]]:
-    """The lines of annotations by id, from the filters and the ids that each duplicate removal took."""
+    """The lines of annotations by id, from the filters and the ids that each other step took."""
     texts = {f"{file}{n}": text for file in FILES for n, text in enumerate(texts_of(file))}
     lines: dict[str, dict[str, Any]] = {
         id: {"bytes": len(text.encode()), "dropped": None, "failed": [], "passes": 0}
@@ -115,8 +116,8 @@ def reference(folder: Path, steps: Sequence[Any], removed: dict[str, set[str]]) 
     }
     left, used = list(texts), Counter[str]()
     for move in load_recipe(write(folder, "reference", steps)).moves:
-        if isinstance(move, str):
-            left = [id for id in left if id not in removed[move]]
+        if isinstance(move, GlobalStep):
+            left = [id for id in left if id not in removed[move.name]]
             continue
         used.update({name for name, _ in move})
         names = {name: name if used[name] == 1 else f"{name}-{used[name]}" for name, _ in move}
@@ -142,12 +143,10 @@ def judge(line: dict[str, Any], found: Filtered, row: int, names: dict[str, str]
 
 
 def removed_by(dataset: Path) -> dict[str, set[str]]:
-    """The ids of the documents that each duplicate removal took."""
+    """The ids of the documents that each step over all documents took."""
     rows = table(dataset, "duplicates")
-    return {
-        name: {row["id"] for row in rows if row["reason"] == f"{name}_duplicate"}
-        for name in ("exact", "near")
-    }
+    reasons = {"exact": "exact_duplicate", "near": "near_duplicate", "sample": "not_sampled"}
+    return {name: {row["id"] for row in rows if row["reason"] == reason} for name, reason in reasons.items()}
 
 
 @pytest.mark.parametrize("group_documents", [7, 1 << 15])

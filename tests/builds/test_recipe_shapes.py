@@ -259,7 +259,7 @@ def check_statements(recipe: Recipe, work: Path) -> None:
         tokens=max([1, *(card.tokens for one, card in cards if not one.output.is_text)]),
         memory=recipe.memory,
         shard_bytes=recipe.output.shard_bytes,
-        dedup=recipe.dedup.asked,
+        steps=[step.name for step in recipe.global_steps],
         lines=0 if recipe.dedup.lines is None else compared_lines(read.bytes, None),
         shape=Shape.of(recipe),
     )

@@ -73,8 +73,8 @@ _SEMANTIC = {
 }
 ORDERS: tuple[list[object], ...] = (  # the first one has all STAGES
     ["url", _SHORT, "exact", _LINES, _LONG, "exact", _NEAR, _SEMANTIC],
-    ["exact", _NEAR, _LONG, _LINES, "exact", _SHORT],
-    ["url", "exact", _SEMANTIC, _SHORT, _NEAR, _LONG, "exact"],
+    ["exact", _NEAR, {"sample": {"documents": 35}}, _LONG, _LINES, "exact", _SHORT, _NEAR],
+    ["url", "exact", _SEMANTIC, {"sample": "90%"}, _SHORT, _NEAR, _LONG, {"sample": "90%"}, "exact", _LINES],
 )
 POINT_NAME = "point.json"
 LINE = "This very line stands at the end of every document."

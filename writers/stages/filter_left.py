@@ -48,6 +48,7 @@ from shardkit.writers.rows.annotations import (
 )
 from shardkit.writers.rows.ledger import Ledger, by_loss
 from shardkit.writers.stages.flow import Build, Documents, Filtering, Step, Written
+from shardkit.writers.stages.labels import Labels, marked_batches
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.passes import PassFiles, PassSettings
 from shardkit.writers.stages.score_tables import ScoreTable
@@ -72,12 +73,14 @@ def filter_left(
     filter_folder: Annotated[Artifact, DecidesNoByte("where the files of filters are")],
     scores: Sequence[ScoreTable],
     languages: LanguageLabels | None,
+    marks: Labels,
     memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> Filtering:
     """Filter the documents of a split that are not in `removals`, and write the files into `folder`.
 
-    `filter_files` and `filter_folder` are as in `clean_split`; `languages` are from an earlier pass.
+    `filter_files` and `filter_folder` are as in `clean_split`; `languages` are from an earlier pass. `marks`
+    are labels that earlier steps found, which become fields of the metadata.
     """
     annotate = isinstance(settings, AnnotatedPass)
     known = None if languages is None else languages.labels
@@ -92,8 +95,7 @@ def filter_left(
     ):
         reader = pa.ipc.open_file(file)
         with PassFiles(folder, settings, chain, reader.schema) as files:
-            for number in range(reader.num_record_batches):
-                whole = reader.get_batch(number)
+            for whole in marked_batches(reader, marks):
                 here = removed.within(start, whole.num_rows)
                 numbered = whole.append_column("row", pa.array(np.arange(start, start + whole.num_rows)))
                 left, copies = remaining(numbered, here, ledger, twins)
@@ -128,9 +130,8 @@ def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, bui
     tasks = []
     for at, described in enumerate(documents.described(languages=True)):
         args = documents.file(at), settings, documents.removals[at], files, folder, scores
-        task = stage.task(
-            described.name, described.bytes, *args, described.languages, build.memory_bytes, build.limits
-        )
+        known = described.languages, documents.labels_of(at)
+        task = stage.task(described.name, described.bytes, *args, *known, build.memory_bytes, build.limits)
         tasks.append(replace(task, resources=settings.resources))
     [commits] = build.run(tasks)
     found = [stage.result(commit) for commit in commits]
@@ -138,7 +139,8 @@ def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, bui
         raise BuildError(_nothing_left(recipe, number, found))
     title = f"filtering what is left ({stage.name})"
     written = Written(title, commits, [one.ledger for one in found], found)
-    return documents.rewritten(written, [left_of(commit) for commit in commits])
+    marked = documents.marked.union(one.field for one in documents.labels_of(0))
+    return replace(documents.rewritten(written, [left_of(commit) for commit in commits]), marked=marked)
 
 
 def _nothing_left(recipe: Recipe, number: int, found: Sequence[Filtering]) -> str:
@@ -146,9 +148,10 @@ def _nothing_left(recipe: Recipe, number: int, found: Sequence[Filtering]) -> st
     for one in found:
         total.merge(one.ledger)
     names = [name for name, _ in PassSettings.of(recipe, number).filters]
+    after = f" after {', '.join(names)}" if names else ""
     return (
-        f"no document is left of {total.read.documents:,} after {', '.join(names)} "
-        f"(dropped: {by_loss(total.dropped)}); loosen or remove a filter"
+        f"no document is left of {total.read.documents:,}{after} (dropped: {by_loss(total.dropped)}); loosen "
+        "or remove a step"
     )
 
 
