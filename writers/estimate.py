@@ -371,7 +371,8 @@ def _scales(by_split: Sequence[float], made: Documents) -> _Scales:
 
 def _published(made: Documents) -> dict[str, set[str]]:
     """Return the names of the outputs that become files of a dataset, by the key of the task."""
-    found = {commit.key: {ANNOTATIONS_FILE} for commit in made.cleaned if made.recipe.annotate}
+    annotated = made.joined or made.cleaned
+    found = {commit.key: {ANNOTATIONS_FILE} for commit in annotated if made.recipe.annotate}
     for one in made.outputs:
         found |= {commit.key: commit.outputs.keys() - {PROVENANCE_NAME} for commit in one.packed}
         found |= {commit.key: set(commit.outputs) for commit in one.provenance}

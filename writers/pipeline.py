@@ -579,7 +579,8 @@ def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Co
     if not made.has_removed:
         return tables
     tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(made.duplicates)}
-    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, documents.cleaned)} if recipe.annotate else {}
+    annotated = documents.joined or documents.cleaned
+    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, annotated)} if recipe.annotate else {}
     passes = (zip(step.commits, step.filtering, strict=True) for step in documents.written if step.filtering)
     judged = [commit for pairs in passes for commit, counts in pairs if counts.filters.dropped]
     of_splits[DROPPED_FOLDER] = DROPPED_FILE, judged

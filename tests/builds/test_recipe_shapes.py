@@ -81,6 +81,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "steps-late": {"steps": [LONG, {"near": 0.8}, "exact"]},
     "steps-chat": {"inputs": [CHAT], "steps": ["exact", LONG]},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
+    "annotate-steps": {
+        "annotate": True,
+        "steps": [LONG, "exact", SCORES, "lines", "exact", {"near": 0.8}, LONG],
+        "outputs": [MDS, PARQUET],
+    },
     "limit": {"limit": 50},
     "amounts": {"amounts": {"web": {"documents": 70}}, "outputs": [MDS, PARQUET]},
     "amounts-tokens": {"amounts": {"web": {"tokens": 900}}},

@@ -285,7 +285,6 @@ def test_a_pass_that_leaves_nothing_names_its_filters(folder: Path) -> None:
         ({"steps": ["exact", "url"]}, "steps: url must come before exact; only filters may precede it"),
         ({"steps": ["exact"], "filters": ["gopher_quality"]}, "filters: `steps` lists all of it in order"),
         ({"steps": ["exact"], "dedup": {"near": 0.8}}, "dedup: `steps` lists all of it in order"),
-        ({"steps": ["exact", "pii"], "annotate": True}, "annotate: the filter pii stands behind"),
         ({"steps": ["exakt"]}, r"steps\[0\]: there is no step 'exakt'; did you mean 'exact'"),
         (
             {"steps": [{"near": {"similarty": 0.8}}]},

@@ -56,12 +56,13 @@ STAGES = (
     *("equal", "bands", "candidates", "shingles", "verify", "near"),
     *("semantic_embed", "semantic_clusters", "semantic_assign", "semantic_neighbors", "semantic_decide"),
     *("parity", "amounts_count", "amounts_sums", "amounts_lasts", "amounts", "tokenize", "pack"),
-    *("provenance", "duplicates", "side_files"),
+    *("provenance", "join_annotations", "duplicates", "side_files"),
 )
 RECIPE = """\
 inputs:
   - {path: "first-*.jsonl", source: first}
 steps: STEPS
+annotate: true
 amounts: {first: {tokens: 1500, repeat: 1.5}}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}

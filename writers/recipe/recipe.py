@@ -122,7 +122,8 @@ class Recipe(StrictModel):
     )
     annotate: bool = Field(
         default=False,
-        description="Write the value of every filter rule for every document to annotations/*.parquet.",
+        description="Write the value of every filter rule for every document that it judges to "
+        "annotations/*.parquet.",
     )
     dedup: Annotated[DedupConfig, BeforeValidator(lambda given: {} if given is None else given)] = Field(
         default=DedupConfig(),
@@ -271,12 +272,7 @@ class Recipe(StrictModel):
         """Raise ValueError for an order of steps that is not possible."""
         if self.order == "cheapest" and self.steps:
             raise ValueError("order: `steps` lists the steps in their order; leave out order or `steps`")
-        behind = [step for filters in self.passes[1:] for step in filters]
-        if behind and self.annotate:
-            raise ValueError(
-                f"annotate: the filter {behind[0][0]} stands behind duplicate removal and judges only what "
-                "is left; annotate in a build with all filters first"
-            )
+        _ = self.moves  # raises ValueError if `order` is not possible
 
     def _check_buckets(self) -> None:
         """Raise ValueError if `buckets` reads a score that does not exist, or a label a field that exists."""

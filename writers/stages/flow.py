@@ -32,6 +32,7 @@ from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import RunTasks, Stage, Task
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.rows.documents import DOCUMENTS_FILE
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
@@ -220,6 +221,8 @@ class Documents:
     amounts: Sequence[AmountFacts] = ()
     """What samples and the recipe's `amounts` took of each source."""
     parts: PartsFound | None = None
+    joined: Sequence[Commit] = ()
+    """The tasks that joined the annotations of all passes; none if only cleaning wrote annotations."""
     outputs: Sequence[Outputs] = ()
 
     @property
@@ -264,6 +267,16 @@ class Documents:
                 codes = step.commits[number].file(LANGUAGES_FILE)
                 return LanguageLabels(codes, tuple(labels), self.rows_since(step, number))
         return None
+
+    def annotations(self, number: int) -> tuple[Artifact, RowFiles]:
+        """Return the annotations of split `number`, if the recipe has any, with `rows_since` for them.
+
+        The rows are those of the lines of documents that no filter dropped.
+        """
+        if self.joined:
+            commit = self.joined[number]
+            return commit.file(ANNOTATIONS_FILE), (commit.file(ROWS_FILE),)
+        return self.cleaned[number].file(ANNOTATIONS_FILE), self.rows_since(self.written[0], number)
 
     def labels_of(self, number: int) -> Labels:
         """Return the labels of split `number`, buckets and clusters, that the metadata does not have."""

@@ -56,7 +56,10 @@ OVER_ALL: Mapping[str, Callable[..., Step]] = {  # keys are the names in `steps`
     "semantic": semantic.step_of,
     SAMPLE: amounts.sample_step,
 }
-MAKING: Sequence[Step] = (buckets.STEP, amounts.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
+MAKING: Sequence[Step] = (
+    *(buckets.STEP, amounts.STEP, split.STEP, rows.STEP),
+    *(filter_left.ANNOTATIONS_STEP, text.STEP, removed.STEP),
+)
 
 
 def steps_of(recipe: Recipe) -> list[Step]:

@@ -76,6 +76,8 @@ class Shape:
     """Number of sources whose amount is not a share."""
     side_files: int = 0
     """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
+    annotated: int = 0
+    """Number of passes of filters after duplicate removal that write annotations."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Shape:
@@ -103,6 +105,7 @@ class Shape:
             amounts=sum(one.chooses for one in recipe.amounts.values()),
             counted=sum(one.counts for one in recipe.amounts.values()),
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
+            annotated=sum(map(bool, recipe.passes[1:])) if recipe.annotate else 0,
         )
 
 
