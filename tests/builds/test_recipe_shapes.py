@@ -53,6 +53,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "number": {"split": {"validation": 5, "test": {"web": 3}}},
     "split-outputs": {"outputs": [MDS, PARQUET], "split": {"validation": "1%"}},
     "split-text": {"output": PARQUET, "split": {"validation": 9}},
+    "split-by": {"outputs": [MDS, PARQUET], "split": {"validation": 60, "by": "repo"}},
+    "split-group": {"group": "repo", "split": {"validation": {"web": 50}, "by": "repo"}},
     "where": {"outputs": [MDS | {"where": {"repo": "r1"}}, JSONL | {"where": {"repo": ["r0", "r2"]}}]},
     "scores": {"filters": [SCORES]},
     "buckets": {"filters": [SCORES, BUCKETS], "output": MDS | {"where": {"quality": "3"}}},
@@ -92,6 +94,7 @@ QUICK = (
         "texts",
         "split-outputs",
         "number",
+        "split-by",
         "buckets",
         "group",
         "chat",
@@ -228,7 +231,7 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
 FROM_DATA = {
     *("filter_left", "filter_left-2"),
     *("scores", "split_rows", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
-    *("verify", "side_files"),
+    *("split_draw", "split_fit", "split_families", "verify", "side_files"),
 }
 FROM_INDEX = {"bands", "shingles", "near_lost", "near_kept"}
 

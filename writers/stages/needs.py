@@ -52,6 +52,8 @@ class Shape:
     """Number of datasets of text."""
     parts: int = 0
     """Number of parts in `split`, without train."""
+    has_families: bool = False
+    """Whether `split.by` keeps documents together."""
     scores: int = 0
     """Number of `scores` filters."""
     stores: int = 0
@@ -85,6 +87,7 @@ class Shape:
             packed=len(packed),
             texts=len(recipe.datasets()) - len(packed),
             parts=0 if recipe.split is None else len(recipe.split.parts),
+            has_families=recipe.split is not None and recipe.split.by is not None,
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
             passes=len(recipe.passes) - 1,
             repeated=max(0, recipe.moves.count("exact") - 1),
