@@ -34,6 +34,7 @@ LONG = {"length": {"min_words": 2}}
 LINES = {"exact": {}, "lines": {"min_characters": 20}}
 MDS, WDS, STORE = ({"path": name, "format": name} for name in ("mds", "wds", "tokens"))
 TRAINERS = [{"path": name, "format": name} for name in ("megatron", "olmo", "nanogpt", "llmc", "datatrove")]
+BY_REPO = {"by": "repo", "similarity": 1.0}
 PARQUET, JSONL = ({"path": name, "format": name} for name in ("parquet", "jsonl"))
 DOCUMENTS: dict[str, Any] = {"path": "documents-*.jsonl", "metadata": ["repo", "path"], "source": "web"}
 CHAT = {"path": "chat.jsonl", "messages": "messages"}
@@ -53,8 +54,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "number": {"split": {"validation": 5, "test": {"web": 3}}},
     "split-outputs": {"outputs": [MDS, PARQUET], "split": {"validation": "1%"}},
     "split-text": {"output": PARQUET, "split": {"validation": 9}},
-    "split-by": {"outputs": [MDS, PARQUET], "split": {"validation": 60, "by": "repo"}},
-    "split-group": {"group": "repo", "split": {"validation": {"web": 50}, "by": "repo"}},
+    "split-by": {"outputs": [MDS, PARQUET], "split": BY_REPO | {"validation": 60}},
+    "split-group": {"group": "repo", "split": BY_REPO | {"validation": {"web": 50}}},
     "where": {"outputs": [MDS | {"where": {"repo": "r1"}}, JSONL | {"where": {"repo": ["r0", "r2"]}}]},
     "scores": {"filters": [SCORES]},
     "buckets": {"filters": [SCORES, BUCKETS], "output": MDS | {"where": {"quality": "3"}}},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from crash.builds import ORDERS, STAGES, Cell, Crashes, Outcome
+from crash.builds import ORDERS, SPLIT_STAGES, STAGES, Cell, Crashes, Outcome
 from crash.faults import damage, kill_often
 from crash.grid import Entry, grid, sample
 from crash.reader import look
@@ -110,6 +110,18 @@ def test_other_orders_of_steps_keep_them_too(tmp_path: Path, order: int) -> None
         steps = crashes.steps(".")
         for step in range(1, steps, steps // 12):
             check(crashes.run(Cell(fault="kill", step=step, area=".")))
+        for seed in range(2):
+            assert kill_often(crashes, seed=seed, replacing=False).problems == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("order", range(2))
+def test_builds_with_a_split_keep_them_too(tmp_path: Path, order: int) -> None:
+    with Crashes(tmp_path, order=order, has_split=True) as crashes:
+        assert any(name.startswith("validation/") for name in crashes.expected)
+        for stage in SPLIT_STAGES:
+            check(crashes.run(Cell(fault="kill", stage=stage, moment="uncommitted")))
+            check(crashes.run(Cell(fault="kill", stage=stage, moment="committed")))
         for seed in range(2):
             assert kill_often(crashes, seed=seed, replacing=False).problems == []
 
