@@ -28,6 +28,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.families import DRAWN, _whole_families
+from shardkit.writers.stages.split import PARTS, take
 from support.small_build import EOS, train_bpe, tree
 
 WORDS = [f"word{n}" for n in range(400)]
@@ -100,7 +101,7 @@ def check_parts(parts: dict[str, list[Record]], documents: int) -> None:
 VALUES = st.sampled_from([None, "a", "b", "c", "d", "e", "f", "", 7])
 
 
-@settings(deadline=None, max_examples=24, phases=[Phase.explicit, Phase.generate])  # a build each
+@settings(deadline=None, max_examples=12, phases=[Phase.explicit, Phase.generate])  # a build each
 @given(
     st.lists(st.tuples(VALUES, st.integers(0, 40)), min_size=8, max_size=40),
     st.lists(st.tuples(VALUES, st.integers(0, 40)), max_size=10),
@@ -134,6 +135,35 @@ def test_whole_families_with_the_lowest_hashes_are_taken(
         check_parts(parts, len(rows))
         assert parts["validation"] == chosen
         assert len(chosen) < 2 * wanted
+
+
+@settings(deadline=None, max_examples=12, phases=[Phase.explicit, Phase.generate])  # a build each
+@given(
+    st.lists(st.tuples(VALUES, st.integers(0, 80)), min_size=20, max_size=50),
+    st.integers(2, 6),
+    st.sampled_from(["equal", "larger", "source"]),
+)
+def test_of_two_parts_none_has_a_family_of_the_other_and_both_are_full_if_possible(
+    inline_builds: None, entries: list[tuple[Any, int]], wanted: int, kind: str
+) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        singles: list[tuple[Any, int]] = [(None, n) for n in range(100, 120, 2)]
+        for file, own in (("a", [*singles, *entries[::2]]), ("b", entries[1::2])):
+            some = [("a", 0), *own]
+            write(folder, [{"text": text_of(n)} | ({} if v is None else {"book": v}) for v, n in some], file)
+        parts = {"equal": wanted, "larger": 2 * wanted, "source": {"a": wanted}}
+        recipe = recipe_of(folder, {"parts": {"validation": wanted, "test": parts[kind]}, "by": "book"})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shardkit.writers.stages.split.warn_user", lambda text: None)
+            made(recipe)
+        found = parts_of(folder / "out", ["validation", "test"])
+        check_parts(found, len(entries) + len(singles) + 2)
+        least = min(len(found["validation"]), len(found["test"]))
+        assert len(found["validation"]) < 2 * wanted
+        assert len(found["test"]) < (4 if kind == "larger" else 2) * wanted
+        if kind == "equal":  # at least the ten documents without a book are unique
+            assert least >= min(wanted, 10 - wanted)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +258,20 @@ def test_a_family_with_one_document_like_another_one_stays_in_train(
     held = {name_of(row) for row in rows_of(tmp_path / "out" / "validation")}
     assert held <= {f"b{n}" for n in range(10, 20)}
     assert len(held) == 8  # each has 5 documents
+
+
+def test_a_short_part_gets_no_family_that_is_larger_than_itself(tmp_path: Path) -> None:
+    """Families 1 to 4 have 4, 2, 3 and 1 documents; only the second one was drawn for the first part."""
+    sizes = {1: 4, 2: 2, 3: 3, 4: 1}
+    rows = np.zeros(sum(sizes.values()), DRAWN.dtype)
+    rows["key"] = np.repeat([*sizes], [*sizes.values()])
+    rows["row"], rows["part"] = range(len(rows)), np.where(rows["key"] == 2, 0, 2)
+    np.save(tmp_path / "chosen.npy", rows)
+    taken = take(tmp_path, Artifact(tmp_path / "chosen.npy"), [2, 0], [0, 3], 1, DEFAULT_LIMITS, [2, 3])
+    found, _ = Slice.whole(PARTS, [Artifact(tmp_path / PARTS.file)]).read()
+    parts = {(int(rows["key"][row]), part) for row, part in found.tolist()}
+    assert parts == {(2, 0), (3, 1)}
+    assert (taken.taken, taken.spare) == ([[2], [3]], [5])
 
 
 def test_data_that_grows_keeps_its_choice(tmp_path: Path, inline_builds: None) -> None:

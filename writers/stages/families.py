@@ -3,7 +3,7 @@
 `split` puts a whole family into one part. Before any text is read, it finds the families that fit:
 
     draw      a split: its documents whose family has a hash below a bound                DRAWN
-    fit       a range of hashes: the whole families that are no larger than their part    candidates.npy
+    fit       a range of hashes: the whole families that are no larger than a part    candidates.npy
     families  by split: the rows of these documents                                       FITTING
 
 A family's hash is that of the field's value, so it does not depend on which documents have the value. A
@@ -129,19 +129,22 @@ SPLIT_DRAW = Stage("split_draw", "split", draw, cost=1)
 
 
 def fit(folder: Path, drawn: Slice, wanted: Sequence[Wanted], sources: int, limits: Limits) -> None:
-    """Write the documents of the families in a range of hashes that are no larger than their part.
+    """Write the documents of the families in a range of hashes that are no larger than one of the parts.
 
-    `wanted` has the sizes of all parts. In candidates.npy their `source` is that of their family.
+    `wanted` has the sizes of the parts. In candidates.npy `source` is that of the family, and `part` is the
+    number of parts if the family does not fit into the part that it was drawn for.
     """
     rooms = np.array([[one] * sources if isinstance(one, int) else one for one in wanted], np.int64)
     candidates = [np.empty(0, DRAWN.dtype)]
     with RunWriter(folder / FITTING.file, FITTING, memory_bytes=_MEMORY, limits=limits) as run:
         for rows in _whole_families(drawn, int(rooms.max())):
             _, first, sizes = np.unique(rows["key"], return_index=True, return_counts=True)
-            homes = np.minimum.reduceat(rows["source"], first)
-            keep = np.repeat(sizes <= rooms[rows["part"][first], homes], sizes)
+            homes, parts = np.minimum.reduceat(rows["source"], first), rows["part"][first]
+            keep = np.repeat(sizes <= rooms[:, homes].max(axis=0), sizes)
+            parts = np.where(sizes <= rooms[parts, homes], parts, len(rooms))
             taken = rows[keep]
             taken["source"] = np.repeat(homes, sizes)[keep]
+            taken["part"] = np.repeat(parts, sizes)[keep]
             candidates.append(taken)
             fitting = np.empty(len(taken), FITTING.dtype)
             fitting["key"], fitting["family"] = document_keys(taken["split"], taken["row"]), taken["key"]

@@ -425,6 +425,7 @@ SPLIT_CHOOSE = Stage("split_choose", "split", choose)
 
 
 def _counted(rows: npt.NDArray[np.void], parts: int, sources: int) -> list[list[int]]:
+    rows = rows[rows["part"] < parts]  # others may be given to any part that is short
     cells = rows["part"].astype(np.int64) * sources + rows["source"]
     counts: list[list[int]] = np.bincount(cells, minlength=parts * sources).reshape(parts, sources).tolist()
     return counts
