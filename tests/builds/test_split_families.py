@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 import shardkit
 from reference.split import alike, select_families, text_ngrams
+from shardkit.card import DatasetCard
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import keyed_hashes
+from shardkit.tools.plan.build import measured_from_card
 from shardkit.writers import build
 from shardkit.writers.exchange.exchange import RunWriter, Slice
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
@@ -346,6 +348,9 @@ def test_groups_are_not_torn_apart(tmp_path: Path, inline_builds: None) -> None:
     assert not found["train"].keys() & found["validation"].keys()
     assert [*found["validation"].values()] == [5, 5]
     assert sum(found["train"].values()) == 90
+    card = json.loads((tmp_path / "out" / "train" / "dataset.json").read_text())
+    del card["recipe"]["split"]["by"]  # as earlier versions built it
+    assert measured_from_card(DatasetCard(card)).shape.parts == 1
 
 
 @pytest.mark.parametrize(
