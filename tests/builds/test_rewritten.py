@@ -42,13 +42,7 @@ def folder(server: ModelServer, inline_builds: None, tmp_path_factory: pytest.Te
         (folder / "raw" / f"{file}.jsonl").write_text("".join(lines))
     (folder / "eval.jsonl").write_text(json.dumps({"text": QUESTION}) + "\n")
     train_bpe(texts, special=(EOS,)).save(str(folder / "tokenizer.json"))
-    ask = {"url": server.url, "model": "m", "prompt": "Rewrite: {text}", "rewrite": True}
-    made(
-        folder,
-        inputs=[{"path": "raw/*.jsonl", "source": "web"}],
-        steps=["exact", EVALUATIONS, {"ask": ask}],
-        output={"path": "rewritten", "format": "parquet", "shard_bytes": "4KiB"},
-    )
+    rewrite(folder, server, EVALUATIONS, "rewritten")
     assert sum(server.counts()["requests"].values()) == 132
     return folder
 
@@ -56,6 +50,17 @@ def folder(server: ModelServer, inline_builds: None, tmp_path_factory: pytest.Te
 def made(folder: Path, **recipe: Any) -> Any:
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     return build(folder / "recipe.yaml", workers=1, progress=False)
+
+
+def rewrite(folder: Path, server: ModelServer, decontamination: Row, output: str) -> None:
+    """Build the dataset of rewritings."""
+    ask = {"url": server.url, "model": "m", "prompt": "Rewrite: {text}", "rewrite": True}
+    made(
+        folder,
+        inputs=[{"path": "raw/*.jsonl", "source": "web"}],
+        steps=["exact", decontamination, {"ask": ask}],
+        output={"path": output, "format": "parquet", "shard_bytes": "4KiB"},
+    )
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -104,6 +109,21 @@ def test_a_rewritten_document_is_in_the_part_of_its_parent(
     assert Counter(places.values()) == {"train": 224, "validation": 20, "test": 20}
     sources = Counter(row["source"] for row in parts["validation"])
     assert sources == {"web": 10, "rewritten": 10} or not by
+
+
+def test_what_was_made_of_a_document_goes_with_it_when_an_evaluation_set_is_added(
+    folder: Path, server: ModelServer, tmp_path: Path, inline_builds: None
+) -> None:
+    rows = rows_of(folder / "rewritten")
+    lines = [json.loads(line) for file in sorted(folder.glob("raw/*")) for line in file.open()]
+    [gone, *_] = [line["text"] for line in lines if QUESTION not in line["text"]]
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": gone}) + "\n")
+    sets = [{"path": "eval.jsonl"}, {"path": str(tmp_path / "more.jsonl")}]
+    again = {"decontamination": {"evaluations": sets}}
+    rewrite(folder, server, again, str(tmp_path / "again"))
+    assert server.counts()["requests"] == {}
+    left = {row["text"] for row in rows_of(tmp_path / "again")}
+    assert {row["text"] for row in rows} - left == {answer_to(f"Rewrite: {gone}")}
 
 
 def test_provenance_leads_from_each_rewritten_row_of_tokens_to_its_parent(

@@ -107,8 +107,8 @@ def propose(
 def _below(
     start: int, batch: pa.RecordBatch, kept: Int64s, ends: UInt64s, families: Families
 ) -> npt.NDArray[np.void]:
-    """Return rows of PROPOSED for the `kept` documents with a hash below the last of `ends`."""
-    hashes = families.hashes(batch if len(kept) == batch.num_rows else batch.take(pa.array(kept)))
+    """Return rows of PROPOSED for the `kept` documents, each its own family, below the last of `ends`."""
+    hashes = families.hashes(batch.select(["document_id"]).take(pa.array(kept)))
     parts = np.searchsorted(ends, hashes, side="right")
     drawn = np.flatnonzero(parts < len(ends))
     rows = np.zeros(len(drawn), PROPOSED.dtype)
