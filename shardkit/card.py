@@ -217,7 +217,10 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class DedupFacts:
-    """Results of duplicate removal; stages are in the order in which they ran."""
+    """Results of duplicate removal; stages are in the order in which they ran.
+
+    `near` are the facts of the last step over near-duplicates, `earlier_near` those of the steps before it.
+    """
 
     near: NearFacts | None
     stages: list[StageLoss]
@@ -225,6 +228,7 @@ class DedupFacts:
     groups: list[GroupFacts]
     largest_group: int
     semantic: SemanticFacts | None = None
+    earlier_near: list[NearFacts] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,15 +251,17 @@ class BucketFacts:
 
 @dataclass(frozen=True, slots=True)
 class AmountFacts:
-    """How much of a source was used: of the documents `found` after duplicate removal, those `taken`.
+    """How much of a source was used: of the documents `found` after all steps, those `taken`.
 
-    If values of a field were counted, `values` has how many documents each had, and how many were taken.
+    With `sample`, it was the step `sample` of this number, and `found` are the documents before it. If values
+    of a field were counted, `values` has how many documents each had, and how many were taken.
     """
 
     source: str
     found: Count
     taken: Count
     values: dict[str, list[int]] = field(default_factory=dict)
+    sample: int = 0
 
     @property
     def left_out(self) -> Count:
@@ -521,6 +527,7 @@ class DatasetCard:
         order = [
             *dict.fromkeys(name for entry in filters for name in entry),
             *_DUPLICATES,
+            "not_sampled",
             "amount",
             "split",
             "output",

@@ -192,6 +192,15 @@ def test_importing_shardkit_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_build_imports_no_library_that_only_some_recipes_need() -> None:
+    some = ["pandas", "torch", "faiss", "httptools", "boto3", "ray", "lxml", "datatrove", "asyncio"]
+    code = f"import sys, shardkit.writers.pipeline; print([m for m in {some} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def folder_of(module: str) -> str:
     """The package that a module stands in; a package's own `__init__` stands in it, too.
 

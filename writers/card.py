@@ -89,7 +89,7 @@ def make_card(
         "recipe": content,
         "inputs": sources,
         "funnel": funnel.to_dict(),
-        "dedup": None if dedup is None else _without_none(dedup),
+        "dedup": None if dedup is None else _plain(dedup),
         "filters": None if filters is None else _plain(filters),
         "filter_files": dict(filter_files or {}),
     }
@@ -98,7 +98,7 @@ def make_card(
     if tokenizer is not None:
         facts |= _of_tokens(tokenizer, funnel, partitions) | {"dtype": file_dtype(recipe, tokenizer)}
     if amounts:
-        facts["amounts"] = [asdict(one) for one in amounts]
+        facts["amounts"] = [_plain(one) for one in amounts]
     if split is not None:
         facts["split"] = _of_split(recipe, split)
     return DatasetCard(facts)
@@ -117,14 +117,12 @@ def _of_split(recipe: Recipe, split: PartsFound) -> dict[str, Any]:
     return found if recipe.split.by is None else found | {"by": recipe.split.by}
 
 
-def _plain(filters: FilterFacts) -> dict[str, Any]:
-    """Return the facts of filters as plain data; the key `languages` is left out if it is empty."""
-    return {key: value for key, value in asdict(filters).items() if key != "languages" or value}
+_OPTIONAL = frozenset({"earlier_near", "languages", "sample", "semantic"})
 
 
-def _without_none(dedup: DedupFacts) -> dict[str, Any]:
-    """Return the facts of duplicate removal as plain data; `semantic` is left out if it was not asked for."""
-    return {key: value for key, value in asdict(dedup).items() if key != "semantic" or value is not None}
+def _plain(facts: AmountFacts | DedupFacts | FilterFacts) -> dict[str, Any]:
+    """Return facts as plain data; keys of _OPTIONAL are left out if they have nothing."""
+    return {key: value for key, value in asdict(facts).items() if key not in _OPTIONAL or value}
 
 
 def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anyw
         elif split.format == "parquet":
             if taken := _copy_rows(piece, folder / name):
                 return taken
-        elif cut_anywhere and split.format in ("csv", "warc"):
+        elif cut_anywhere and split.format in ("csv", "warc", "tfrecord"):
             stem = name if split.compression is None else PurePosixPath(name).stem
             if taken := copy_start(piece, folder / stem):
                 return taken
@@ -283,12 +283,10 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         share = _share(inputs.splits, stored)
-        derived = _without_indexes(
-            sample_recipe(recipe, sources, Path(folder), share)
-        ).without_costly_filters()
+        derived = sample_recipe(recipe, sources, Path(folder), share).without_costly_filters()
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = Work.at(Path(folder) / "work")
-        small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())
+        small = replace(inputs, recipe=derived, splits=splits, indexes={}, scores=())
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build itself will give the same warnings
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
@@ -321,6 +319,7 @@ def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, s
     changes = {
         "inputs": tuple(inputs),
         "amounts": amounts,
+        "steps": tuple(step.scaled(share) for step in recipe.steps),
         "output": outputs[0],
         "outputs": outputs if recipe.outputs else (),
         "work": str(folder / "work"),
@@ -351,14 +350,6 @@ def _share(splits: Sequence[Split], stored: Mapping[int, int]) -> float:
     return sum(stored.values()) / max(1, sum(split.bytes for split in splits))
 
 
-def _without_indexes(recipe: Recipe) -> Recipe:
-    """Return the recipe without the indexes to compare with: `_add_near` adds them to the estimate."""
-    if recipe.dedup.near is None:
-        return recipe
-    near = recipe.dedup.near.model_copy(update={"against": ()})
-    return recipe.model_copy(update={"dedup": recipe.dedup.model_copy(update={"near": near})})
-
-
 def _first(documents: Documents) -> Outputs:
     """Return the first dataset of tokens, or the first dataset if there is none."""
     return next((one for one in documents.outputs if one.tokenized), documents.outputs[0])
@@ -379,7 +370,8 @@ def _scales(by_split: Sequence[float], made: Documents) -> _Scales:
 
 def _published(made: Documents) -> dict[str, set[str]]:
     """Return the names of the outputs that become files of a dataset, by the key of the task."""
-    found = {commit.key: {ANNOTATIONS_FILE} for commit in made.cleaned if made.recipe.annotate}
+    annotated = made.joined or made.cleaned
+    found = {commit.key: {ANNOTATIONS_FILE} for commit in annotated if made.recipe.annotate}
     for one in made.outputs:
         found |= {commit.key: commit.outputs.keys() - {PROVENANCE_NAME} for commit in one.packed}
         found |= {commit.key: set(commit.outputs) for commit in one.provenance}
@@ -404,7 +396,7 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         text += scale * commit.ledger().kept.bytes if commit.key in cleaned else 0
     documents = scales.documents * made.written[0].kept.documents
     if inputs.recipe.dedup.near is not None:
-        indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
+        indexed = sum(part.documents for index in inputs.indexes.values() for part in index.parts)
         _add_near(stages, documents, text, indexed)
     for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
         if "-merge-" in merged.stage:
@@ -438,7 +430,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: fl
         + inputs.recipe.is_masked,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
-        dedup=inputs.recipe.dedup.asked,
+        steps=[step.name for step in inputs.recipe.global_steps],
         lines=0 if lines is None else compared_lines(text, lines.words if lines.unit == "span" else None),
         shape=Shape.of(inputs.recipe),
     )

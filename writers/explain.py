@@ -25,8 +25,9 @@ from shardkit.writers.execution.stage import Task, base_name
 from shardkit.writers.execution.work import Work, with_fallbacks
 from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
-from shardkit.writers.pipeline import default_work, with_overrides
+from shardkit.writers.pipeline import default_work, names_no_files, with_overrides
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.stages.given import find_given
 from shardkit.writers.stages.graph import run_build, stages_of
 from shardkit.writers.stages.inputs import BuildInputs
 
@@ -212,7 +213,7 @@ class Explanation:
 
 
 def explain_build(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | Mapping[str, object] | str | Path,
     *,
     output: str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -220,19 +221,30 @@ def explain_build(
 ) -> Explanation:
     """Explain which tasks `build` with the same arguments would run in its work folder.
 
-    Raises the errors that `build` would raise before it runs tasks.
+    A recipe that names no files is explained for the documents that the last build was given. Raises the
+    errors that `build` would raise before it runs tasks.
     """
-    recipe = with_overrides(recipe, overrides)
+    is_given = names_no_files(recipe, overrides)
+    recipe = with_overrides(recipe, overrides, for_documents=is_given)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
-    return explain_work(recipe, work, storage)
+    return explain_work(recipe, work, storage, is_given=is_given)
 
 
-def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
-    """Explain which tasks a build would run in the work folder `work`."""
-    kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
-    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept), storage)
+def explain_work(
+    recipe: Recipe, work: Work, storage: StorageOptions | None, *, is_given: bool = False
+) -> Explanation:
+    """Explain which tasks a build would run in the work folder `work`.
+
+    `is_given` says that its documents were given in Python, and are those that the last build was given.
+    """
     work.prepare()
     planner, later = Planner(work), list[str]()
+    files = None
+    if is_given:
+        files, commits = find_given(work)
+        planner.keys |= {commit.key for commit in commits}
+    kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
+    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept, given=files), storage)
     try:
         run_build(place_files(inputs, planner), planner.run)
     except UnknownError:
@@ -274,7 +286,7 @@ class CleanReport:
 
 
 def clean_work(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | Mapping[str, object] | str | Path,
     *,
     output: str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -289,15 +301,16 @@ def clean_work(
     nothing is removed. Raises BuildError if a build is using the work folder; with `force`, the lease of that
     build's driver in a store is ignored.
     """
-    recipe = with_overrides(recipe, overrides)
+    is_given = names_no_files(recipe, overrides)
+    recipe = with_overrides(recipe, overrides, for_documents=is_given)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     if work.is_empty():
         return CleanReport(work.place, (), 0, 0, dry_run)
     with Journal(work, without_lease=force) as journal:
         found = {key: StaleTask(key, commit) for key, commit in journal.work.commits()}
-        removed = (
-            tuple(found.values()) if everything else tuple(explain_work(recipe, journal.work, storage).stale)
-        )
+        removed = tuple(found.values())
+        if not everything:
+            removed = tuple(explain_work(recipe, journal.work, storage, is_given=is_given).stale)
         if not dry_run and everything:
             journal.remove()
         elif not dry_run:

@@ -72,6 +72,7 @@ from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_pieces
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import SAMPLE, GlobalStep
 from shardkit.writers.rows.documents import DOCUMENTS_FILE as TEXTS_FILE
 from shardkit.writers.stages.flow import Build, Documents
 from shardkit.writers.stages.graph import find_survivors
@@ -139,7 +140,7 @@ def build_dedup_index(
         facts = {
             "recipe_digest": digest_of(recipe.content()),
             "inputs": describe_inputs(recipe, inputs.splits, documents.input_hashes),
-            "against": [other.digest for other in inputs.indexes],
+            "against": [other.digest for other in inputs.indexes.values()],
         }
         if recipe.check_disk and isinstance(target, Path):
             _check_disk(made, target)
@@ -217,7 +218,15 @@ def _indexable(recipe: Recipe, sketch: int) -> NearDedupConfig:
             "dedup.semantic: an index has the documents that `near` leaves; leave it out, as with "
             "`--set dedup.semantic=null`"
         )
-    return check_indexable(recipe.dedup.near, sketch)
+    config, last = check_indexable(recipe.dedup.near, sketch), recipe.moves[-1]
+    name = last.name if isinstance(last, GlobalStep) else last[-1][0]
+    if name != "near":
+        raise RecipeError(
+            f"steps: {name} comes after near, but an index has the documents that near leaves; leave it out"
+        )
+    if any(step.name == SAMPLE and step.settings.tokens is not None for step in recipe.global_steps):
+        raise RecipeError("steps: sample.tokens: an index has no tokens; give documents or share")
+    return config
 
 
 def index_tasks(

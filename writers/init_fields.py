@@ -23,6 +23,7 @@ from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.first_bytes import compression_of, look
 from shardkit.writers.inputs.read_csv import first_rows
 from shardkit.writers.inputs.read_shards import first_samples
+from shardkit.writers.inputs.read_tfrecord import first_examples
 from shardkit.writers.inputs.scan import guess_format
 
 _SAMPLED_FILES = 3  # number of files to read per extension: the first, one in the middle, and the last
@@ -208,6 +209,8 @@ def first_records(file: InputFile, format: str, compression: str | None) -> list
             found = list(first_rows(file.name, _first_pieces(file, compression), _SAMPLED_RECORDS))
         elif format in ("mds", "wds"):
             found = first_samples(file, format, compression, _SAMPLED_RECORDS)
+        elif format == "tfrecord":
+            found = first_examples(_first_pieces(file, compression), _SAMPLED_RECORDS)
         else:
             found = _rows(file, format)
     except (OSError, ValueError, csv.Error, pa.ArrowException, ContainerError, ShardError):

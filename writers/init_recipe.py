@@ -120,10 +120,16 @@ def _relative(path: str, folder: Path) -> str:
 
 
 def _ending(name: str) -> str:
-    """Return the extension of a name, such as ".jsonl.gz" for "a.b.jsonl.gz"."""
+    """Return the extension of a name, such as ".jsonl.gz" for "a.b.jsonl.gz".
+
+    The parts of a set have the same one: ".tfrecord-*-of-*" for "a.tfrecord-00000-of-01024".
+    """
     path = PurePosixPath(name)
-    compressed = path.suffix.lower() in COMPRESSIONS
-    return (PurePosixPath(path.stem).suffix + path.suffix) if compressed else path.suffix
+    packed = path.suffix if path.suffix.lower() in COMPRESSIONS else ""
+    extension = PurePosixPath(path.stem if packed else path).suffix
+    if "-" in extension and guess_format(name) is not None:
+        extension = re.sub(r"\d+", "*", extension)
+    return extension + packed
 
 
 def _inputs_at(
@@ -218,6 +224,8 @@ def _group_of(file: InputFile, ending: str) -> _Group | str:
         return f"is a list of paths; write an input with `path: {file.name}`, `list: true` and `base`"
     if known is None:
         kind = look(stored)
+        if look(_head(file, kind.compression)).format == "tfrecord":  # often called by numbers alone
+            return _Group(ending, "tfrecord", None)
         return kind.what if not kind.is_text else "its name has no known format"
     format, compression = known
     if format == "mds":  # begins with binary numbers, so its content cannot be examined

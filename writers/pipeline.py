@@ -34,7 +34,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
-from shardkit.writers.dedup.outcomes import AMOUNT
+from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
@@ -46,7 +46,8 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
-from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping, with_documents
+from shardkit.writers.recipe.inputs import with_documents
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
@@ -221,6 +222,23 @@ def with_overrides(
     """
     if isinstance(recipe, Recipe) and not overrides and not for_documents:
         return recipe
+    data, folder, name = _plain(recipe, overrides)
+    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
+
+
+def names_no_files(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> bool:
+    """Return whether a recipe has no input with a path: it was written for documents given in Python."""
+    if isinstance(recipe, Recipe):
+        return False
+    given = _plain(recipe, overrides)[0].get("inputs") or {}
+    entry = given[0] if isinstance(given, list) and len(given) == 1 else given
+    return isinstance(entry, Mapping) and "path" not in entry
+
+
+def _plain(
+    recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]
+) -> tuple[dict[str, Any], Path, str]:
+    """Return a recipe as plain data with overrides, the folder of its relative paths, its name in errors."""
     name = "recipe"
     if isinstance(recipe, Recipe):
         data, folder = recipe.model_dump(mode="json"), recipe.folder
@@ -231,7 +249,7 @@ def with_overrides(
         data, folder = json.loads(json.dumps(dict(recipe), default=_as_path)), Path.cwd()
     for override in overrides:
         data = apply_override(data, override)
-    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
+    return data, folder, name
 
 
 def _as_path(value: object) -> str:
@@ -374,8 +392,10 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
             return f"made by shardkit {card.shardkit_version}"
         if not recipe.output.is_text and (tokenizer is None or card.tokenizer.digest != tokenizer.digest):
             return "made with another tokenizer"
-        near = None if card.dedup is None else card.dedup.near
-        if recipe.dedup.near and (near is None or near.indexes != [index.digest for index in inputs.indexes]):
+        dedup = card.dedup
+        nears = [] if dedup is None else [one for one in (*dedup.earlier_near, dedup.near) if one is not None]
+        known = {digest for one in nears for digest in one.indexes}
+        if recipe.dedup.near and known != {index.digest for index in inputs.indexes.values()}:
             return "made against other indexes"
         if card.filter_files != inputs.read_files:
             return "made with other lists, models or code of its filters"
@@ -460,10 +480,12 @@ def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
 
 
 def _removed(documents: Documents) -> dict[str, Count]:
-    """Return by reason what steps over all documents took from the last files of documents."""
-    removed = {reason: sum(documents.lost[reason], Count()) for reason in documents.pending}
+    """Return by reason what steps over all documents removed, for reasons of the last files of documents."""
+    lost = documents.lost
+    removed = {reason: sum(lost[reason], Count()) for reason in documents.pending if reason in lost}
     for one in documents.amounts:
-        removed[AMOUNT] = removed.get(AMOUNT, Count()) + one.left_out
+        reason = NOT_SAMPLED if one.sample else AMOUNT
+        removed[reason] = removed.get(reason, Count()) + one.left_out
     return removed
 
 
@@ -557,7 +579,8 @@ def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Co
     if not made.has_removed:
         return tables
     tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(made.duplicates)}
-    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, documents.cleaned)} if recipe.annotate else {}
+    annotated = documents.joined or documents.cleaned
+    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, annotated)} if recipe.annotate else {}
     passes = (zip(step.commits, step.filtering, strict=True) for step in documents.written if step.filtering)
     judged = [commit for pairs in passes for commit, counts in pairs if counts.filters.dropped]
     of_splits[DROPPED_FOLDER] = DROPPED_FILE, judged

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -81,11 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
     from shardkit.writers.recipe.recipe import load_recipe
 
+    if arguments.explain and arguments.limit is None:
+        return _explain(arguments.recipe, arguments.overrides, arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # before slow imports, so errors come at once
     if arguments.limit is not None:
         recipe = recipe.as_trial(arguments.limit)
     if arguments.explain:
-        return _explain(recipe, arguments)
+        return _explain(recipe, (), arguments)
     if arguments.timings is not None and not arguments.timings.absolute().parent.is_dir():
         raise BuildError(f"--timings {arguments.timings}: its folder does not exist; create it first")
     from shardkit.writers import build
@@ -147,7 +149,9 @@ def _write_timings(path: Path, result: BuildResult) -> None:
     else:
         names = ("output", "fingerprint", "total_seconds", "tasks", "tasks_reused", "stages", "costs")
         facts = result.to_dict()
-        data = json.dumps({name: facts[name] for name in names}, indent=2).encode() + b"\n"
+        others = [{"output": one.location, "fingerprint": one.fingerprint} for one in result.others]
+        told = {name: facts[name] for name in names} | {"others": others}
+        data = json.dumps(told, indent=2).encode() + b"\n"
     try:
         publish_bytes(path, data)
     except OSError as error:
@@ -156,12 +160,13 @@ def _write_timings(path: Path, result: BuildResult) -> None:
         ) from error
 
 
-def _explain(recipe: Recipe, arguments: argparse.Namespace) -> int:
+def _explain(recipe: Recipe | str, overrides: Sequence[str], arguments: argparse.Namespace) -> int:
     from shardkit.writers.explain import explain_build
 
     explanation = explain_build(
         recipe,
         output=arguments.output,
+        overrides=overrides,
         storage=storage_options(arguments, is_job=True),
     )
     if arguments.json:

@@ -72,6 +72,8 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
         return [f"dropped as {facts['reason']}: {left}"]
     if facts["reason"] == "amount":
         return [f"left out by amounts.{facts['source']}: documents with lower hashes were chosen"]
+    if facts["reason"] == "not_sampled":
+        return [f"left out by a sample of {facts['source']}: documents with lower hashes were chosen"]
     is_alike = facts["reason"] in ("near_duplicate", "semantic_duplicate")
     likeness = f" (similarity {facts['similarity']:.3f})" if is_alike else ""
     kept = facts["kept_url"] or facts["kept_id"]

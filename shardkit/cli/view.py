@@ -78,6 +78,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="folder that input names are relative to, usually that of the recipe; texts of removed "
         "documents that the build did not keep are read from there only (default: not read)",
     )
+    parser.add_argument(
+        "--timings",
+        type=file_path,
+        metavar="FILE",
+        help="JSON that `shardkit build --timings FILE` wrote for PATH, to show the CPU seconds of each step "
+        "(default: not shown; the dataset itself stores no times)",
+    )
     add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
@@ -93,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     state = None if arguments.state is None else read_state(arguments.state)
     with ExitStack() as opened:
-        explored = _open(arguments, arguments.path, opened)
+        explored = _open(arguments, arguments.path, opened, arguments.timings)
         other = None if arguments.compare is None else _open(arguments, arguments.compare, opened)
         site = Site(explored, other, state)
         if arguments.export is not None:
@@ -120,14 +127,19 @@ def _tell(arguments: argparse.Namespace, facts: Mapping[str, object], line: str)
     sys.stdout.flush()
 
 
-def _open(arguments: argparse.Namespace, path: str, opened: ExitStack) -> Explored:
+def _open(
+    arguments: argparse.Namespace, path: str, opened: ExitStack, timings: Path | None = None
+) -> Explored:
     from shardkit.datasets.dataset import open_dataset
     from shardkit.datasets.provenance.text import Decoder, find_tokenizer
     from shardkit.tools.explore.explored import Explored
+    from shardkit.tools.explore.overview import read_costs
 
     dataset = opened.enter_context(open_dataset(path, storage=storage_options(arguments)))
     decoder = None
     if dataset.token_column is not None:
         tokenizer = arguments.tokenizer or find_tokenizer(dataset)
         decoder = None if tokenizer is None else Decoder(tokenizer, dataset.card)
-    return Explored(dataset, decoder, inputs=None if arguments.export is not None else arguments.inputs)
+    inputs = None if arguments.export is not None else arguments.inputs
+    costs = [] if timings is None else read_costs(timings, dataset.fingerprint)
+    return Explored(dataset, decoder, inputs=inputs, costs=costs)

@@ -3,9 +3,9 @@
 Together with `provenance/*.parquet` (documents in the dataset) and `quarantine.jsonl` (records that could not
 be read) they account for every document of the inputs; records without a document, such as redirects in a
 WARC, are only counted. `dropped` lists the documents that filters dropped, in one file per split with any.
-`duplicates` lists the documents that were removed after the filters: duplicates, and documents beyond the
-amount of their source, sorted by the document that was kept in
-their place, so that all duplicates of one document are adjacent. A document that was kept for an exact or a
+`duplicates` lists the documents that steps over all documents removed: duplicates, and documents that were
+not chosen, sorted by the document that was kept in their place, so that all duplicates of one document are
+adjacent. A document that was kept for an exact or a
 URL duplicate may itself be removed in a later stage: follow `kept_document_id` until no line has it as
 `document_id`.
 
@@ -48,11 +48,12 @@ DUPLICATES_SCHEMA = pa.schema(
     [
         *_DOCUMENT,
         # url_duplicate, exact_duplicate, near_duplicate or semantic_duplicate; if no text was left,
-        # duplicate_lines or empty; amount: the document is beyond what the recipe takes of its source.
+        # duplicate_lines or empty; amount: the document is beyond what the recipe takes of its source;
+        # not_sampled: a `sample` among the steps did not take it.
         pa.field("reason", pa.string(), nullable=False),
         # Jaccard similarity to the kept document; semantic: cosine of the vectors; exact: 1; URL: null
         pa.field("similarity", pa.float32()),
-        # Null for these three, or if the kept document is in an index of another corpus.
+        # Null for these four, or if the kept document is in an index of another corpus.
         pa.field("kept_document_id", pa.binary(16)),
         pa.field("kept_source", pa.int32()),
         pa.field("kept_file", pa.string()),

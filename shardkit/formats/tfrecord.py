@@ -15,7 +15,7 @@ import gzip
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -28,12 +28,15 @@ from shardkit.errors import ShardError, naming_extras
 MAX_RECORD_BYTES = (1 << 31) - 1  # protobuf's limit of a message
 FeatureKind = Literal["bytes", "float", "int64"]
 
+HEADER = struct.Struct("<QI")
+"""The beginning of a record: the length of its data, and the masked CRC32C of the length."""
+
 _NAME = re.compile(r".+\.tfrecords?(-\d+-of-\d+)?(\.gz)?", re.DOTALL)
-_HEAD = struct.Struct("<QI")
 _GZIP = b"\x1f\x8b"
 _READ_BYTES = 8 << 20
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _KINDS: dict[int, FeatureKind] = {1: "bytes", 2: "float", 3: "int64"}
+_CASTAGNOLI = 0x82F63B78  # the polynomial of CRC32C, its bits reversed
 _SHORT_LIST = 24  # bytes of packed varints up to which a loop is faster than NumPy
 
 
@@ -51,11 +54,21 @@ def is_tfrecord_name(name: str) -> bool:
 
 
 def begins_tfrecord(head: bytes) -> bool:
-    """Return whether the first 12 bytes of a file are the length of a record and its checksum."""
-    if len(head) < _HEAD.size:
+    """Return whether the first 12 bytes of a file are the length of a record and its checksum.
+
+    Needs no extra, so that a file is recognized, and named in messages, without it.
+    """
+    if len(head) < HEADER.size:
         return False
-    length, checksum = _HEAD.unpack_from(head)
-    return bool(length <= MAX_RECORD_BYTES and checksum == _masked_crc32c()(head[:8]))
+    length, checksum = HEADER.unpack_from(head)
+    if length > MAX_RECORD_BYTES:
+        return False
+    crc = 0xFFFFFFFF
+    for octet in head[:8]:
+        crc ^= octet
+        for _ in range(8):
+            crc = crc >> 1 ^ (_CASTAGNOLI if crc & 1 else 0)
+    return bool(checksum == _masked(crc ^ 0xFFFFFFFF))
 
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes, int]]:
@@ -65,7 +78,7 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes, int]]:
     """
     try:
         with path.open("rb") as raw:
-            head = raw.read(_HEAD.size)
+            head = raw.read(HEADER.size)
             raw.seek(0)
             if not head.startswith(_GZIP) or begins_tfrecord(head):
                 yield from _records(path, raw, raw)
@@ -77,11 +90,11 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _records(path: Path, stream: BinaryIO | gzip.GzipFile, raw: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
-    checksum, offset, stored = _masked_crc32c(), 0, 0
-    while head := _read(path, stream, _HEAD.size, offset):
-        if len(head) < _HEAD.size:
+    checksum, offset, stored = masked_crc32c(), 0, 0
+    while head := _read(path, stream, HEADER.size, offset):
+        if len(head) < HEADER.size:
             raise ShardError(path, f"ends {len(head)} bytes into the header of a record", offset=offset)
-        length, expected = _HEAD.unpack(head)
+        length, expected = HEADER.unpack(head)
         if checksum(head[:8]) != expected:
             problem = "has a length with a wrong checksum: it is damaged here"
             if offset == 0:
@@ -101,7 +114,7 @@ def _records(path: Path, stream: BinaryIO | gzip.GzipFile, raw: BinaryIO) -> Ite
         place = raw.tell()
         yield offset, data, place - stored
         stored = place
-        offset += _HEAD.size + len(body)
+        offset += HEADER.size + len(body)
 
 
 def _read(path: Path, stream: BinaryIO | gzip.GzipFile, size: int, offset: int) -> bytes:
@@ -117,20 +130,23 @@ def _read(path: Path, stream: BinaryIO | gzip.GzipFile, size: int, offset: int) 
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _masked_crc32c() -> Any:
+def masked_crc32c() -> Callable[[bytes], int]:
     """Return the function that gives the checksum of bytes as TFRecord stores it."""
     with naming_extras("reading TFRecord files"):
         from google_crc32c import value
 
-    def masked(data: bytes) -> int:
-        crc: int = value(data)
-        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-    return masked
+    return lambda data: _masked(value(data))
 
 
-def parse_example(data: bytes) -> dict[str, Feature]:
-    """Parse a serialized tf.train.Example; raises ValueError, with the byte, if it is not one."""
+def _masked(crc: int) -> int:
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def parse_example(data: bytes, wanted: Collection[str] | None = None) -> dict[str, Feature]:
+    """Parse a serialized tf.train.Example; raises ValueError, with the byte, if it is not one.
+
+    Features that are not `wanted` (None: all) are in the result without kind and values.
+    """
     features: dict[str, Feature] = {}
     for number, start, end in _messages(data, 0, len(data), "Example"):
         if number == 2:
@@ -138,13 +154,13 @@ def parse_example(data: bytes) -> dict[str, Feature]:
         _expect(number, 1, start, "Example")
         for entry, first, last in _messages(data, start, end, "Features"):
             _expect(entry, 1, first, "Features")
-            name, feature = _entry(data, first, last)
+            name, feature = _entry(data, first, last, wanted)
             features[name] = feature
     return features
 
 
-def _entry(data: bytes, start: int, end: int) -> tuple[str, Feature]:
-    name, parts = "", []
+def _entry(data: bytes, start: int, end: int, wanted: Collection[str] | None) -> tuple[str, Feature]:
+    name, places, parts = "", [], []
     for number, first, last in _messages(data, start, end, "a feature's entry"):
         if number == 1:
             try:
@@ -153,7 +169,11 @@ def _entry(data: bytes, start: int, end: int) -> tuple[str, Feature]:
                 raise ValueError(f"byte {first:,}: the name of a feature is not UTF-8") from error
         else:
             _expect(number, 2, first, "a feature's entry")
-            parts += list(_messages(data, first, last, "Feature"))
+            places.append((first, last))
+    if wanted is not None and name not in wanted:
+        return name, Feature(None, [])
+    for first, last in places:
+        parts += list(_messages(data, first, last, "Feature"))
     kind: FeatureKind | None = None
     lists: list[tuple[int, int]] = []
     for number, first, last in parts:

@@ -30,7 +30,7 @@ from shardkit.formats.dropped_table import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
 
 _ANNOTATIONS_FOLDER = "annotations"
-_OF_DOCUMENT = ("document_id", "source", "file", "record", "bytes", "dropped", "failed")
+_OF_DOCUMENT = ("document_id", "source", "file", "record")
 _QUARANTINE = "quarantine.jsonl"
 
 
@@ -137,15 +137,18 @@ def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str,
 
 
 def _add_values(dataset: OpenDataset, shown: list[dict[str, Any]]) -> None:
-    """Add to each document the value that every rule computed for it, if the dataset has annotations."""
-    of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT[:4]])
+    """Add to each document the value that every rule computed for it, if the dataset has annotations.
+
+    The values of a pass that the document did not reach, such as a duplicate, are None.
+    """
+    of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT])
     folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, of_document)
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown if "document_id" in facts]
     values: dict[str, dict[str, Any]] = {}
     if folder.names and ids:
         for table in folder.search(Selection(documents=ids)):
             for line in table.to_pylist():
-                rules = {name: value for name, value in line.items() if name not in _OF_DOCUMENT}
+                rules = {name: value for name, value in line.items() if "/" in name}
                 values[line["document_id"].hex()] = {"failed": line["failed"], "values": rules}
     for facts in shown:
         facts |= values.get(facts.get("document_id", ""), {"failed": None, "values": None})

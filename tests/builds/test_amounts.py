@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -490,3 +492,26 @@ def test_workers_and_a_changed_amount_decide_no_other_byte(tmp_path: Path) -> No
     assert unfinished <= {"amounts_count", "amounts", "text"}
     made(recipe_of(inputs, tmp_path / "c", amounts) | kept)
     assert tree(tmp_path / "c") == tree(places[0])
+
+
+@pytest.mark.data
+def test_languages_of_real_pages_are_balanced(tmp_path: Path, inline_builds: None) -> None:
+    if "SHARDKIT_TEST_DATA" not in os.environ:
+        pytest.skip("SHARDKIT_TEST_DATA is not set")
+    file = Path(os.environ["SHARDKIT_TEST_DATA"]) / "corpus" / "multilang-00.jsonl.zst"
+    with zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True) as pages:
+        rows = [json.loads(line) for line in pages.read().split(b"\n") if line]
+    there: dict[str, set[str]] = {}
+    for row in rows:
+        there.setdefault(row["lang"], set()).add(row["text"])
+    inputs = [{"path": str(file), "id": "id", "metadata": ["lang"]}]
+    steps = ["exact", {"sample": {"by": "lang", "at_most": 2}}, {"length": {"min_chars": 1}}]
+    made({"inputs": inputs, "steps": steps, "output": {"path": str(tmp_path / "out"), "format": "parquet"}})
+    left: dict[str, set[str]] = {}
+    for row in documents(tmp_path / "out"):
+        left.setdefault(json.loads(row["metadata"])["lang"], set()).add(row["text"])
+    least = min(map(len, there.values()))
+    assert {lang: len(texts) for lang, texts in left.items()} == {
+        lang: min(len(texts), 2 * least) for lang, texts in there.items()
+    }
+    assert len(left) >= 10

@@ -247,6 +247,7 @@ def texts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RECIPES = {
     "plain": [],
     "filtered": ["filters=[{length: {max_words: 120}}, {ratios: {max_digit_ratio: 0.5}}]", "annotate=true"],
+    "steps": ["annotate=true", "steps=[{length: {max_words: 120}}, exact, {ratios: {max_digit_ratio: 0.5}}]"],
     "near": ["dedup.near={}", "output.compression=zstd"],
     "lines": ["dedup.lines={}", "output.format=wds", "pack.strategy=concat"],
     "everything": ["annotate=true", "dedup.lines={}", "dedup.near={}", "dedup.exact={text: normalized}"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -15,8 +16,10 @@ import pyarrow.dataset as pds
 import pytest
 
 import shardkit as sk
+from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.execution.work import Work
+from shardkit.writers.explain import clean_work, explain_build
 from shardkit.writers.inputs.given_documents import json_lines
 from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.recipe.recipe import recipe_from_mapping
@@ -178,6 +181,51 @@ def test_a_damaged_file_of_documents_is_written_again(settings: dict[str, Any]) 
     assert tree(again.output) == tree(first.output)
 
 
+def test_a_work_folder_is_explained_and_cleaned_without_the_documents(
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(write_given.__kwdefaults__ or {}, "text_bytes", 5000)
+    kept = settings | {"work": "work"}
+    Path("recipe.yaml").write_text(json.dumps(kept))
+    with pytest.raises(RecipeError, match=r"names no files, and .*work has no documents of build"):
+        explain_build(kept)
+    build(kept, [{**row, "text": f"{row['text']} indeed"} for row in ROWS[:150]], output="before")
+    build(kept, ROWS)
+    files = tree(Path("work"))
+    explained = explain_build("recipe.yaml")
+    assert tree(Path("work")) == files
+    assert all(plan.finished == plan.tasks for plan in explained.stages)
+    assert explained.later == ()
+    assert {task.key.split("/")[0] for task in explained.stale} >= {"documents", "clean", "pack"}
+    changed = explain_build(kept, overrides=["filters=[{length: {min_words: 4}}]"])
+    [clean] = [plan for plan in changed.stages if plan.stage == "clean"]
+    assert [reason.tasks for reason in clean.reasons] == [clean.tasks], changed
+    assert main(["build", "recipe.yaml", "--explain"]) == 0
+    assert "every task is finished" in capsys.readouterr().out
+
+    assert main(["clean", "recipe.yaml"]) == 0
+    assert not explain_build("recipe.yaml").stale
+    assert len([*Path("work").glob("documents/*/commit.json")]) < len(
+        [name for name in files if name.startswith("documents/") and name.endswith("commit.json")]
+    )
+    again = build(kept, ROWS, output="again")
+    assert again.tasks_reused == again.tasks
+    [first, *_] = sorted(Path("work").glob("documents/*"))
+    shutil.rmtree(first)
+    with pytest.raises(BuildError, match="documents that were given are missing; build again"):
+        clean_work("recipe.yaml")
+    Path("work/notes/documents.json").write_text('[["documents/1-2", 5], "x"]')
+    with pytest.raises(BuildError, match=r"notes/documents\.json is damaged; build again"):
+        clean_work("recipe.yaml")
+    assert main(["clean", "recipe.yaml", "--all"]) == 0
+    assert not Path("work").exists()
+    files_named = kept | {"inputs": {"path": "documents"}}
+    with pytest.raises(RecipeError, match="matches no file"):
+        explain_build(files_named)
+
+
 def test_the_work_folder_may_be_in_a_store(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +236,8 @@ def test_the_work_folder_may_be_in_a_store(
         first = build(remote, iter(ROWS), output="remote")
         again = build(remote, ROWS, output="again")
         assert again.tasks_reused == again.tasks == first.tasks
+        assert all(plan.finished == plan.tasks for plan in explain_build(remote).stages)
+        assert not clean_work(remote).removed
     for made in (first, again):
         assert tree(made.output) == local
 

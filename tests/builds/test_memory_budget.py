@@ -145,10 +145,12 @@ def peaks_of(folder: Path, splits: int, *, is_traced: bool = True) -> dict[str, 
         tasks = index_tasks(documents, recipe.dedup.near, 64)
         [made] = runner.run(list(tasks.values()))
         parts, settings = [(one.folder, INDEX.result(one)) for one in made], index_settings(recipe.dedup.near)
-        index = publish_index(parts, folder / "index", {}, settings, sketch=64)
+        publish_index(parts, folder / "index", {}, settings, sketch=64)
         for number, path in enumerate(sorted(folder.glob("part-*.jsonl"))):  # a word of 9, or of 90
             path.write_text(path.read_text().replace(*[(" w1", " x1"), (" w11", " x11")][number % 2]))
-        inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits, indexes=[index])
+        near = recipe.dedup.near.model_copy(update={"against": ("index",)})
+        recipe = recipe.model_copy(update={"dedup": recipe.dedup.model_copy(update={"near": near})})
+        inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
         run_build(inputs, runner.run)
     return dict(peaks)
 

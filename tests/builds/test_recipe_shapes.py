@@ -81,6 +81,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "steps-late": {"steps": [LONG, {"near": 0.8}, "exact"]},
     "steps-chat": {"inputs": [CHAT], "steps": ["exact", LONG]},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
+    "annotate-steps": {
+        "annotate": True,
+        "steps": [LONG, "exact", SCORES, "lines", "exact", {"near": 0.8}, LONG],
+        "outputs": [MDS, PARQUET],
+    },
     "limit": {"limit": 50},
     "amounts": {"amounts": {"web": {"documents": 70}}, "outputs": [MDS, PARQUET]},
     "amounts-tokens": {"amounts": {"web": {"tokens": 900}}},
@@ -258,7 +263,7 @@ def check_statements(recipe: Recipe, work: Path) -> None:
         tokens=max([1, *(card.tokens for one, card in cards if not one.output.is_text)]),
         memory=recipe.memory,
         shard_bytes=recipe.output.shard_bytes,
-        dedup=recipe.dedup.asked,
+        steps=[step.name for step in recipe.global_steps],
         lines=0 if recipe.dedup.lines is None else compared_lines(read.bytes, None),
         shape=Shape.of(recipe),
     )

@@ -14,7 +14,7 @@ import pytest
 import shardkit.writers
 from shardkit.writers.execution.stage import Stage, base_name
 from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.stages.graph import MAKING, REMOVING, stage_needs, stages_of
+from shardkit.writers.stages.graph import MAKING, OVER_ALL, stage_needs, stages_of
 from shardkit.writers.stages.needs import Corpus, Shape
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_each_stage_that_a_recipe_asks_for_has_a_title_and_states_its_needs(reci
         documents=10**6,
         text_bytes=10**9,
         tokens=10**8,
-        dedup=("url", "exact", "lines", "near", "semantic"),
+        steps=("url", "exact", "lines", "near", "semantic"),
         lines=10**6,
         is_sent=True,
         shape=Shape.of(recipe),
@@ -118,9 +118,9 @@ def test_each_stage_that_a_recipe_asks_for_has_a_title_and_states_its_needs(reci
 
 
 def test_steps_that_a_recipe_does_not_ask_for_state_nothing() -> None:
-    corpus = Corpus(splits=9, documents=10**6, text_bytes=10**9, tokens=10**8, dedup=())
+    corpus = Corpus(splits=9, documents=10**6, text_bytes=10**9, tokens=10**8, steps=())
     stated = [base_name(one.stage) for one in stage_needs(corpus)]
     assert sorted(set(stated)) == sorted(
         ["clean", "duplicates", "pack", "parity", "provenance", "side_files", "tokenize"]
     )
-    assert (len(REMOVING), len(MAKING)) == (5, 6)
+    assert (len(OVER_ALL), len(MAKING)) == (6, 7)

@@ -53,12 +53,13 @@ STAGES = (
     *("equal", "bands", "candidates", "shingles", "verify", "near"),
     *("semantic_embed", "semantic_clusters", "semantic_assign", "semantic_neighbors", "semantic_decide"),
     *("parity", "amounts_count", "amounts_sums", "amounts_lasts", "amounts", "tokenize", "pack"),
-    *("provenance", "duplicates", "side_files"),
+    *("provenance", "join_annotations", "duplicates", "side_files"),
 )
 RECIPE = """\
 inputs:
   - {path: "first-*.jsonl", source: first}
 steps: STEPS
+annotate: true
 amounts: {first: {tokens: 1500, repeat: 1.5}}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
@@ -72,8 +73,8 @@ _SEMANTIC = {
 }
 ORDERS: tuple[list[object], ...] = (  # the first one has all STAGES
     ["url", _SHORT, "exact", _LINES, _LONG, "exact", _NEAR, _SEMANTIC],
-    ["exact", _NEAR, _LONG, _LINES, "exact", _SHORT],
-    ["url", "exact", _SEMANTIC, _SHORT, _NEAR, _LONG, "exact"],
+    ["exact", _NEAR, {"sample": {"documents": 35}}, _LONG, _LINES, "exact", _SHORT, _NEAR],
+    ["url", "exact", _SEMANTIC, {"sample": "90%"}, _SHORT, _NEAR, _LONG, {"sample": "90%"}, "exact", _LINES],
 )
 # A recipe with this `split` has these stages, too.
 SPLIT = {"parts": {"validation": 6}, "by": "shelf"}

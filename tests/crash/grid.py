@@ -20,7 +20,8 @@ SIGNALS: dict[str, Action] = {
     "Ctrl-C": "interrupt_builder",
 }
 # The stage that reads what a stage wrote: the build is killed before it, so that it would read the damage.
-READERS = dict(pairwise(STAGES)) | {"signatures": "equal", "provenance": "publish", "side_files": "publish"}
+READERS = dict(pairwise(STAGES)) | {"signatures": "equal"}
+READERS |= dict.fromkeys(("provenance", "join_annotations", "side_files"), "publish")
 WRITES_NOTHING = ("tokenizer", "measure", "parity", "amounts_sums", "amounts_lasts")  # except their records
 
 

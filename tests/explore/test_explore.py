@@ -25,17 +25,20 @@ import pytest
 pytest.importorskip("starlette", reason="the pages need shardkit[view]")
 pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 
+from shardkit.card import DatasetCard
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.provenance.text import read_rows
 from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.tools.explore.export import export_site
+from shardkit.tools.explore.overview import cost_rows, read_costs
 from shardkit.tools.explore.scan import Equal, Place, scan
 from shardkit.tools.explore.server import page_address
 from shardkit.tools.explore.site import Site, shown
 from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _count_rule
 from shardkit.writers import build
+from shardkit.writers.report.costs import StepCost
 from support.explored_build import HOSTILE, TOKEN, Page, cookie, explore, make_explored, served, text_of
 from support.small_build import EOS, make_corpus, train_bpe, tree
 
@@ -457,3 +460,72 @@ def test_the_command_exports(out: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "index.html" in capsys.readouterr().out
     assert "too_few_words" in (tmp_path / "site" / "index.html").read_text()
     assert main(["view", str(tmp_path / "nowhere")]) == 1
+
+
+def test_the_costs_of_steps_come_from_the_file_with_the_times_of_the_build(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], inline_builds: None
+) -> None:
+    recipe, timings = str(out.parent / "recipe.yaml"), tmp_path / "t.json"
+    command = ["build", recipe, "--quiet", "--output", str(tmp_path / "out"), "--timings"]
+    assert main([*command, str(timings)]) == 0
+    told = json.loads(timings.read_text())
+    shown_at = ["view", str(out), "--export"]  # the same dataset, in another place
+    assert main([*shown_at, str(tmp_path / "site"), "--timings", str(timings)]) == 0
+    words = re.sub(r"\s+", " ", Page((tmp_path / "site/index.html").read_text()).words)
+    table = words[words.index("Cost of the steps") : words.index("Sources")]
+    length, ratios, exact, near = told["costs"]
+    assert [one["step"] for one in told["costs"]] == ["length", "ratios", "exact", "near"]
+    assert f"length {length['documents']} −{length['dropped']}" in table
+    assert f"{length['seconds']:,.2f} {1e6 * length['seconds'] / length['documents']:,.1f}" in table
+    assert f"too_few_words −{length['dropped']}" in table
+    assert f"ratios {ratios['documents']} −{ratios['dropped']}" in table
+    for step in (exact, near):
+        assert re.search(rf"{step['step']} {step['documents']} −{step['dropped']} −[0-9.]+ [KM]?B", table)
+    assert "Cost of the steps" not in Site(explore(out)).render("funnel", {}, page_address)
+
+    assert main([*command, str(tmp_path / "again.json")]) == 0
+    assert main([*command, str(tmp_path / "t.html")]) == 0
+    other = told | {"fingerprint": "0" * 32, "others": [{"output": "x", "fingerprint": "1" * 32}]}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    odd = told | {"costs": [{"step": "length", "documents": "many", "dropped": 0}]}
+    (tmp_path / "odd.json").write_text(json.dumps(odd))
+    capsys.readouterr()
+    for name, message in {
+        "again.json": "has no costs: the build had no steps, or found its output up to date",
+        "t.html": "is no JSON of `shardkit build --timings FILE`",
+        "other.json": "has the times of a build of other data",
+        "odd.json": "is no JSON of `shardkit build --timings FILE`",
+        "none.json": "cannot be read: No such file",
+    }.items():
+        assert main([*shown_at, str(tmp_path / "no"), "--timings", str(tmp_path / name)]) == 1
+        error = re.sub(r"\s+", " ", capsys.readouterr().err)
+        assert f"{name}: {message}" in error
+    several = told | {
+        "fingerprint": "0" * 32,
+        "others": [{"output": "x", "fingerprint": told["fingerprint"]}],
+    }
+    timings.write_text(json.dumps(several))
+    assert read_costs(timings, told["fingerprint"])
+
+
+def test_a_step_that_is_listed_twice_has_no_rules_of_its_own() -> None:
+    funnel = {
+        "read": {"documents": 10, "bytes": 100},
+        "kept": {"documents": 4, "bytes": 40},
+        "dropped": {
+            "length/short": {"documents": 3, "bytes": 30},
+            "exact_duplicate": {"documents": 2, "bytes": 20},
+            "duplicate_lines": {"documents": 1, "bytes": 10},
+        },
+        "quarantined": {},
+    }
+    costs = [StepCost("length", 10, 2, 1.0), StepCost("exact", 8, 2), StepCost("lines", 6, 1)]
+    rows = cost_rows(DatasetCard({"funnel": funnel}), [*costs, StepCost("length", 5, 1, 0.5)])
+    assert [(row.label, row.documents, row.dropped, row.bytes, row.seconds_per_million) for row in rows] == [
+        ("length", 10, 2, None, 1e5),
+        ("exact", 8, 2, 20, None),
+        ("lines", 6, 1, 10, None),
+        ("length", 5, 1, None, 1e5),
+    ]
+    once = cost_rows(DatasetCard({"funnel": funnel}), costs)
+    assert [(row.label, row.level, row.bytes) for row in once][:2] == [("length", 0, 30), ("short", 1, 30)]

@@ -17,10 +17,12 @@ from pydantic import ValidationError
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.writers import build
+from shardkit.writers.execution.resources import UnavailableError
 from shardkit.writers.filters.answers import Answer, Answers, Meter, Rates
 from shardkit.writers.filters.base import Edit, Rule
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from support.filter_runs import documents, text_batch
 from support.model_server import ModelServer, answer_to, score_of
 
@@ -168,6 +170,99 @@ def test_a_score_sorts_documents_into_buckets(
     given["output"]["where"] = {"bucket": "high"}
     build(given, workers=1, progress=False)
     assert texts_of(tmp_path) == sorted(text for text in TEXTS if score_of(f"Judge: {text}") >= 4)
+
+
+def cheapest(folder: Path, server: ModelServer, *later: Any, **settings: Any) -> dict[str, Any]:
+    """A recipe of the short form, in which `ask` comes before other filters."""
+    given = recipe(folder, server, **settings)
+    [ask] = given.pop("steps")
+    return given | {"filters": [ask, *later], "dedup": {"exact": True}}
+
+
+def test_the_cheapest_order_asks_behind_exact_and_leaves_the_same_documents(
+    tmp_path: Path, failing: ModelServer, inline_builds: None
+) -> None:
+    texts = [
+        f"Text {number} {'NOSCORE' * (number % 5 == 0)}{'REFUSE' * (number % 7 == 0)}" for number in range(90)
+    ]
+    write_inputs(tmp_path, texts * 2)
+    write_inputs(tmp_path, texts[::-1], "b")
+    kinds: dict[str, dict[str, Any]] = {
+        "score": {},
+        "label": {"label": {"pattern": "score: *([0-5])", "keep": ["3", "4"]}, "unusable": "keep"},
+    }
+    for name, settings in kinds.items():
+        made = {}
+        for order in ("given", "cheapest"):
+            given = cheapest(
+                *(tmp_path, failing, {"length": {"max_chars": 12}}),
+                **settings,
+                answers=str(tmp_path / name / order),
+                retries=30,
+            )
+            given |= {"order": order, "output": {"path": str(tmp_path / "out"), "format": "jsonl"}}
+            failing.counts()  # forgets those before
+            result = build(given, workers=1, progress=False, replace=True)
+            steps = [cost.step for cost in result.costs]
+            assert steps == (["ask", "length", "exact"] if order == "given" else ["length", "exact", "ask"])
+            rows = [json.loads(line) for file in (tmp_path / "out").glob("text-*") for line in file.open()]
+            made[order] = sorted(row["document_id"] for row in rows), failing.counts()["answers"]
+            assert {*made[order][1].values()} == {1}
+        assert made["given"][0] == made["cheapest"][0]
+        assert 10 < len(made["given"][0]) < 80
+        assert 0 < len(made["cheapest"][1]) < len(made["given"][1]) == 90
+
+
+@pytest.mark.parametrize(
+    ("settings", "later", "waits"),
+    [
+        ({}, [], True),
+        ({"label": {"keep": ["a"]}, "unusable": "keep"}, [], True),
+        ({"prompt": "Judge {text} of {url}"}, [], False),
+        ({"prompt": "Judge {text} of {metadata.site}"}, [], False),
+        ({"prompt": "Judge {id}"}, [], False),
+        ({"prompt": None, "prompt_file": "prompt.txt"}, [], False),
+        ({"on_error": "drop"}, [], False),
+        ({"on_error": "keep"}, [], False),
+        ({"rewrite": True}, [], False),
+        ({"field": "edu"}, [], False),
+        ({}, [{"repeated_lines": {}}], False),
+        ({}, [{"buckets": {"scores": {"column": "score", "thresholds": [2]}}}], False),
+        ({"score": {"name": "other"}}, [{"buckets": {"scores": {"model": "a.bin", "label": "score"}}}], True),
+    ],
+)
+def test_the_cheapest_order_moves_only_what_judges_equal_texts_alike(
+    tmp_path: Path, server: ModelServer, settings: dict[str, Any], later: list[Any], waits: bool
+) -> None:
+    given = cheapest(tmp_path, server, *later, **settings) | {"order": "cheapest"}
+    if settings.get("prompt", "") is None:
+        del given["filters"][0]["ask"]["prompt"]
+    passes = recipe_from_mapping(given, folder=tmp_path).passes
+    assert ["ask" in dict(one) for one in passes] == ([False, True] if waits else [True])
+
+
+def test_what_a_model_says_is_a_field_for_later_steps_and_outputs(
+    tmp_path: Path, server: ModelServer, inline_builds: None
+) -> None:
+    texts = [*TEXTS, "NOSCORE at all."]
+    write_inputs(tmp_path, texts)
+    given = recipe(tmp_path, server, label={"pattern": r"score: (\d)"}, field="grade", unusable="keep")
+    [asked] = given["steps"]
+    score = {"score": {"pattern": PATTERN, "name": "edu"}, "field": "edu"}
+    again = {name: value for name, value in asked["ask"].items() if name != "label"} | score
+    given["steps"] += [{"sample": {"documents": 5, "by": "grade"}}, {"ask": again}]
+    given["output"]["where"] = {"grade": ["2", "3"], "edu": {"min": 2}}
+    result = build(given, workers=1, progress=False)
+    grades = [score_of(f"Judge: {text}") for text in texts[:-1]]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "text-00000.jsonl").read_text().splitlines()]
+    assert len(rows) == sum(min(5, grades.count(grade)) for grade in (2, 3))
+    for row in rows:
+        grade = score_of(f"Judge: {row['text']}")
+        assert row["metadata"] == {"grade": f"{grade:.0f}", "edu": grade}
+    assert "requests" not in result.costs[-1].spent, "the same question is answered once"
+    wrong = given | {"amounts": {"input-0": {"documents": 1, "by": "mark"}}}
+    with pytest.raises(RecipeError, match="no input keeps a field 'mark'"):
+        build(wrong, workers=1, progress=False)
 
 
 def test_documents_that_an_earlier_rule_dropped_are_never_sent(tmp_path: Path, server: ModelServer) -> None:
@@ -346,6 +441,24 @@ def test_a_document_whose_request_fails_stops_the_build_or_is_dropped_or_kept(tm
             judge(tmp_path, config(server, on_error="keep"), TEXTS)
 
 
+@pytest.mark.parametrize(
+    ("settings", "status", "message"),
+    [
+        ({}, 400, "a.jsonl: record 0: ask: http.*status 400"),
+        ({"on_error": "drop"}, 401, "status 401"),
+        ({"budget": {"requests": 3}}, 200, "the budget is spent: 3 requests"),
+    ],
+)
+def test_what_stops_asking_is_no_failure_of_a_split(
+    tmp_path: Path, settings: dict[str, Any], status: int, message: str, inline_builds: None
+) -> None:
+    write_inputs(tmp_path, TEXTS)
+    with ModelServer(status=status) as server:
+        given = recipe(tmp_path, server, **settings) | {"max_failed_splits": 5}
+        with pytest.raises(UnavailableError, match=message):
+            build(given, workers=1, progress=False)
+
+
 def test_the_key_is_in_no_message_though_the_server_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +534,9 @@ def test_a_missing_key_is_named_by_its_variable(
         ({"score": {"name": "failed"}}, "the name of a rule"),
         ({"score": {}, "rewrite": True}, "give one of score, label and rewrite"),
         ({"rewrite": False}, "got none"),
-        ({"label": {"keep": []}}, "at least 1"),
+        ({"label": {"keep": []}}, "give keep, or a field"),
+        ({"label": {}}, "give keep, or a field"),
+        ({"rewrite": True, "field": "topic"}, "field: a rewritten text has no score or label"),
         ({"body": {"stream": True}}, "stream is not set here"),
         ({"budget": {"requests": 0}}, "greater than or equal to 1"),
         ({"retries": -1}, "greater than or equal to 0"),

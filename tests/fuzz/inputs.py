@@ -27,6 +27,7 @@ from support.books import epub, page_of, pdf
 from support.dumps import export, page, posts
 from support.foreign_tars import make_tar
 from support.read_inputs import read
+from support.tfrecords import example, floats, ints, record, repaired, texts
 
 __all__ = ["INPUTS", "INPUT_FILES", "changed_footer"]
 
@@ -137,6 +138,11 @@ def _read(**config: Any) -> Callable[[Path], object]:
     return read_all
 
 
+def _tfrecord() -> bytes:
+    numbers = {"id": ints(7, -1), "score": floats(0.5), "tags": texts(b"a", b"\xff")}
+    return b"".join(record(example(text=texts(b"text %d" % n), **numbers)) for n in range(4))
+
+
 @cache
 def _files() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
@@ -149,6 +155,7 @@ def _files() -> dict[str, bytes]:
         "Posts.xml": posts([{"Id": 1, "PostTypeId": 1, "Title": "a", "Body": "<p>b</p>"}]),
         "pdf": pdf([page_of("some text"), page_of("more", compress=True)]),
         "epub": epub({"a.xhtml": "<html><body><p>text</p></body></html>"}, ["a.xhtml"]),
+        "tfrecord": _tfrecord(),
         "csv": b'text,id\n"a ""b"" c",1\nd,2\n',
         "warc": _warc(),
         "mds": shard,
@@ -167,12 +174,14 @@ def _input(name: str) -> Target:
         config = {"text": "txt", "metadata": ["json.b"]}
     if name == "mds":
         config = {"metadata": ["meta.a"]}
+    if name == "tfrecord":
+        config = {"metadata": ["score", "tags"]}
     return Target(
         f"input={name}",
         {f"a.{kind}": _files()[name]},
         _read(**config),
         tokens=_WORDS if "warc" in name else (),
-        repair=repaired_tar if name == "tar" else None,
+        repair={"tar": repaired_tar, "tfrecord": repaired}.get(name),
         change=changed_footer if kind == "parquet" else None,
     )
 

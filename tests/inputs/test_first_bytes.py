@@ -24,6 +24,7 @@ from PIL import Image
 from shardkit.errors import BuildError
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
 from support.books import epub
+from support.tfrecords import example, record, texts
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"0a" * 32)
 ENGLISH = "Call me Ishmael. Some years ago - never mind how long precisely.\n" * 3
@@ -67,6 +68,7 @@ def files(folder: Path) -> dict[str, bytes]:
         "tar": written(a_tar),
         "zip": written(a_zip),
         "epub": epub({"a.xhtml": "<p>a</p>"}, ["a.xhtml"]),
+        "tfrecord": record(example(text=texts(b"a"))),
         "numpy": written(lambda stream: np.save(stream, np.arange(3))),
         "pickle": pickle.dumps({"text": "a"}),
         "sqlite": a_database(folder),
@@ -177,7 +179,9 @@ def test_other_encodings_are_not_taken_for_utf16(text: str, encoding: str) -> No
     assert (found.kind, found.lacks_mark) == ("text", False)
 
 
-@pytest.mark.parametrize("format", ["jsonl", "json", "csv", "text", "html", "warc", "parquet", "mds", "wds"])
+@pytest.mark.parametrize(
+    "format", ["jsonl", "json", "csv", "text", "html", "warc", "parquet", "mds", "wds", "tfrecord"]
+)
 def test_every_format_says_what_another_file_is_and_what_to_do(tmp_path: Path, format: str) -> None:
     for kind, data in files(tmp_path).items():
         found = look(data)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,66 +18,7 @@ from shardkit import open_dataset
 from shardkit.errors import MissingExtraError, ShardError
 from shardkit.formats.tfrecord import is_tfrecord_name, parse_example
 from shardkit.tools.convert import CutOptions, OutputOptions, convert
-
-
-def crc32c(data: bytes) -> int:
-    """CRC32C bit by bit, so that it shares nothing with the library that the reader uses."""
-    crc = 0xFFFFFFFF
-    for octet in data:
-        crc ^= octet
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
-def masked(data: bytes) -> bytes:
-    crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def record(data: bytes, length: int | None = None) -> bytes:
-    head = struct.pack("<Q", len(data) if length is None else length)
-    return head + masked(head) + data + masked(data)
-
-
-def varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def field(number: int, data: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def ints(*values: int, packed: bool = True) -> bytes:
-    if packed:
-        return field(3, field(1, b"".join(map(varint, values))))
-    return field(3, b"".join(b"\x08" + varint(value) for value in values))
-
-
-def floats(*values: float, packed: bool = True) -> bytes:
-    if packed:
-        return field(2, field(1, struct.pack(f"<{len(values)}f", *values)))
-    return field(2, b"".join(b"\x0d" + struct.pack("<f", value) for value in values))
-
-
-def texts(*values: bytes) -> bytes:
-    return field(1, b"".join(field(1, value) for value in values))
-
-
-def example(**features: bytes) -> bytes:
-    entries = (field(1, field(1, name.encode()) + field(2, data)) for name, data in features.items())
-    return field(1, b"".join(entries))
-
-
-def write(file: Path, records: Sequence[bytes]) -> Path:
-    data = b"".join(map(record, records))
-    file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
-    return file
+from support.tfrecords import example, field, floats, ints, record, texts, write
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

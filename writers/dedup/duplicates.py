@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from shardkit.formats.dropped_table import DUPLICATES_SCHEMA
 from shardkit.writers.dedup.exact import partition_bounds
-from shardkit.writers.dedup.outcomes import AMOUNT
+from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, payload_ends
 from shardkit.writers.execution.commit import Commit
@@ -58,6 +58,7 @@ _REASONS = (
     "duplicate_lines",
     "empty",
     AMOUNT,
+    NOT_SAMPLED,
 )
 _LEFT_NOTHING = 4  # index in _REASONS; for this reason and later ones no document was kept
 
@@ -101,17 +102,17 @@ class TwinsFile:
     ) -> None:
         """Add removed documents of a batch (DOCUMENT_SCHEMA).
 
-        `outcomes` (outcomes.OUTCOME) name the kept documents; None: no document was kept for them.
+        `outcomes` (outcomes.OUTCOME) name the kept documents, if the reason is one for which there are any.
         """
         if not len(rows):
             return
-        documents = batch.take(pa.array(rows))
-        if outcomes is None:
+        documents, number = batch.take(pa.array(rows)), _REASONS.index(reason)
+        if outcomes is None or number >= _LEFT_NOTHING:
             ranks, ids = _ranks(documents)
             similarity = np.full(len(rows), np.nan, np.float32)
         else:
             ranks, ids, similarity = (outcomes[name] for name in ("kept_text", "kept_id", "similarity"))
-        self._write(documents, ids | np.uint64(1), ranks, similarity, _REASONS.index(reason))
+        self._write(documents, ids | np.uint64(1), ranks, similarity, number)
 
     def keep(self, batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> None:
         """Add documents of a batch that were kept for removed duplicates."""

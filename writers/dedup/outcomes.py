@@ -276,6 +276,7 @@ def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
 
 
 AMOUNT = "amount"  # reason for documents of a source beyond its amount
+NOT_SAMPLED = "not_sampled"  # reason for documents that a `sample` did not take
 SPLIT = "split"  # prefix of the reason for documents in another part: split/NAME
 
 PART = np.dtype([("row", "<u4"), ("part", "<i4")])

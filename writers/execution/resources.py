@@ -1,8 +1,10 @@
-"""The resources of a machine that a task needs."""
+"""What a task needs: resources of a machine, and services such as an endpoint."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from shardkit.errors import BuildError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,10 @@ class Resources:
         """Return the least resources that suffice for both."""
         most = max(self.cpus, other.cpus), max(self.gpus, other.gpus), max(self.memory, other.memory)
         return Resources(*most)
+
+
+class UnavailableError(BuildError):
+    """What tasks need cannot be had: the build ends, even if the recipe allows some tasks to fail."""
 
 
 USUAL = Resources()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import (
@@ -95,7 +95,7 @@ class Stage(Generic[P, R]):
 
     def nth(self, number: int) -> Stage[P, R]:
         """Return the stage for the step that runs it the `number`-th time in a build, from 1."""
-        return self if number == 1 else self.step(str(number))
+        return self if number == 1 else replace(self, name=f"{self.name}-{number}")
 
     @cached_property
     def markers(self) -> Mapping[str, tuple[object, ...]]:

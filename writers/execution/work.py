@@ -69,6 +69,7 @@ from shardkit.writers.execution.commit import (
     record_of,
 )
 from shardkit.writers.execution.lease import BEATS, LOCK_NAME, DriverLease, locked_folder, process_name
+from shardkit.writers.execution.resources import UnavailableError
 from shardkit.writers.execution.segments import SEGMENT_RECORDS, Segments
 from shardkit.writers.execution.stage import Task, TaskFailedError
 
@@ -485,8 +486,8 @@ def _call(task: Task, folder: Path) -> Any:
         return task.run(folder)
     try:
         return task.run(folder)
-    except (OSError, StoreError, RecipeError, MissingExtraError):
-        raise  # errors of the machine, the store or the recipe: other tasks would fail in the same way
+    except (OSError, StoreError, RecipeError, MissingExtraError, UnavailableError):
+        raise  # errors of the machine, a service or the recipe: other tasks would fail in the same way
     except Exception as error:
         text = str(error) if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
         raise TaskFailedError(f"task {task}: {text}") from error

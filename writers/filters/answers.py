@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardkit.errors import BuildError
 from shardkit.files import make_folder
 from shardkit.locks import held_file
+from shardkit.writers.execution.resources import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ class Failure:
 class Answers:
     """The kept answers of one folder, as this process sees them. Use it in one thread at a time.
 
-    Raises BuildError if the folder cannot be written, or if its file system has no locks.
+    Raises UnavailableError if the folder cannot be written, or if its file system has no locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +128,7 @@ class Answers:
             return None  # a damaged line: as if there were no answer
 
     def keep(self, key: bytes, answer: Answer, step: str, model: str) -> None:
-        """Append an answer to this process's file. Raises BuildError if it cannot be written."""
+        """Append an answer to this process's file. Raises UnavailableError if it cannot be written."""
         import orjson
 
         line = orjson.dumps(
@@ -170,7 +170,7 @@ class Answers:
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:
-            raise BuildError(
+            raise UnavailableError(
                 f"{self.folder}: {error.strerror}: this file system has no locks; set `answers` to a folder "
                 "on another"
             ) from None
@@ -237,7 +237,9 @@ class Answers:
                 if descriptor is not None:
                     break
             else:
-                raise BuildError(f"{self.folder}: {_FILES:,} files are in use; remove those of dead hosts")
+                raise UnavailableError(
+                    f"{self.folder}: {_FILES:,} files are in use; remove those of dead hosts"
+                )
             known = self._numbers.get(path.name)
             number = self._open(path, descriptor) if known is None else known
             if known is not None:
@@ -261,7 +263,7 @@ def open_answers(folder: Path) -> Answers:
     return found
 
 
-class BudgetSpentError(BuildError):
+class BudgetSpentError(UnavailableError):
     """A step has spent its budget."""
 
 
@@ -353,7 +355,7 @@ class Meter:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BuildError(
+                    raise UnavailableError(
                         f"{self._path}: another process has held its lock for {_METER_SECONDS:g} s; is it "
                         "stopped?"
                     ) from None
@@ -376,5 +378,5 @@ def _naming(folder: Path) -> Iterator[None]:
         raise _described(error, folder) from error
 
 
-def _described(error: OSError, folder: Path) -> BuildError:
-    return BuildError(f"ask: answers: {error.filename or folder}: {error.strerror or error}")
+def _described(error: OSError, folder: Path) -> UnavailableError:
+    return UnavailableError(f"ask: answers: {error.filename or folder}: {error.strerror or error}")

@@ -32,9 +32,10 @@ from urllib.parse import urlsplit
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import RecipeError
 from shardkit.settings import Bounds, FieldName, Listed, LocalPath, StrictModel
 from shardkit.writers.execution.digests import DecidesNoByte
+from shardkit.writers.execution.resources import UnavailableError
 from shardkit.writers.filters.answers import Answer, Failure, Meter, Rates, open_answers
 from shardkit.writers.filters.base import Edit, FilterSettings, Rule
 
@@ -124,7 +125,9 @@ class ScoreConfig(Extract, Bounds):
 class LabelConfig(Extract):
     """A label in the answer, and the labels that stay."""
 
-    keep: Listed[FieldName] = Field(min_length=1, description="Labels of the documents that stay.")
+    keep: Listed[FieldName] = Field(
+        default=(), description="Labels of the documents that stay; empty: all, if `field` stores the label."
+    )
 
 
 class RewriteConfig(Extract):
@@ -141,6 +144,7 @@ class BudgetConfig(StrictModel):
 class AskConfig(FilterSettings):
     """Settings of `ask`: where and what is asked, and what an answer means."""
 
+    omitted_at_default: ClassVar = frozenset({"field"})
     not_content: ClassVar = frozenset(
         {
             *("url", "api_key_env", "answers", "concurrency", "requests_per_minute", "tokens_per_minute"),
@@ -181,6 +185,12 @@ class AskConfig(FilterSettings):
     score: ScoreConfig | None = Field(default=None, description="The answer has a score.")
     label: LabelConfig | None = Field(default=None, description="The answer has a label.")
     rewrite: RewriteConfig | None = Field(default=None, description="The answer is the new text; or true.")
+    field: FieldName | None = Field(
+        default=None,
+        description="Metadata field in which the score or the label is stored, for later steps and "
+        "output.where; null: none.",
+        examples=["topic"],
+    )
     unusable: Literal["drop", "keep"] = Field(
         default="drop",
         description="A document whose answer is unusable: drop it, or keep it as it is, without a score.",
@@ -233,9 +243,18 @@ class AskConfig(FilterSettings):
         given = [name for name in ("score", "label", "rewrite") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of score, label and rewrite; got {', '.join(given) or 'none'}")
+        if self.label is not None and not self.label.keep and self.field is None:
+            raise ValueError("label: nothing would come of it; give keep, or a field in which it is stored")
+        if self.field is not None and self.rewrite is not None:
+            raise ValueError("field: a rewritten text has no score or label; leave out field")
         if taken := [name for name in _OURS if name in self.body]:
             raise ValueError(f"body: {taken[0]} is not set here")
         return self
+
+    @property
+    def added_fields(self) -> Sequence[str]:
+        """See FilterSettings.added_fields."""
+        return () if self.field is None else (self.field,)
 
     @property
     def may_edit(self) -> bool:
@@ -246,6 +265,19 @@ class AskConfig(FilterSettings):
     def is_costly(self) -> bool:
         """See FilterSettings.is_costly."""
         return True
+
+    @property
+    def can_wait(self) -> bool:
+        """See FilterSettings.can_wait.
+
+        Of a prompt with nothing but the text, equal texts make the same request, whose one answer is kept
+        for all of them. A failure is not kept: with `on_error` drop or keep, it would decide for one of them.
+        A `field` may be read by filters that follow.
+        """
+        fields = {match[1] for match in _FIELD.finditer(self.prompt or "")}
+        if self.rewrite is not None or self.field is not None:
+            return False
+        return fields == {"text"} and self.on_error == "stop"
 
     def files(self) -> tuple[str, ...]:
         """See FilterSettings.files."""
@@ -297,7 +329,7 @@ class Asker:
     def ask(self, batch: TextBatch) -> tuple[list[Answer | Failure | None], list[bytes]]:
         """Return the answer for each wanted document, and the 16-byte key of its request.
 
-        Raises BuildError if a request fails with `on_error: stop`, or if the endpoint cannot be used.
+        Raises UnavailableError if a request fails with `on_error: stop`, or if the endpoint cannot be used.
         """
         began = time.monotonic()
         rows = np.flatnonzero(batch.wanted).tolist()
@@ -326,7 +358,7 @@ class Asker:
             for row in rows:
                 if isinstance(result := found.get(keys[row]), Failure):
                     file, record = batch.column("file")[row], batch.column("record")[row]
-                    raise BuildError(
+                    raise UnavailableError(
                         f"{file}: record {record:,}: ask: {self._config.url}: {result.problem}; the answers "
                         "so far are kept: run the same command again, or set on_error"
                     )
@@ -449,7 +481,11 @@ class AskFilter:
                 found = label.found(result.text)
                 labels[row] = found.strip() if isinstance(found, str) else ""
                 outcomes.why[row] = "" if labels[row] else "no label"
-                fails[row] = bool(labels[row]) and labels[row] not in label.keep
+                fails[row] = bool(labels[row] and label.keep) and labels[row] not in label.keep
+        if self._config.field is not None:
+            values = labels if score is None else scores
+            known = [None if value == "" or value != value else value for value in values.tolist()]
+            batch.add_fields({self._config.field: known})
         if score is None:
             return [*outcomes.rules(self._config), Rule("label", fails, labels)]
         batch.scores[score.name] = scores

@@ -42,9 +42,6 @@ _Loaded = TypeVar("_Loaded")
 class FilterSettings(StrictModel):
     """Base class of all filters' settings."""
 
-    can_wait: ClassVar[bool] = False
-    """Whether `order: cheapest` runs the filter behind `exact`: it is slow, and decides by the text alone."""
-
     @model_validator(mode="after")
     def _some_value_passes(self) -> Self:
         for name in type(self).model_fields:
@@ -69,6 +66,16 @@ class FilterSettings(StrictModel):
     def may_edit(self) -> bool:
         """Whether the filter may change texts."""
         return isinstance(self, Editor)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether `order: cheapest` runs it behind `exact`: it is slow, and judges equal texts alike."""
+        return False
+
+    @property
+    def added_fields(self) -> Sequence[str]:
+        """The names of the fields that the filter adds to the metadata of documents."""
+        return ()
 
     @property
     def resources(self) -> Resources:

@@ -24,7 +24,8 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from shardkit.errors import BuildError, MissingExtraError
+from shardkit.errors import MissingExtraError
+from shardkit.writers.execution.resources import UnavailableError
 from shardkit.writers.filters.answers import Answer, Answers, Failure, Meter
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _IN_A_ROW = 50  # failures of documents without one answer in between, after whi
 _SHOWN = 300  # characters of a response in a message
 
 
-class EndpointError(BuildError):
+class EndpointError(UnavailableError):
     """The endpoint cannot be used as the recipe says, whatever the document."""
 
 
@@ -324,7 +325,7 @@ class _Asking:
         self._waiting = deque(requests)
         self._elsewhere: deque[bytes] = deque()  # requests that other processes have in flight
         self._found: dict[bytes, Answer | Failure] = {}
-        self._error: BuildError | None = None
+        self._error: UnavailableError | None = None
         self._is_over = False
         self._synced = time.monotonic()
         settings = endpoint.settings
@@ -347,7 +348,7 @@ class _Asking:
         try:
             while not self._is_over and (self._waiting or self._elsewhere):
                 await self._next(lane)
-        except BuildError as error:  # let the other workers receive what is paid for
+        except UnavailableError as error:  # let the other workers receive what is paid for
             self._error, self._is_over = self._error or error, True
         finally:
             lane.close()

@@ -60,8 +60,6 @@ _SCORES_AT_ONCE = 1 << 22  # maximum scores (documents x labels) computed at a t
 class LanguageConfig(FilterSettings):
     """Settings of `language`: the languages to keep, and how certain the model must be."""
 
-    can_wait = True
-
     model: FieldName | None = Field(
         default=None,
         description="A fastText model file, .bin or .ftz, whose labels are languages, such as GlotLID; "
@@ -78,6 +76,11 @@ class LanguageConfig(FilterSettings):
     characters: int | None = Field(
         default=None, ge=1, description="Read only this many first characters; null: all."
     )
+
+    @property
+    def can_wait(self) -> bool:
+        """See FilterSettings.can_wait."""
+        return True
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -210,8 +213,6 @@ def language_model() -> Path:
 class ClassifierConfig(FilterSettings):
     """Settings of `classifier`: a fastText model of your own, and the label that decides."""
 
-    can_wait = True
-
     model: FieldName = Field(description="A fastText model file, .bin or .ftz.")
     label: FieldName = Field(description="The deciding label, without __label__.")
     threshold: Ratio = Field(
@@ -223,6 +224,11 @@ class ClassifierConfig(FilterSettings):
     characters: int | None = Field(
         default=None, ge=1, description="Read only this many first characters; null: all."
     )
+
+    @property
+    def can_wait(self) -> bool:
+        """See FilterSettings.can_wait."""
+        return True
 
     def build(self, folder: Path) -> ClassifierFilter:
         """See FilterSettings.build."""

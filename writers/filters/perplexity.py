@@ -51,8 +51,6 @@ _ZSTD_WINDOW_BYTES = 1 << 27  # maximum window of a zstd file, which the decompr
 class PerplexityConfig(FilterSettings):
     """Settings of `perplexity`: bounds on a document's perplexity in a KenLM model of your own."""
 
-    can_wait = True
-
     model: FieldName = Field(description="A KenLM file, binary or ARPA; an ARPA file may be compressed.")
     words: Literal["normalized", "white_space"] = Field(
         default="normalized",
@@ -60,6 +58,11 @@ class PerplexityConfig(FilterSettings):
     )
     min_perplexity: float | None = Field(default=None, ge=0, description="Minimum perplexity.")
     max_perplexity: float | None = Field(default=None, ge=0, description="Maximum perplexity.")
+
+    @property
+    def can_wait(self) -> bool:
+        """See FilterSettings.can_wait."""
+        return True
 
     def build(self, folder: Path) -> PerplexityFilter:
         """See FilterSettings.build."""
@@ -145,12 +148,15 @@ def _opened(path: Path, head: bytes) -> BinaryIO:
 class UnigramLogProbConfig(FilterSettings):
     """Settings of `unigram_log_prob`: datatrove's UnigramLogProbFilter with your own list of frequencies."""
 
-    can_wait = True
-
     frequencies: FieldName = Field(description="CSV with the columns word and count, plain or .gz.")
     logprobs_threshold: float = Field(
         default=-10, le=0, description="Keep documents whose mean log-probability is above this."
     )
+
+    @property
+    def can_wait(self) -> bool:
+        """See FilterSettings.can_wait."""
+        return True
 
     def build(self, folder: Path) -> UnigramLogProbFilter:
         """See FilterSettings.build."""

@@ -106,6 +106,11 @@ class PythonConfig(UserCode, FilterSettings):
         return self.edits
 
     @property
+    def added_fields(self) -> Sequence[str]:
+        """See FilterSettings.added_fields."""
+        return self.columns
+
+    @property
     def resources(self) -> Resources:
         """See FilterSettings.resources."""
         return Resources(self.cpus, self.gpus, self.memory or 0)

@@ -36,6 +36,7 @@ _HELD_OUT = re.compile(
 )
 _TRAINED = re.compile(r"(?<![a-z0-9])train(?:ing)?(?![a-z])", re.IGNORECASE)
 _NUMBERS = re.compile(r"(?:[-_.]?\d+(?:-of-\d+)?)+")
+_PART = re.compile(r"-\d+-of-\d+\Z")  # end of a name such as c4-train.tfrecord-00000-of-01024
 # Suffixes of files that are usually one document each, so the word "test" rarely means a split.
 _TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".py", ".html"})
 
@@ -196,16 +197,20 @@ def held_out_names(names: Iterable[str], known: Collection[str] = ()) -> list[st
     if not held_out:
         return []
     trained = [name for name in names if name not in {*held_out} and _word_in(_TRAINED, name)]
-    endings = {PurePosixPath(name).suffix for name in trained}
+    endings = {_ending(name) for name in trained}
     like = {_NUMBERS.sub("", _TRAINED.sub(TRAIN, name)) for name in trained}
 
     def is_held_out(name: str) -> bool:
-        ending = PurePosixPath(name).suffix
+        ending = _ending(name)
         if ending not in _TEXT_ENDINGS:
             return ending in endings
         return any(_NUMBERS.sub("", other) in like for other in _with_train(name))
 
     return sorted(filter(is_held_out, held_out))
+
+
+def _ending(name: str) -> str:
+    return PurePosixPath(_PART.sub("", name)).suffix
 
 
 def _word_in(word: re.Pattern[str], name: str) -> bool:

@@ -108,7 +108,7 @@ def _plain(value: object) -> object:
     """Convert a value that JSON does not support, such as bytes or a date, to one that it supports."""
     match value:
         case bytes() | bytearray() | memoryview():
-            return _binary_text(bytes(value))
+            return binary_text(bytes(value))
         case np.ndarray():
             return value.tolist()
         case np.generic():
@@ -118,7 +118,7 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _binary_text(value: bytes) -> str:
+def binary_text(value: bytes) -> str:
     """Return binary data as text if it is readable UTF-8, else as hexadecimal digits."""
     try:
         text = value.decode()

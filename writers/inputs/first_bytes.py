@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from shardkit.errors import BuildError
+from shardkit.formats.tfrecord import begins_tfrecord
 
 HEAD_BYTES = 1 << 12
 """Number of first bytes to pass to `look`; pass the whole of a shorter file."""
@@ -139,6 +140,9 @@ _BINARY = (
     _Kind("ogg", "an Ogg file", re.compile(rb"OggS\0")),
     _Kind("video", "a video", re.compile(rb".{4}ftyp[a-zA-Z0-9]{3}|\x1a\x45\xdf\xa3", re.DOTALL)),
     _Kind("elf", "a program", re.compile(rb"\x7fELF|MZ.{58}.{2}\0\0", re.DOTALL), True),
+)
+_TFRECORD = _Kind(
+    "tfrecord", "a TFRecord file", re.compile(rb""), False, _READ_AS, None, "tfrecord", ".tfrecord"
 )
 _LFS = _Kind(
     "lfs",
@@ -331,6 +335,8 @@ class FirstBytes:
 
 def look(head: bytes) -> FirstBytes:
     """Recognize a file by `head`, its first `HEAD_BYTES` bytes or more, or all bytes of a shorter file."""
+    if begins_tfrecord(head):  # first, because the length of a record may look like any signature
+        return FirstBytes(_TFRECORD)
     for mark, encoding in _MARKS:
         if head.startswith(mark):
             return FirstBytes(_kind_in(head[len(mark) :], encoding), encoding, mark)
@@ -345,11 +351,11 @@ def compression_in(head: bytes, named: str | None) -> str | None:
     """Return the compression of a file that begins with `head`, or None; its name indicates `named`.
 
     The signature decides. If a file with the name of a compressed one has text, a server or browser has
-    decompressed it in transit: return None. For any other content, return `named`: the decoder then reports
-    what is wrong.
+    decompressed it in transit: return None. So for TFRecord. For any other content, return `named`: the
+    decoder then reports what is wrong.
     """
     found = look(head)
-    if found.compression is not None or named is None:
+    if found.compression is not None or named is None or found.kind == _TFRECORD.name:
         return found.compression
     return named if not head or found.format in _PACKED or _holds_no_text(head) else None
 

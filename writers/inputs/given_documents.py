@@ -17,11 +17,10 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as pds
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.inputs.chat import without_nulls
@@ -37,6 +36,9 @@ from shardkit.writers.inputs.fields import (
 from shardkit.writers.inputs.read_columnar import python_values
 from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as pds
 
 _LOOKED = 1000  # number of documents after which it is an error if none had a text
 _SHOWN = 40  # maximum number of field names in an error message
@@ -180,7 +182,8 @@ def _kind(value: object) -> str:
 
 def _open(documents: Any, paths: _Paths) -> _Source:
     """Return the rows of the documents; raise RecipeError if they are no source of documents."""
-    pandas = sys.modules.get("pandas")
+    # Only a caller who has imported these modules, which take long, has objects of them.
+    pandas, datasets = sys.modules.get("pandas"), sys.modules.get("pyarrow.dataset")
     if isinstance(documents, str | bytes | os.PathLike):
         raise RecipeError(
             f"documents: {documents!r} is a path; files are named by inputs[].path of the recipe"
@@ -195,8 +198,8 @@ def _open(documents: Any, paths: _Paths) -> _Source:
         return _of_frame(documents, paths)
     if isinstance(documents, pa.Table | pa.RecordBatch | pa.RecordBatchReader):
         return _of_batches(documents.schema, _batches_of(documents), paths)
-    if isinstance(documents, pds.Dataset | pds.Scanner):
-        is_scanner = isinstance(documents, pds.Scanner)
+    if datasets is not None and isinstance(documents, datasets.Dataset | datasets.Scanner):
+        is_scanner = isinstance(documents, datasets.Scanner)
         schema = documents.projected_schema if is_scanner else documents.schema
         batches = documents.to_batches() if is_scanner else _scanned(documents, paths)
         return _of_batches(schema, batches, paths)

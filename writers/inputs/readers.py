@@ -34,6 +34,7 @@ from shardkit.writers.inputs.read_epub import read_epub
 from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.read_stackexchange import read_stackexchange
+from shardkit.writers.inputs.read_tfrecord import read_tfrecord
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.inputs import READER, InputConfig
@@ -52,6 +53,7 @@ _READERS: dict[str, Reader] = {
     "wds": read_wds,
     "stackexchange": read_stackexchange,
     "epub": read_epub,
+    "tfrecord": read_tfrecord,
 }
 _RECORD_COPIES = 8  # copies of a large record in memory while it is decoded, parsed and put into a batch
 _HEAD_BYTES = 256  # bytes of a paragraph that are kept for the quarantine

@@ -365,8 +365,8 @@ class RecordSink:
 
     def _encoding(self) -> str:
         """Return the encoding of the content; raise OtherFormatError if the recipe sets a wrong one."""
-        if self.is_page or self.split.format in ("warc", "epub"):
-            return "utf-8"  # no conversion here: each page is decoded by its own encoding
+        if self.is_page or self.split.format in ("warc", "epub", "tfrecord"):
+            return "utf-8"  # no conversion here: each page is decoded by its own encoding; records are binary
         found, said = self.content, encoding_of(self._config.encoding or "utf-8") or "utf-8"
         if found.mark:
             return found.encoding

@@ -98,13 +98,16 @@ _FORMATS = {
     ".xml": "mediawiki",
     ".pdf": "pdf",
     ".epub": "epub",
+    ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord",
 }
 # Formats that are not read from front to back, so their files cannot be compressed as a whole.
 SEEKING = frozenset({"parquet", "arrow"})
 TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html", "mediawiki", "stackexchange"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 _POSTS = "posts.xml"  # name of the posts in a dump of Stack Exchange
-_OF_PAGES = re.compile(r"\.xml-p\d+p\d+")  # the ending of a part of a Wikipedia dump: its first and last page
+# Endings of the parts of a Wikipedia dump (first and last page), and of TFRecord files (number and count).
+_OF_PARTS = re.compile(r"(\.xml)-p\d+p\d+|(\.tfrecords?)-\d+-of-\d+")
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -296,7 +299,8 @@ def _endings(name: str) -> tuple[str | None, str]:
     path = PurePosixPath(name)
     compression = COMPRESSIONS.get(path.suffix.lower())
     extension = PurePosixPath(path.stem if compression else path).suffix.lower()
-    return compression, ".xml" if _OF_PAGES.fullmatch(extension) else extension
+    part = _OF_PARTS.fullmatch(extension)
+    return compression, extension if part is None else part[1] or part[2]
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:

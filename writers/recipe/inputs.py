@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, model_validator
 
 from shardkit.encodings import GUESS, encoding_of
+from shardkit.errors import RecipeError
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.filters.user_code import UserCode
@@ -345,12 +346,13 @@ class InputConfig(StrictModel):
             "stackexchange",
             "pdf",
             "epub",
+            "tfrecord",
         ]
         | None
     ) = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .epub .xml (mediawiki; Posts.xml: "
+        ".csv .tsv .txt .html .warc .wet .arc .mds .tar .pdf .epub .tfrecord .xml (mediawiki; Posts.xml: "
         "stackexchange) and a few more; a .json file is jsonl, or json if it begins with an array or with an "
         "object of several lines.",
     )
@@ -474,3 +476,27 @@ class InputConfig(StrictModel):
         if self.base is not None and is_url(self.path) != is_url(self.base):
             raise ValueError("base must be a folder above the path, or a URL above it if the path is a URL")
         return self
+
+
+def with_documents(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's data with one input for documents that are given in Python.
+
+    Raises RecipeError if the recipe names files, or sets what only files have.
+    """
+    given = data.get("inputs")
+    entries = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    if len(entries) > 1:
+        raise RecipeError(f"inputs: a build with documents=… has one input; the recipe has {len(entries)}")
+    entry = entries[0] if entries else {}
+    if isinstance(entry, str):
+        entry = {"path": entry}
+    if not isinstance(entry, Mapping):
+        return dict(data)  # refused with the other problems of the recipe
+    if "path" in entry:
+        raise RecipeError(
+            f"inputs[0].path: a build reads either files ({entry['path']}) or documents=…; leave out "
+            "`path` (other keys of the input, such as `text`, apply to documents) or `documents`"
+        )
+    if of_files := [key for key in FILE_KEYS if key in entry]:
+        raise RecipeError(f"inputs[0].{of_files[0]}: is about files; leave it out with documents=…")
+    return {**data, "inputs": [{"path": DOCUMENTS, **entry}]}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -234,13 +235,15 @@ class SplitConfig(StrictModel):
 _AMOUNTS = ("share", "documents", "tokens", "at_most")
 
 
-class AmountConfig(StrictModel):
-    """How much of a source goes into the datasets.
+class ChoiceConfig(StrictModel):
+    """How many of a source's documents are taken.
 
-    Documents are chosen after filters and duplicate removal, and before `split`, by a hash of the document:
-    those with the lowest hashes. So a source that grows keeps its choice: with `share` a chosen document
-    stays chosen, and with `documents` or `tokens` new documents replace those with the highest hashes.
+    Documents are chosen by a hash of the document: those with the lowest hashes. So a source that grows keeps
+    its choice: with `share` a chosen document stays chosen, and with `documents` or `tokens` new documents
+    replace those with the highest hashes.
     """
+
+    _nothing: ClassVar[str] = "give share, documents, tokens or at_most; leave out the step to take all"
 
     share: Annotated[float, BeforeValidator(_fraction), WithJsonSchema(_SHARE_SCHEMA)] | None = Field(
         default=None,
@@ -269,23 +272,14 @@ class AmountConfig(StrictModel):
         "rarest one; 10: at most 10:1.",
         examples=[10],
     )
-    repeat: Annotated[float, Field(gt=1, le=1000)] | None = Field(
-        default=None,
-        description="How often each chosen document is in the rows of train, at different places of the "
-        "order; 2.5: all of them twice, and half of them, by hash, a third time. Other parts of a `split` "
-        "have each document once.",
-        examples=[2, 2.5],
-    )
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         given = [name for name in _AMOUNTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")
-        if not given and self.repeat is None:
-            raise ValueError(
-                "give share, documents, tokens, at_most or repeat; leave out the source to take all of it"
-            )
+        if not given and not self._may_take_all:
+            raise ValueError(self._nothing)
         if self.at_most is not None and self.by is None:
             raise ValueError("at_most: give `by`, the field whose values are compared")
         if self.by is not None and given in ([], ["share"]):
@@ -294,8 +288,12 @@ class AmountConfig(StrictModel):
             )
         return self
 
-    def scaled(self, share: float) -> AmountConfig:
-        """Return the amount for a sample of `share` of the source."""
+    @property
+    def _may_take_all(self) -> bool:
+        return False
+
+    def scaled(self, share: float) -> Self:
+        """Return the settings for a sample of `share` of the source."""
         given = {"documents": self.documents, "tokens": self.tokens}
         changes = {name: max(1, int(one * share)) for name, one in given.items() if one is not None}
         return self.model_copy(update=changes)
@@ -314,6 +312,40 @@ class AmountConfig(StrictModel):
     def number(self) -> int | None:
         """The number of documents or tokens; None for a share."""
         return self.documents or self.tokens
+
+
+class AmountConfig(ChoiceConfig):
+    """How much of a source goes into the datasets: what is left after all steps, and before `split`."""
+
+    _nothing: ClassVar[str] = (
+        "give share, documents, tokens, at_most or repeat; leave out the source to take all of it"
+    )
+
+    repeat: Annotated[float, Field(gt=1, le=1000)] | None = Field(
+        default=None,
+        description="How often each chosen document is in the rows of train, at different places of the "
+        "order; 2.5: all of them twice, and half of them, by hash, a third time. Other parts of a `split` "
+        "have each document once.",
+        examples=[2, 2.5],
+    )
+
+    @property
+    def _may_take_all(self) -> bool:
+        return self.repeat is not None
+
+
+class SampleConfig(ChoiceConfig):
+    """How many documents of each source a `sample` among the `steps` takes; later steps read only these."""
+
+    sources: Listed[FieldName] = Field(
+        default=(),
+        description="Labels of the inputs of which so much is taken; the others stay whole. Empty: all.",
+        examples=[["web"]],
+    )
+
+    def of(self, labels: Sequence[str]) -> dict[str, SampleConfig]:
+        """Return the settings by source, of the sources that are sampled; `labels` are all sources."""
+        return {label: self for label in labels if not self.sources or label in self.sources}
 
 
 def _text_of(value: object) -> object:

@@ -8,7 +8,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -38,13 +38,14 @@ from shardkit.settings import (
 )
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
 from shardkit.writers.filters.ask import AskConfig
+from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.filters.user import PythonConfig
-from shardkit.writers.recipe.inputs import DOCUMENTS, FILE_KEYS, GroupConfig, InputConfig
+from shardkit.writers.recipe.inputs import GroupConfig, InputConfig
 from shardkit.writers.recipe.outputs import (
     AmountConfig,
+    ChoiceConfig,
     OutputConfig,
     PackConfig,
     SplitConfig,
@@ -53,12 +54,18 @@ from shardkit.writers.recipe.outputs import (
 )
 from shardkit.writers.recipe.problems import describe_problems
 from shardkit.writers.recipe.steps import (
+    SAMPLE,
     FilterPass,
+    GlobalStep,
+    Move,
     StepEntry,
     cheapest,
+    ends_of,
+    fields_made,
     filter_named,
     is_short,
     moves_of,
+    of_schemes,
     removal_of,
     step_named,
 )
@@ -103,19 +110,20 @@ class Recipe(StrictModel):
     ] = Field(
         default=(),
         max_length=64,
-        description="In place of `filters` and `dedup`: filters and duplicate removal in the order in which "
-        "they run, such as an expensive filter behind duplicate removal.",
+        description="In place of `filters` and `dedup`: filters, duplicate removal and samples, in the order "
+        "in which they run, such as an expensive filter behind duplicate removal.",
         examples=[["gopher_quality", "exact", {"near": 0.8}, {"python": {"function": "my_filters:keep"}}]],
     )
     order: Literal["given", "cheapest"] = Field(
         default="given",
         description="given: all filters, then duplicate removal. cheapest: filters that are slow and decide "
-        "by the text alone (classifier, language, perplexity, unigram_log_prob) run behind `exact`, on what "
-        "it leaves; the same documents survive.",
+        "by the text alone (classifier, language, perplexity, unigram_log_prob, ask if its prompt has only "
+        "{text}) run behind `exact`, on what it leaves; the same documents survive.",
     )
     annotate: bool = Field(
         default=False,
-        description="Write the value of every filter rule for every document to annotations/*.parquet.",
+        description="Write the value of every filter rule for every document that it judges to "
+        "annotations/*.parquet.",
     )
     dedup: Annotated[DedupConfig, BeforeValidator(lambda given: {} if given is None else given)] = Field(
         default=DedupConfig(),
@@ -231,6 +239,7 @@ class Recipe(StrictModel):
         self._check_buckets()
         self._check_where()
         self._check_amounts()
+        self._check_samples()
         self._check_scope()
         self._check_group()
         self._check_split()
@@ -245,9 +254,13 @@ class Recipe(StrictModel):
         return self
 
     def _take_steps(self) -> None:
-        """Set `filters` and `dedup` to the entries of `steps`. Raises ValueError if they conflict."""
-        filters = tuple(step for step in self.steps if step.scheme is None)
+        """Set the keys that `steps` stands for to its entries. Raises ValueError if they conflict."""
+        filters = tuple(step for step in self.steps if step.over_all is None)
         dedup = removal_of(self.steps, self.dedup)
+        for key, settings in ends_of(self.steps).items():
+            if getattr(self, key) not in (None, settings):
+                raise ValueError(f"{key}: `steps` has it, too, with other settings; leave out one of them")
+            self.__dict__[key] = settings
         for key, given, derived in (
             ("filters", self.filters, filters),
             ("dedup", self.dedup if self.dedup.asked else dedup, dedup),
@@ -260,28 +273,25 @@ class Recipe(StrictModel):
         """Raise ValueError for an order of steps that is not possible."""
         if self.order == "cheapest" and self.steps:
             raise ValueError("order: `steps` lists the steps in their order; leave out order or `steps`")
-        behind = [step for filters in self.passes[1:] for step in filters]
-        if behind and self.annotate:
-            raise ValueError(
-                f"annotate: the filter {behind[0][0]} stands behind duplicate removal and judges only what "
-                "is left; annotate in a build with all filters first"
-            )
+        _ = self.moves  # raises ValueError if `order` is not possible
 
     def _check_buckets(self) -> None:
         """Raise ValueError if `buckets` reads a score that does not exist, or a label a field that exists."""
         columns: set[str] = set()
         found = 0
-        for _, config in self.filter_chain():
+        for config in self._steps_in_order():
+            if isinstance(config, GlobalStep):
+                columns |= fields_made(config)
+                continue
             if isinstance(config, ScoresConfig):
                 if twice := sorted(columns & config.columns.keys()):
                     raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}; rename one")
                 columns |= config.columns.keys()
-            if isinstance(config, PythonConfig):
-                columns |= {*config.columns}
             if isinstance(config, AskConfig) and config.score is not None:
                 if config.score.name in columns:
                     raise ValueError(f"filters: two scores are called {config.score.name!r}; rename one")
                 columns.add(config.score.name)
+            columns |= {*config.added_fields}
             if not isinstance(config, BucketsConfig):
                 continue
             found += 1
@@ -306,17 +316,24 @@ class Recipe(StrictModel):
         if found > 1:
             raise ValueError("filters: a recipe may have only one `buckets` filter; give it all scores")
 
+    def _steps_in_order(self) -> Iterator[FilterSettings | GlobalStep]:
+        for move in self.moves:
+            if isinstance(move, GlobalStep):
+                yield move
+            else:
+                yield from (config for _, config in move)
+
     def _check_scope(self) -> None:
-        """Raise ValueError if `dedup.near.scope` needs a language or a field that documents do not have."""
-        scope = None if self.dedup.near is None else self.dedup.near.scope
-        if scope == "language" and not any(step == "language" for step, _ in self.filter_chain()):
-            raise ValueError(
-                "dedup.near.scope: languages are known only with the `language` filter; add it to filters"
-            )
-        if isinstance(scope, FieldScope) and self._fields is not None and scope.field not in self._fields:
-            raise ValueError(
-                f"dedup.near.scope: no input keeps a field {scope.field!r}; add it to inputs[].metadata"
-            )
+        """Raise ValueError if a scope of `near` needs a language or a field that documents do not have."""
+        for scope in (step.settings.scope for step in self.global_steps if step.name == "near"):
+            if scope == "language" and not any(step == "language" for step, _ in self.filter_chain()):
+                raise ValueError(
+                    "dedup.near.scope: languages are known only with the `language` filter; add it to filters"
+                )
+            if isinstance(scope, FieldScope) and self._fields is not None and scope.field not in self._fields:
+                raise ValueError(
+                    f"dedup.near.scope: no input keeps a field {scope.field!r}; add it to inputs[].metadata"
+                )
 
     def _check_group(self) -> None:
         """Raise ValueError if `group` needs fields that documents lack, or conflicts with other settings."""
@@ -399,15 +416,7 @@ class Recipe(StrictModel):
             if label not in self.sources:
                 known = ", ".join(dict.fromkeys(self.sources))
                 raise ValueError(f"amounts.{label}: there is no source {label!r}; sources: {known}")
-            if amount.by is not None:
-                self._check_field(f"amounts.{label}.by", amount.by)
-                if self.group is not None:
-                    raise ValueError(f"amounts.{label}.by: a group may have several values; leave out by")
-            if amount.tokens is not None and all(output.is_text for output in self._all()):
-                raise ValueError(
-                    f"amounts.{label}.tokens: no output has tokens; give documents or share, or add an "
-                    "output of format mds, wds or tokens"
-                )
+            self._check_choice(f"amounts.{label}", amount)
             if amount.repeat is None:
                 continue
             if wrong := [output.format for output in self._all() if not output.has_rows]:
@@ -420,12 +429,39 @@ class Recipe(StrictModel):
                     f"amounts.{label}.repeat: grouped documents cannot be repeated; use a mixture"
                 )
 
+    def _check_choice(self, key: str, choice: ChoiceConfig) -> None:
+        """Raise ValueError if documents cannot be chosen so: by a field or by tokens that there are not."""
+        if choice.by is not None:
+            self._check_field(f"{key}.by", choice.by)
+            if self.group is not None:
+                raise ValueError(f"{key}.by: a group may have several values; leave out by")
+        if choice.tokens is not None and all(output.is_text for output in self._all()):
+            raise ValueError(
+                f"{key}.tokens: no output has tokens; give documents or share, or add an output of format "
+                "mds, wds or tokens"
+            )
+
+    def _check_samples(self) -> None:
+        """Raise ValueError if a `sample` names an unknown source, or a field that is found later."""
+        for number, move in enumerate(self.moves):
+            if not isinstance(move, GlobalStep) or move.name != SAMPLE:
+                continue
+            if unknown := [label for label in move.settings.sources if label not in self.sources]:
+                known = ", ".join(dict.fromkeys(self.sources))
+                raise ValueError(f"sample.sources: there is no source {unknown[0]!r}; sources: {known}")
+            self._check_choice(SAMPLE, move.settings)
+            by = move.settings.by
+            if any(by in fields_made(later) for later in self.moves[number:]):
+                raise ValueError(
+                    f"sample.by: {by!r} is found by a step behind this one; move sample behind that step"
+                )
+
     @property
     def _fields(self) -> set[str] | None:
         """The fields of documents' metadata; None if inputs have `path_fields`, which may be any."""
         if any(config.path_fields for config in self.inputs):
             return None
-        steps = [config.columns for _, config in self.filter_chain() if isinstance(config, PythonConfig)]
+        steps = [config.added_fields for _, config in self.filter_chain()]
         return {name for names in (*(one.metadata for one in self.inputs), *steps) for name in names}
 
     def _all(self) -> tuple[OutputConfig, ...]:
@@ -536,7 +572,7 @@ class Recipe(StrictModel):
         costly = [config for _, config in self.filter_chain() if config.is_costly]
         if not costly:
             return self
-        fields = {name for one in costly if isinstance(one, PythonConfig) for name in one.columns}
+        fields = {name for one in costly for name in one.added_fields}
 
         def cheap(entries: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(one for one in entries if not any(config.is_costly for _, config in one.filters()))
@@ -554,12 +590,17 @@ class Recipe(StrictModel):
 
     @property
     def passes(self) -> list[FilterPass]:
-        """The passes of filters, in order: the items of `moves` that are not schemes."""
-        return [move for move in self.moves if not isinstance(move, str)]
+        """The passes of filters, in order."""
+        return [move for move in self.moves if not isinstance(move, GlobalStep)]
 
     @property
-    def moves(self) -> tuple[FilterPass | str, ...]:
-        """Passes of filters, and between them the names of schemes that remove duplicates, in order.
+    def global_steps(self) -> list[GlobalStep]:
+        """The steps over all documents, in order."""
+        return [move for move in self.moves if isinstance(move, GlobalStep)]
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Passes of filters, and between them steps over all documents, in order.
 
         The first item is the pass over the documents as read from the inputs.
         """
@@ -567,7 +608,7 @@ class Recipe(StrictModel):
             return moves_of(self.steps)
         if self.order == "cheapest":
             return cheapest(self.filter_chain(), self.dedup)
-        return self.filter_chain(), *(name for name in self.dedup.schemes() if name in self.dedup.asked)
+        return self.filter_chain(), *of_schemes(self.dedup)
 
 
 def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> Recipe:
@@ -576,30 +617,6 @@ def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> 
         return Recipe.model_validate(data, context={"folder": folder}).in_folder(folder)
     except ValidationError as error:
         raise RecipeError(describe_problems(name, error, Recipe)) from None
-
-
-def with_documents(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's data with one input for documents that are given in Python.
-
-    Raises RecipeError if the recipe names files, or sets what only files have.
-    """
-    given = data.get("inputs")
-    entries = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    if len(entries) > 1:
-        raise RecipeError(f"inputs: a build with documents=… has one input; the recipe has {len(entries)}")
-    entry = entries[0] if entries else {}
-    if isinstance(entry, str):
-        entry = {"path": entry}
-    if not isinstance(entry, Mapping):
-        return dict(data)  # refused with the other problems of the recipe
-    if "path" in entry:
-        raise RecipeError(
-            f"inputs[0].path: a build reads either files ({entry['path']}) or documents=…; leave out "
-            "`path` (other keys of the input, such as `text`, apply to documents) or `documents`"
-        )
-    if of_files := [key for key in FILE_KEYS if key in entry]:
-        raise RecipeError(f"inputs[0].{of_files[0]}: is about files; leave it out with documents=…")
-    return {**data, "inputs": [{"path": DOCUMENTS, **entry}]}
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

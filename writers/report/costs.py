@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.stages.flow import Documents
 
@@ -18,10 +19,10 @@ WORTH_SHARE = 0.2  # of the CPU of all filters
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A filter or a way to find duplicates, in the order of the build.
+    """A filter or a step over all documents, in the order of the build.
 
     `documents` is how many it judged, `dropped` how many of these it removed, `seconds` the CPU time of a
-    filter, in all workers together; None for duplicate removal, whose stages have times of their own. A
+    filter, in all workers together; None for a step over all documents, whose stages have their own times. A
     filter that `edits` changes what later steps see. `spent` is as in FilterCost.
     """
 
@@ -49,8 +50,8 @@ def step_costs(documents: Documents) -> list[StepCost]:
     compared = iter(documents.compared)
     found: list[StepCost] = []
     for move in documents.recipe.moves:
-        if isinstance(move, str):
-            found.append(StepCost(move, *next(compared)))
+        if isinstance(move, GlobalStep):
+            found.append(StepCost(move.name, *next(compared)))
             continue
         totals: dict[str, FilterCost] = {}
         for split in next(passes):

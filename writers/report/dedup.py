@@ -10,8 +10,8 @@ from shardkit.writers.report.html import bars, cell, counted, facts, number, per
 def render_dedup(dedup: DedupFacts) -> str:
     """Render the section as HTML."""
     body = [_stages(dedup), _sources(dedup), _groups(dedup)]
-    if dedup.near is not None:
-        body += ["<h3>Near-duplicates</h3>", _parameters(dedup.near)]
+    for near in [*dedup.earlier_near, *([] if dedup.near is None else [dedup.near])]:
+        body += ["<h3>Near-duplicates</h3>", _parameters(near)]
     if dedup.semantic is not None:
         body += ["<h3>Semantic duplicates</h3>", _semantic(dedup.semantic)]
     return section("Duplicates", *body)

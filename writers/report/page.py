@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
+from shardkit.card import AmountFacts, Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.order.token_mask import LONGEST_PERIOD
 from shardkit.settings import TRAIN
@@ -154,7 +154,7 @@ def render_amounts(card: DatasetCard) -> str:
     """Render the section on how much of each source was used."""
     rows = [
         [
-            cell(one.source),
+            cell(_choice(one)),
             number(one.found.documents),
             number(one.taken.documents),
             number(one.left_out.documents),
@@ -164,15 +164,19 @@ def render_amounts(card: DatasetCard) -> str:
     for one in card.amounts:
         most = sorted(one.values.items(), key=lambda item: -item[1][0])[:_MOST_LANGUAGES]
         rows += [
-            [cell(f"{one.source}: {value}"), number(found), number(taken), number(found - taken)]
+            [cell(f"{_choice(one)}: {value}"), number(found), number(taken), number(found - taken)]
             for value, (found, taken) in most
         ]
     note = (
-        '<p class="note">Of the documents that filters and duplicate removal left, those with the lowest '
-        "hashes were taken. The others are in <code>duplicates/</code>, with the reason amount.</p>"
+        '<p class="note">Of the documents that earlier steps left, those with the lowest hashes were taken. '
+        "The others are in <code>duplicates/</code>, with the reason amount or not_sampled.</p>"
     )
     head = ("source", ">left", ">taken", ">not taken")
     return section("Amounts", table(head, rows, caption="Documents by source"), note)
+
+
+def _choice(facts: AmountFacts) -> str:
+    return f"{facts.source} (sample {facts.sample})" if facts.sample else facts.source
 
 
 def render_split(card: DatasetCard) -> str:

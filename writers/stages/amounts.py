@@ -1,4 +1,4 @@
-"""Step: chooses how much of each source goes into the datasets, by the recipe's `amounts`.
+"""Steps that choose how much of each source stays: `sample` among the steps, and `amounts` after all steps.
 
 The documents of a source are ordered by hash(seed, document id), and those with the lowest hashes are taken
 until the amount is reached. So a choice depends on nothing but the documents that are left, and a source that
@@ -14,7 +14,8 @@ The bound is a little above the share of a source that is expected to be enough,
 it was too low, the stages run again with a higher one. A share needs only the last stage. For a number of
 tokens, the documents below the bound are tokenized to be counted, and again to be written: at most
 `_TEXT_OF_TOKEN` bytes of text for each token that is wanted, unless these are too few. Documents that are
-not taken are removed like duplicates, with the reason AMOUNT, and are listed in `duplicates/`.
+not taken are removed like duplicates, with the reason AMOUNT or NOT_SAMPLED, and are listed in `duplicates/`.
+The hashes of each `sample` and of `amounts` are independent of each other.
 
 With `by`, all of this holds for each value of a field of a source. With `group`, all documents of a group
 have one hash, so a group is taken as a whole. Documents without text do not count; they are dropped later,
@@ -24,9 +25,10 @@ as empty.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclasses_field
+from functools import partial
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
@@ -39,17 +41,18 @@ import xxhash
 
 from shardkit.card import AmountFacts, Count
 from shardkit.errors import BuildError, warn_user
-from shardkit.writers.dedup.outcomes import AMOUNT, OUTCOME, SplitRemovals, SplitTable
+from shardkit.writers.dedup.outcomes import AMOUNT, NOTHING, OUTCOME, SplitRemovals, SplitTable
 from shardkit.writers.dedup.population import LanguageLabels
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
+from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage, partition_name
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.inputs import GroupConfig
-from shardkit.writers.recipe.outputs import AmountConfig
+from shardkit.writers.recipe.outputs import ChoiceConfig
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import SAMPLE, GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.labels import Labels, marked_batches
@@ -67,7 +70,6 @@ CHOICES = Table("choices.run", np.dtype([("key", "<u8"), ("units", "<i8"), ("val
 MOST_VALUES = 1000  # of a field: the card lists them
 _ROWS = "rows.bin"
 _ALL = (1 << 64) - 1  # the highest hash: if it is the last one taken, all documents are
-_PURPOSE = "amount"
 _SPARES = 6.0  # hashes to sort beyond the expected number, in standard deviations
 _TEXT_OF_TOKEN = 8  # bytes; about twice the average of English
 _FURTHER = 4  # factor by which a bound grows that was too low
@@ -75,55 +77,75 @@ _FURTHER = 4  # factor by which a bound grows that was too low
 
 def choose_amounts(documents: Documents, build: Build) -> Documents:
     """Remove the documents beyond the amounts; warns of sources that have less than their amount."""
-    return _Choice(documents, build).run()
+    tables, facts = _Choice(documents, build, documents.recipe.amounts).run()
+    removals = [
+        own.also(AMOUNT, table) if table.count else own
+        for own, table in zip(documents.removals, tables, strict=True)
+    ]
+    return replace(documents, removals=removals, amounts=[*documents.amounts, *facts])
+
+
+def take_sample(move: GlobalStep, documents: Documents, build: Build) -> Documents:
+    """Remove the documents that a `sample` does not take; warns of sources that have fewer."""
+    amounts = move.settings.of(documents.recipe.sources)
+    tables, facts = _Choice(documents, build, amounts, move.nth).run()
+    return replace(documents.sampled(tables), amounts=[*documents.amounts, *facts])
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Runs the stages that choose documents."""
+    """Runs the stages that choose documents; `amounts` are by source, `sample` is as in AmountFacts."""
 
     documents: Documents
     build: Build
+    amounts: Mapping[str, ChoiceConfig]
+    sample: int = 0
 
     @property
     def labels(self) -> list[str]:
         """The labels of the sources with an amount; several inputs may have the same label."""
-        amounts = self.documents.recipe.amounts
-        return sorted(label for label, one in amounts.items() if one.chooses)
+        return sorted(label for label, one in self.amounts.items() if one.chooses)
 
-    def run(self) -> Documents:
-        """Run all stages; return the documents that are left, with what is known of each amount."""
+    @property
+    def _purpose(self) -> str:
+        """The purpose of the hashes: documents that one choice takes are not more likely in another."""
+        return f"{SAMPLE} {self.sample}" if self.sample else AMOUNT
+
+    def _key(self, label: str, setting: str = "") -> str:
+        return f"{SAMPLE}{setting} ({label})" if self.sample else f"amounts.{label}{setting}"
+
+    def run(self) -> tuple[list[SplitTable], list[AmountFacts]]:
+        """Run all stages; return what is not taken of each split, and what is known of each source."""
         recipe = self.documents.recipe
         lasts = self._lasts_of_numbers()
-        for label, one in recipe.amounts.items():
+        for label, one in self.amounts.items():
             if one.share is not None:
                 lasts[label] = {str(_key_of(label, "")): _last_of(one.share)}
         tasks, numbers = [], [*self._splits_of(lasts)]
         for number in numbers:
             split = self.documents.splits[number]
             file, removed = self.documents.file(number), self.documents.removals[number]
-            choosing = self._field(number), lasts[self._label(number)], recipe.seed, recipe.group
+            label = self._label(number)
+            choosing = self._field(number), lasts[label], recipe.seed, recipe.group, self._purpose
             tasks.append(AMOUNTS.task(split.task_name, split.bytes, file, removed, *choosing))
         [commits] = self.build.run(tasks)
         found = {label: Chosen() for label in self.labels}
-        removals = [*self.documents.removals]
+        tables = [NOTHING] * len(self.documents.splits)
         for number, commit in zip(numbers, commits, strict=True):
             result = AMOUNTS.result(commit)
             found[self._label(number)].add(result)
             if lost := result.left.documents:
-                table = SplitTable(commit.file(_ROWS), 0, lost, result.digest, result.left)
-                removals[number] = removals[number].also(AMOUNT, table)
-        facts = [one.facts(label) for label, one in found.items()]
-        return replace(self.documents, removals=removals, amounts=facts)
+                tables[number] = SplitTable(commit.file(_ROWS), 0, lost, result.digest, result.left)
+        return tables, [one.facts(label, self.sample) for label, one in found.items()]
 
     def _field(self, number: int) -> Field:
         """Return how the documents of a split are told apart, by the field `by` of its source's amount."""
         label = self._label(number)
-        by = self.documents.recipe.amounts[label].by
+        by = self.amounts[label].by
         if by is None:
-            return Field(label)
+            return Field(label, self._key(label, ".by"))
         languages = self.documents.languages(number) if by == "language" else None
-        return Field(label, by, languages, self.documents.labels_of(number))
+        return Field(label, self._key(label, ".by"), by, languages, self.documents.labels_of(number))
 
     def _label(self, number: int) -> str:
         return self.documents.recipe.sources[self.documents.splits[number].source]
@@ -136,7 +158,7 @@ class _Choice:
 
         A value that is not listed is taken whole. Warns of sources that have less than their number.
         """
-        amounts, left, tokenizer = self.documents.recipe.amounts, self._left(), self._tokenizer()
+        amounts, left, tokenizer = self.amounts, self._left(), self._tokenizer()
         bounds = {label: _bound(one, left[label]) for label, one in amounts.items() if one.counts}
         lasts: dict[str, dict[str, int]] = {}
         while bounds:
@@ -149,8 +171,8 @@ class _Choice:
                 if not last and bound >= 1 and amount.by is None:
                     unit = "documents" if amount.tokens is None else "tokens"
                     warn_user(
-                        f"amounts.{label}: {amount.number:,} {unit} are wanted, but only {units:,} are left "
-                        f"after filters and duplicate removal; all of them are used"
+                        f"{self._key(label)}: {amount.number:,} {unit} are wanted, but only {units:,} are "
+                        "left after earlier steps; all of them are used"
                     )
             bounds = {
                 label: min(1.0, _FURTHER * bound) for label, bound in bounds.items() if label not in lasts
@@ -159,7 +181,7 @@ class _Choice:
 
     def _tokenizer(self) -> TokenizerFile | None:
         """Return the tokenizer that counts tokens, with the engine that will encode; None if none counts."""
-        if all(one.tokens is None for one in self.documents.recipe.amounts.values()):
+        if all(one.tokens is None for one in self.amounts.values()):
             return None
         file, [checked] = self.build.inputs.tokenizer, self.documents.beside
         assert file is not None
@@ -186,12 +208,13 @@ class _Choice:
         for number in numbers:
             split, label = self.documents.splits[number], self._label(number)
             counting = None
-            if recipe.amounts[label].tokens is not None:
+            if self.amounts[label].tokens is not None:
                 assert tokenizer is not None
                 settings = TokenSettings(recipe.seed, recipe.inputs[split.source].fim, recipe.group)
                 counting = Counting(tokenizer, settings)
             file, removed = self.documents.file(number), self.documents.removals[number]
-            choosing = Choosing(self._field(number), bounds[label], recipe.seed, recipe.group)
+            field = self._field(number)
+            choosing = Choosing(field, bounds[label], recipe.seed, recipe.group, self._purpose)
             memory = self.build.memory_bytes
             tasks.append(
                 AMOUNTS_COUNT.task(
@@ -221,7 +244,7 @@ class _Choice:
             units.update(AMOUNTS_SUMS.result(commit))
         wanted: dict[str, int] = {}
         for label, own in values.items():
-            wanted |= _wanted(recipe.amounts[label], {value: units[value] for value in sorted(own)})
+            wanted |= _wanted(self.amounts[label], {value: units[value] for value in sorted(own)})
         tasks = []
         for number, here in _places(wanted, summed).items():
             name, piece = pieces[number]
@@ -234,7 +257,7 @@ class _Choice:
         }
 
 
-def _wanted(amount: AmountConfig, units: Mapping[str, int]) -> dict[str, int]:
+def _wanted(amount: ChoiceConfig, units: Mapping[str, int]) -> dict[str, int]:
     """Return how much of each value is wanted; `units` has how much there is."""
     if amount.at_most is not None:
         least = min((one for one in units.values() if one), default=0)
@@ -243,7 +266,7 @@ def _wanted(amount: AmountConfig, units: Mapping[str, int]) -> dict[str, int]:
     return dict.fromkeys(units, amount.number)
 
 
-def _bound(amount: AmountConfig, left: Count) -> float:
+def _bound(amount: ChoiceConfig, left: Count) -> float:
     """Return the share of the `left` documents of a source that is expected to have enough."""
     if amount.by is not None:
         return 1.0
@@ -274,9 +297,13 @@ def _places(wanted: Mapping[str, int], summed: Sequence[Commit]) -> dict[int, di
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Tells the documents of source `label` apart by the field `name`; None: they are all alike."""
+    """Tells the documents of source `label` apart by the field `name`; None: they are all alike.
+
+    `key` names the choice in messages.
+    """
 
     label: str
+    key: Annotated[str, DecidesNoByte("is for messages")]
     name: Annotated[str | None, RecipeKey("by")] = None
     languages: LanguageLabels | None = None
     labels: Labels = ()
@@ -288,7 +315,7 @@ def _key_of(label: str, value: str) -> int:
 
 def _too_many(field: Field) -> BuildError:
     return BuildError(
-        f"amounts.{field.label}.by: {field.name!r} has more than {MOST_VALUES:,} values; use a field with "
+        f"{field.key}: {field.name!r} has more than {MOST_VALUES:,} values; use a field with "
         f"few values, such as a topic"
     )
 
@@ -336,12 +363,13 @@ def _kept(documents: Artifact, removed: SplitRemovals, field: Field) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """How documents are ordered: by hash, up to and including `bound`."""
+    """How documents are ordered: by hash(seed, document id) for a `purpose`, up to and including `bound`."""
 
     field: Field
     bound: int
     seed: int
     group: Annotated[GroupConfig | None, RecipeKey("group")]
+    purpose: str
 
 
 @dataclass(slots=True)
@@ -373,7 +401,7 @@ def count_documents(
     count, values = 0, set[int]()
     with RunWriter(folder / CHOICES.file, CHOICES, memory_bytes=memory_bytes, limits=limits) as run:
         for batch in _kept(documents, removed, choosing.field):
-            hashes = order_hashes(batch.documents, choosing.group, choosing.seed, _PURPOSE)
+            hashes = order_hashes(batch.documents, choosing.group, choosing.seed, choosing.purpose)
             near = hashes <= np.uint64(choosing.bound)
             rows = np.zeros(int(near.sum()), CHOICES.dtype)
             rows["key"], rows["units"], rows["value"] = hashes[near], 1, batch.keys[near]
@@ -435,11 +463,11 @@ class Chosen:
             before = self.values.get(value, (0, 0))
             self.values[value] = before[0] + found, before[1] + taken
 
-    def facts(self, label: str) -> AmountFacts:
-        """Return the card's entry on a source."""
+    def facts(self, label: str, sample: int) -> AmountFacts:
+        """Return the card's entry on a source; `sample` is as in AmountFacts."""
         taken = Count(self.found.documents - self.left.documents, self.found.bytes - self.left.bytes)
         values = {value: list(counts) for value, counts in sorted(self.values.items())}
-        return AmountFacts(label, self.found, taken, values)
+        return AmountFacts(label, self.found, taken, values, sample)
 
 
 def choose(
@@ -450,6 +478,7 @@ def choose(
     lasts: Mapping[str, int],
     seed: int,
     group: Annotated[GroupConfig | None, RecipeKey("group")],
+    purpose: str,
 ) -> Chosen:
     """Write the rows of a split's documents whose hashes are above the last of their value, as OUTCOME."""
     chosen, hasher = Chosen(), xxhash.xxh3_128()
@@ -457,7 +486,7 @@ def choose(
         for batch in _kept(documents, removed, field):
             keys, at = np.unique(batch.keys, return_inverse=True)
             last = np.array([lasts.get(str(key), _ALL) for key in keys.tolist()], np.uint64)[at]
-            beyond = order_hashes(batch.documents, group, seed, _PURPOSE) > last
+            beyond = order_hashes(batch.documents, group, seed, purpose) > last
             outcomes = np.zeros(int(beyond.sum()), OUTCOME)
             outcomes["row"], outcomes["similarity"] = batch.rows[beyond], np.nan
             file.write(outcomes.data)
@@ -479,24 +508,42 @@ AMOUNTS = Stage("amounts", "amounts", choose)
 
 def needs(n: Needs) -> None:
     """Add the requests and bytes of choosing amounts; all splits are assumed to be of sources with one."""
+    _add(n, n.corpus.shape.amounts, n.corpus.shape.counted)
+
+
+def _add(n: Needs, chosen: int, counted: int) -> None:
     c = n.corpus
-    if c.shape.counted:
+    if counted:
         gets, read = n.scans(c.text_bytes * DOCUMENTS, c.splits)
         size = c.documents * CHOICES.dtype.itemsize
         n.add(AMOUNTS_COUNT, c.splits, gets, read, files=1, written=size)
         readers = c.limits.partitions(c.documents, CHOICES.dtype)
         found = n.exchange(AMOUNTS_SUMS, CHOICES, c.splits, c.documents, readers)
         n.add(AMOUNTS_SUMS, readers, *n.slices(found, readers))
-        n.add(AMOUNTS_LASTS, min(readers, c.shape.counted), *n.slices(found, 1))
-    if c.shape.amounts:
+        n.add(AMOUNTS_LASTS, min(readers, counted), *n.slices(found, 1))
+    if chosen:
         gets, read = n.scans(c.text_bytes * DOCUMENTS, c.splits)
         n.add(AMOUNTS, c.splits, gets, read, files=1, written=c.documents * LOSERS * OUTCOME.itemsize)
 
 
 def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
-    counted = any(one.counts for one in recipe.amounts.values())
-    found = (AMOUNTS_COUNT, AMOUNTS_SUMS, AMOUNTS_LASTS) if counted else ()
-    return (*found, AMOUNTS) if any(one.chooses for one in recipe.amounts.values()) else ()
+    return _stages_of(recipe.amounts.values())
+
+
+def _stages_of(amounts: Iterable[ChoiceConfig]) -> Sequence[Stage[..., Any]]:
+    choosing = [one for one in amounts if one.chooses]
+    counting = (AMOUNTS_COUNT, AMOUNTS_SUMS, AMOUNTS_LASTS) if any(one.counts for one in choosing) else ()
+    return (*counting, AMOUNTS) if choosing else ()
+
+
+def sample_step(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step that takes a sample."""
+
+    def needs(n: Needs) -> None:
+        counts = n.corpus.shape.samples[move.nth - 1]
+        _add(n, 1, int(counts))
+
+    return Step(lambda recipe: _stages_of([move.settings]), partial(take_sample, move), needs)
 
 
 STEP = Step(_stages, choose_amounts, needs)

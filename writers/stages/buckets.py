@@ -1,7 +1,8 @@
 """Step: computes the edges of the bins of a `buckets` filter from the documents' scores.
 
-After duplicate removal, one task samples the `fit_documents` remaining documents with the lowest hash(seed,
-document id), and computes the edges of the bins. It reads 8 bytes per document and score, and holds the
+One task samples the `fit_documents` remaining documents with the lowest hash(seed, document id), and computes
+the edges of the bins: before the first pass of filters or `sample` behind the filter, which may use the
+labels, or else after all steps. It reads 8 bytes per document and score, and holds the
 sample. labels.py turns scores and edges into labels.
 
 Edge j of n bins is the value at index floor(j * count / n) of the sorted sample; a score is in bin j if it

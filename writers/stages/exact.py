@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardkit.errors import RecipeError
+from shardkit.writers.dedup.config import UrlDedupConfig
 from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS, Order, find_copies, partition_bounds
 from shardkit.writers.dedup.outcomes import (
     GROUP_SIZES,
@@ -42,7 +42,7 @@ from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
-from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import Needs
 
@@ -63,10 +63,8 @@ class ExactDuplicates:
     largest_group: int
 
 
-def drop_equal_urls(documents: Documents, build: Build) -> Documents:
+def drop_equal_urls(config: UrlDedupConfig, documents: Documents, build: Build) -> Documents:
     """Remove all but one of the documents with the same URL. Raises RecipeError if no document has a URL."""
-    config = documents.recipe.dedup.url
-    assert config is not None
     step = documents.step_with(URL_KEYS.file)
     urls = sum(one.urls for one in step.filtering)
     if not urls:
@@ -81,19 +79,20 @@ def drop_equal_urls(documents: Documents, build: Build) -> Documents:
     return _without(URL_DUPLICATE, removed, documents)
 
 
-def drop_equal_texts(stages: EqualTexts, documents: Documents, build: Build) -> Documents:
+def drop_equal_texts(is_first: bool, documents: Documents, build: Build) -> Documents:
     """Remove all but one of the documents with the same text.
 
     Of documents that an earlier step found to be duplicates, only the kept ones are compared; these also
-    represent the removed ones.
+    represent the removed ones. `is_first`: no step over all documents was before.
     """
     run, memory_bytes, limits = build.run, build.memory_bytes, build.limits
     step = documents.step_with(KEYS.file)
     table, written = KEYS, step.commits
-    if stages.left is not None:
+    if not is_first:
         table = WEIGHTED_KEYS
-        written = keys_left(run, stages.left, written, documents.removals, memory_bytes, limits)
-    removed = remove_equal(run, stages, table, written, step.kept.documents, "first", memory_bytes, limits)
+        written = keys_left(run, URL_LEFT, written, documents.removals, memory_bytes, limits)
+    rows = step.kept.documents
+    removed = remove_equal(run, EQUAL_TEXTS, table, written, rows, "first", memory_bytes, limits)
     return _without(EXACT_DUPLICATE, removed, documents)
 
 
@@ -222,41 +221,18 @@ EQUAL_TEXTS = EqualStages(
 )
 
 
-@dataclass(frozen=True)
-class EqualTexts(EqualStages):
-    """The stages of one step over texts. `left` writes the keys of documents that earlier steps left."""
-
-    left: Stage[[Slice, SplitRemovals, int], Left] | None
-
-    @property
-    def all(self) -> Sequence[Stage[..., Any]]:
-        """The stages, in order."""
-        return (*(() if self.left is None else (self.left,)), self.find, self.sort)
-
-
-def equal_texts(nth: int, *, is_first: bool) -> EqualTexts:
-    """Return the stages of the `nth` step over equal texts, from 1; see `texts_step`."""
-    left = None if is_first else URL_LEFT.nth(nth)
-    return EqualTexts(EQUAL_TEXTS.find.nth(nth), EQUAL_TEXTS.sort.nth(nth), left)
-
-
 def url_needs(n: Needs) -> None:
     """Add the requests and bytes of comparing URLs."""
-    if "url" in n.corpus.dedup:
-        _add(n, EQUAL_URLS, URL_KEYS)
+    _add(n, EQUAL_URLS, URL_KEYS)
 
 
 def text_needs(n: Needs) -> None:
-    """Add the requests and bytes of every step over texts, and of stage `url_left` before it."""
+    """Add the requests and bytes of comparing texts, and of stage `url_left` before it."""
     c = n.corpus
-    if "exact" not in c.dedup:
-        return
-    for nth in range(1, 2 + c.shape.repeated):
-        stages = equal_texts(nth, is_first=nth == 1 and c.shape.is_exact_first and "url" not in c.dedup)
-        if stages.left is not None:
-            read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
-            n.add(stages.left, c.splits, 2 * c.splits, read, files=1, written=written)
-        _add(n, stages, KEYS if stages.left is None else WEIGHTED_KEYS)
+    if not n.is_first:
+        read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
+        n.add(URL_LEFT, c.splits, 2 * c.splits, read, files=1, written=written)
+    _add(n, EQUAL_TEXTS, KEYS if n.is_first else WEIGHTED_KEYS)
 
 
 def _add(n: Needs, stages: EqualStages, table: Table) -> None:
@@ -267,17 +243,13 @@ def _add(n: Needs, stages: EqualStages, table: Table) -> None:
     n.by_split(stages.sort, OUTCOMES, readers, c.documents * 0.01)
 
 
-def _stages_of_urls(recipe: Recipe) -> Sequence[Stage[..., Any]]:
-    return () if recipe.dedup.url is None else (EQUAL_URLS.find, EQUAL_URLS.sort)
+def urls_step(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return the step over equal URLs."""
+    stages = EQUAL_URLS.find, EQUAL_URLS.sort
+    return Step(lambda recipe: stages, partial(drop_equal_urls, move.settings), url_needs)
 
 
-def texts_step(nth: int, *, is_first: bool) -> Step:
-    """Return the step over equal texts that is the `nth` of a build, from 1.
-
-    `is_first`: no duplicates were removed before.
-    """
-    stages = equal_texts(nth, is_first=is_first)
-    return Step(lambda recipe: stages.all, partial(drop_equal_texts, stages), text_needs)
-
-
-URLS_STEP = Step(_stages_of_urls, drop_equal_urls, url_needs)
+def texts_step(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step over equal texts; `is_first`: no step over all documents is before."""
+    stages = (*(() if is_first else (URL_LEFT,)), EQUAL_TEXTS.find, EQUAL_TEXTS.sort)
+    return Step(lambda recipe: stages, partial(drop_equal_texts, is_first), text_needs)

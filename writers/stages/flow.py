@@ -21,7 +21,7 @@ from typing import Any
 from shardkit.card import AmountFacts, Count, NearFacts, SemanticFacts
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.near import NearResult
-from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
+from shardkit.writers.dedup.outcomes import NOT_SAMPLED, SplitRemovals, SplitTable
 from shardkit.writers.dedup.population import DOCUMENTS_FILE as ROWS_OF_PART
 from shardkit.writers.dedup.population import LanguageLabels, RowFiles, SplitDocuments
 from shardkit.writers.dedup.rewriting import ROWS_FILE
@@ -32,6 +32,7 @@ from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import RunTasks, Stage, Task
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.rows.documents import DOCUMENTS_FILE
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.rows.funnel import FilterCounts
@@ -63,6 +64,16 @@ class Build:
     def memory_bytes(self) -> int:
         """Memory budget of a task of duplicate removal, in bytes; libraries and page cache use the rest."""
         return task_memory(self.inputs.recipe.memory)
+
+    def nth(self, number: int) -> Build:
+        """Return the context of a step that runs its stages for the `number`-th time in the build, from 1."""
+        if number == 1:
+            return self
+
+        def run(*groups: Sequence[Task]) -> list[list[Commit]]:
+            return self.run(*([replace(task, of=task.of.nth(number)) for task in group] for group in groups))
+
+        return replace(self, run=run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,10 @@ class Written:
     commits: Sequence[Commit]
     ledgers: Sequence[Ledger]
     filtering: Sequence[Filtering] = ()
+
+    def has(self, name: str) -> bool:
+        """Whether the step wrote a file with this name for each split."""
+        return name in self.commits[0].outputs
 
     @property
     def kept(self) -> Count:
@@ -184,7 +199,7 @@ class Documents:
     pending: Mapping[str, Count] = field(default_factory=dict)
     lost: Mapping[str, Sequence[Count]] = field(default_factory=dict)
     compared: Sequence[tuple[int, int]] = ()
-    """How many documents each step of duplicate removal compared, and removed."""
+    """How many documents each step over all of them read, and removed."""
     beside: Sequence[Commit] = ()
     single: int = 0
     """Number of documents left by the last step that compared URLs or texts for equality."""
@@ -193,15 +208,21 @@ class Documents:
     `semantic` compared them."""
     largest_group: int = 1
     near: NearResult | None = None
-    near_facts: NearFacts | None = None
+    """The result of the last `near`."""
+    near_facts: Sequence[NearFacts] = ()
+    """The facts of each `near`, in order."""
     semantic_facts: SemanticFacts | None = None
     clustered: Clustered | None = None
     """The clusters, if `dedup.semantic.field` names a field for them."""
     labels: Buckets | None = None
     """The rules by which scores of a `buckets` filter become labels; None until they are known."""
+    marked: frozenset[str] = frozenset()
+    """The fields of labels that a pass of filters wrote into the metadata."""
     amounts: Sequence[AmountFacts] = ()
-    """What the recipe's `amounts` took of each source."""
+    """What samples and the recipe's `amounts` took of each source."""
     parts: PartsFound | None = None
+    joined: Sequence[Commit] = ()
+    """The tasks that joined the annotations of all passes; none if only cleaning wrote annotations."""
     outputs: Sequence[Outputs] = ()
 
     @property
@@ -232,7 +253,7 @@ class Documents:
 
     def step_with(self, name: str) -> Written:
         """Return the last step whose commits contain a file with this name."""
-        return next(step for step in reversed(self.written) if name in step.commits[0].outputs)
+        return next(step for step in reversed(self.written) if step.has(name))
 
     def rows_since(self, step: Written, number: int) -> RowFiles:
         """Return the files that map rows of split `number` in `files` back to rows that `step` wrote."""
@@ -247,10 +268,20 @@ class Documents:
                 return LanguageLabels(codes, tuple(labels), self.rows_since(step, number))
         return None
 
+    def annotations(self, number: int) -> tuple[Artifact, RowFiles]:
+        """Return the annotations of split `number`, if the recipe has any, with `rows_since` for them.
+
+        The rows are those of the lines of documents that no filter dropped.
+        """
+        if self.joined:
+            commit = self.joined[number]
+            return commit.file(ANNOTATIONS_FILE), (commit.file(ROWS_FILE),)
+        return self.cleaned[number].file(ANNOTATIONS_FILE), self.rows_since(self.written[0], number)
+
     def labels_of(self, number: int) -> Labels:
-        """Return the labels of split `number`: buckets and clusters, if the recipe asks for them."""
+        """Return the labels of split `number`, buckets and clusters, that the metadata does not have."""
         found: Labels = ()
-        if self.labels is not None:
+        if self.labels is not None and any(step.has(BUCKETS_FILE) for step in self.written):
             step = self.step_with(BUCKETS_FILE)
             scores = step.commits[number].file(BUCKETS_FILE)
             found = (BucketLabels(self.labels, scores, self.rows_since(step, number)),)
@@ -263,7 +294,7 @@ class Documents:
                 self.rows_since(one.step, number),
             )
             found = (*found, labels)
-        return found
+        return tuple(one for one in found if one.field not in self.marked)
 
     def described(self, *, languages: bool = False) -> list[SplitDocuments]:
         """Return the file of documents of each split, with their languages if `languages` is set."""
@@ -278,18 +309,27 @@ class Documents:
         ]
 
     def without(self, reason: str, tables: Sequence[SplitTable]) -> Documents:
-        """Return the documents without those in `tables`, which a step removed for this reason."""
-        lost = [table.lost for table in tables]
-        removals = [own.also(reason, table) for own, table in zip(self.removals, tables, strict=True)]
-        pending = {**self.pending, reason: sum(lost, Count())}
-        return replace(self.losing(reason, lost), removals=removals, pending=pending)
+        """Return the documents without the duplicates in `tables`, which a step removed for this reason."""
+        return self.losing(reason, [table.lost for table in tables])._left_by(reason, tables)
+
+    def sampled(self, tables: Sequence[SplitTable]) -> Documents:
+        """Return the documents without those in `tables`, which a `sample` did not take."""
+        return self._compared([table.lost for table in tables])._left_by(NOT_SAMPLED, tables)
 
     def losing(self, reason: str, lost: Sequence[Count]) -> Documents:
-        """Return the documents with what a step over all of them took from each split booked."""
+        """Return the documents with the duplicates that a step took from each split booked."""
         before = self.lost.get(reason, [Count()] * len(lost))
         added = [one + more for one, more in zip(before, lost, strict=True)]
+        return replace(self._compared(lost), lost={**self.lost, reason: added})
+
+    def _compared(self, lost: Sequence[Count]) -> Documents:
         compared = self.left.documents, sum(one.documents for one in lost)
-        return replace(self, lost={**self.lost, reason: added}, compared=[*self.compared, compared])
+        return replace(self, compared=[*self.compared, compared])
+
+    def _left_by(self, reason: str, tables: Sequence[SplitTable]) -> Documents:
+        removals = [own.also(reason, table) for own, table in zip(self.removals, tables, strict=True)]
+        pending = {**self.pending, reason: sum((table.lost for table in tables), Count())}
+        return replace(self, removals=removals, pending=pending)
 
     def rewritten(self, step: Written, left: Sequence[SplitTable]) -> Documents:
         """Return the documents as `step` rewrote them; those that were removed before are not in its files.

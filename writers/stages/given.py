@@ -8,12 +8,16 @@ A file is published whole, under the digest of its bytes. So a build that was ki
 the next one finds those that it would write again, and documents that are added at the end leave the others.
 The files go with the work folder, and a work folder in a store needs the disk of this machine for one file.
 
+A note in the work folder lists the files of the last build, so that the work folder can be explained and
+cleaned without the documents (`find_given`).
+
 In ids and reports a file is called documents/<first row>-<digest of its texts>.jsonl.zst, wherever the work
 folder is, and the number of a record is the number of its row among all documents.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -24,19 +28,21 @@ from typing import Annotated, Self
 import xxhash
 import zstandard
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
+from shardkit.files import load_json
 from shardkit.progress import Listener, make_listener
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.stage import Stage
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs.files import InputFile, local_version
 from shardkit.writers.inputs.given_documents import Line, json_lines
 from shardkit.writers.inputs.scan import SPLIT_BYTES
 from shardkit.writers.recipe.recipe import Recipe
 
+GIVEN_NOTE = "documents.json"  # name of the note
 _FILE = "documents.jsonl.zst"
 _BUFFER_BYTES = 1 << 18
 _LEVEL = 1  # of zstd: each file is read once
@@ -71,6 +77,7 @@ def write_given(
     raises.
     """
     files: list[InputFile] = []
+    noted: list[tuple[str, str]] = []
     lines = json_lines(documents, recipe.inputs[0], recipe.limit)
     with (
         Journal(work, lease_seconds=lease_seconds) as journal,
@@ -89,9 +96,41 @@ def write_given(
                     more = False
                 if file.documents:
                     files.append(file.publish(journal))
+                    noted.append((files[-1].name, file.content))
                     row += file.documents
                     report.end_file(row, file.bytes)
+        note = json.dumps(noted, indent=1).encode()
+        if journal.work.read_note(GIVEN_NOTE) != note:
+            journal.work.write_note(GIVEN_NOTE, note)
     return files
+
+
+def find_given(work: Work) -> tuple[list[InputFile], list[Commit]]:
+    """Find the files that the last `write_given` wrote into the work folder, and the commits of their tasks.
+
+    Raises RecipeError if there are none, and BuildError if one was removed.
+    """
+    note = work.read_note(GIVEN_NOTE)
+    if note is None:
+        raise RecipeError(
+            f"inputs: the recipe names no files, and {work.place} has no documents of build(…, documents=…); "
+            "name files in inputs[].path, or build first"
+        )
+    try:
+        noted = [(str(name), str(content)) for name, content in load_json(note)]
+        rows = [int(name.partition("/")[2].partition("-")[0]) for name, _ in noted]
+    except (ValueError, TypeError, RecursionError):
+        raise BuildError(f"work folder {work.place}: notes/{GIVEN_NOTE} is damaged; build again") from None
+    tasks = [_task(row, content, Path(_FILE)) for row, (_, content) in zip(rows, noted, strict=True)]
+    commits = [commit for commit in work.find(tasks) if commit is not None]
+    if len(commits) < len(tasks):
+        raise BuildError(f"work folder {work.place}: documents that were given are missing; build again")
+    found = zip(noted, commits, rows, strict=True)
+    return [_input_file(name, commit, work, row) for (name, _), commit, row in found], commits
+
+
+def _task(first: int, content: str, path: Path) -> Task:
+    return GIVEN.task(f"{first:0{_DIGITS}d}", 0, content, path)
 
 
 class _File:
@@ -119,6 +158,11 @@ class _File:
     ) -> None:
         self._stored.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def content(self) -> str:
+        """The digest of the documents that were written so far."""
+        return self._all.hexdigest()
 
     def add(self, line: Line) -> bool:
         """Add one document; return whether all documents so far were written."""
@@ -155,14 +199,13 @@ class _File:
             self._stored.close()
         except OSError as error:
             raise self._explained(error) from error
-        first = f"{self._first:0{_DIGITS}d}"
-        task = GIVEN.task(first, 0, self._all.hexdigest(), self._folder / _FILE)
+        task = _task(self._first, self.content, self._folder / _FILE)
         [commit] = journal.find([task])
         if commit is not None and self._work.local is not None and journal.remove_damaged(commit):
             commit = None
         if commit is None:
             commit = run_task(task, task.digest, self._work)
-        name = f"{GIVEN.name}/{first}-{self._texts.hexdigest()[:16]}.jsonl.zst"
+        name = f"{GIVEN.name}/{task.name}-{self._texts.hexdigest()[:16]}.jsonl.zst"
         return _input_file(name, commit, self._work, self._first)
 
 

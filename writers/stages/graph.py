@@ -3,7 +3,8 @@
     read and filter -> equal URLs -> equal texts -> lines -> near-duplicates -> semantic duplicates
                     -> buckets -> amounts -> split -> rows of tokens, files of text -> what was removed
 
-The recipe may have further passes of filters between and after the steps that remove duplicates.
+The recipe may list the steps before `buckets` in another order and repeatedly, with further passes of filters
+and samples between them.
 
 A recipe may define several datasets: several outputs, each for every part of a split. They share all steps,
 and datasets of tokens also share the tokenized documents; each has the bytes that it would have alone. The
@@ -15,13 +16,15 @@ the same inputs and recipe give the same bytes, and a changed recipe repeats onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
 from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.execution.stage import RunTasks, Stage
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import SAMPLE, GlobalStep
 from shardkit.writers.stages import (
     amounts,
     buckets,
@@ -45,34 +48,56 @@ from shardkit.writers.stages.publish import _TASK_BYTES, _TASK_FILES, UPLOAD
 from shardkit.writers.stages.tokenize import tokenizer_task
 
 FIRST: Sequence[Step] = (scores.STEP, clean.STEP)
-REMOVING: Mapping[str, Step] = {  # keys are the names under `dedup` and in `steps` of a recipe
-    "url": exact.URLS_STEP,
-    "exact": exact.texts_step(1, is_first=True),
-    "lines": lines.STEP,
-    "near": near.STEP,
-    "semantic": semantic.STEP,
+OVER_ALL: Mapping[str, Callable[..., Step]] = {  # keys are the names in `steps` of a recipe
+    "url": exact.urls_step,
+    "exact": exact.texts_step,
+    "lines": lines.step_of,
+    "near": near.step_of,
+    "semantic": semantic.step_of,
+    SAMPLE: amounts.sample_step,
 }
-MAKING: Sequence[Step] = (buckets.STEP, amounts.STEP, split.STEP, rows.STEP, text.STEP, removed.STEP)
+MAKING: Sequence[Step] = (
+    *(buckets.STEP, amounts.STEP, split.STEP, rows.STEP),
+    *(filter_left.ANNOTATIONS_STEP, text.STEP, removed.STEP),
+)
 
 
 def steps_of(recipe: Recipe) -> list[Step]:
-    """Return the steps of a recipe's build that filter documents and remove duplicates, in order."""
-    found = [*FIRST]
-    schemes: list[str] = []
-    for number, move in enumerate(recipe.moves[1:], 1):
-        if not isinstance(move, str):
-            found.append(filter_left.step_of(number, number - len(schemes)))
+    """Return the steps of a recipe's build up to the last of its `steps`, in order."""
+    found, before, unlabeled = [*FIRST], 0, False
+    for number, move in enumerate(recipe.moves):
+        if unlabeled and not (isinstance(move, GlobalStep) and move.name != SAMPLE):  # it may use the labels
+            found.append(buckets.STEP)
+            unlabeled = False
+        if isinstance(move, GlobalStep):
+            before += 1
+            found.append(_over_all(move, is_first=before == 1))
             continue
-        is_first = not schemes
-        schemes.append(move)
-        equal = move == "exact"
-        found.append(exact.texts_step(schemes.count(move), is_first=is_first) if equal else REMOVING[move])
+        if number:
+            found.append(filter_left.step_of(number, number - before))
+        unlabeled |= any(isinstance(config, BucketsConfig) for _, config in move)
     return found
+
+
+def _over_all(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step over all documents; its stages, and those of merges, are named by its number."""
+    step = OVER_ALL[move.name](move, is_first=is_first)
+    number = move.nth + (move.name == SAMPLE)  # the stages of `amounts`, which are the same, are the first
+    return Step(
+        lambda recipe: [stage.nth(number) for stage in step.stages(recipe)],
+        lambda documents, build: step.run(documents, build.nth(number)),
+        step.needs,
+    )
+
+
+def _making(recipe: Recipe) -> list[Step]:
+    before = steps_of(recipe)
+    return [step for step in MAKING if step not in before]
 
 
 def stages_of(recipe: Recipe) -> list[Stage[..., Any]]:
     """Return the stages of a recipe's build in order, without merges, whose number depends on the data."""
-    return [stage for step in (*steps_of(recipe), *MAKING) for stage in step.stages(recipe)]
+    return [stage for step in (*steps_of(recipe), *_making(recipe)) for stage in step.stages(recipe)]
 
 
 def find_survivors(build: Build) -> Documents:
@@ -94,7 +119,7 @@ def run_build(inputs: BuildInputs, run: RunTasks) -> Documents:
     build = Build(inputs, run, () if tokenizer is None else (tokenizer_task(inputs.recipe, tokenizer),))
     documents = find_survivors(build)
     outputs = [Outputs(one) for one in inputs.recipe.datasets()]
-    return _run(MAKING, documents.with_outputs(outputs), build)
+    return _run(_making(inputs.recipe), documents.with_outputs(outputs), build)
 
 
 def _run(steps: Sequence[Step], documents: Documents, build: Build) -> Documents:
@@ -110,8 +135,13 @@ def stage_needs(corpus: Corpus) -> list[StageNeeds]:
     Raises RecipeError if the memory of a task is too small for the build.
     """
     needs = Needs(corpus)
-    for step in (*FIRST, *REMOVING.values()):
+    for step in FIRST:
         step.needs(needs)
+    for number, name in enumerate(corpus.steps):
+        nth = 1 + corpus.steps[:number].count(name)
+        needs.nth, needs.is_first = nth + (name == SAMPLE), not number
+        OVER_ALL[name](GlobalStep(name, None, nth), is_first=not number).needs(needs)
+    needs.nth = 1
     filter_left.needs(needs)
     for step in MAKING:
         step.needs(needs)

@@ -33,16 +33,16 @@ from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tok
 class BuildInputs:
     """All inputs of a build, examined before the first task.
 
-    `filter_files` has the digests of the files of filters and readers by their paths in the recipe;
-    `filter_folder` is the folder where tasks find them, if not the recipe's folder. `tokenizer` is None if
-    no dataset has tokens. `scores` are the files of `scores` filters; `read_files` has the digests of all
-    files that filters read. `limits` apply to all exchanges; tests set small ones, so that small data
-    behaves like large data.
+    `indexes` are those of `near` by their paths in the recipe, in order. `filter_files` has the digests of
+    the files of filters and readers by their paths in the recipe; `filter_folder` is the folder where tasks
+    find them, if not the recipe's folder. `tokenizer` is None if no dataset has tokens. `scores` are the
+    files of `scores` filters; `read_files` has the digests of all files that filters read. `limits` apply to
+    all exchanges; tests set small ones, so that small data behaves like large data.
     """
 
     recipe: Recipe
     splits: Sequence[Split]
-    indexes: Sequence[DedupIndex]
+    indexes: Mapping[str, DedupIndex]
     filter_files: Mapping[str, str]
     filter_folder: Artifact | None = None
     masking: Masking | None = None
@@ -114,18 +114,17 @@ def filter_files(recipe: Recipe) -> dict[str, str]:
     return digests
 
 
-def _open_indexes(recipe: Recipe, storage: StorageOptions | None) -> list[DedupIndex]:
-    indexes = []
-    near = recipe.dedup.near
-    for number, path in enumerate(near.against if near is not None else ()):
-        key = f"dedup.near.against[{number}]"
-        try:
-            index = open_index(path if is_remote(path) else recipe.resolve(path), storage)
-        except BuildError as error:
-            raise RecipeError(f"{key}: {error}") from None
-        assert near is not None
-        index.check(near, key)
-        indexes.append(index)
+def _open_indexes(recipe: Recipe, storage: StorageOptions | None) -> dict[str, DedupIndex]:
+    indexes = {}
+    for near in (step.settings for step in recipe.global_steps if step.name == "near"):
+        for number, path in enumerate(near.against):
+            key = f"dedup.near.against[{number}]"
+            try:
+                index = open_index(path if is_remote(path) else recipe.resolve(path), storage)
+            except BuildError as error:
+                raise RecipeError(f"{key}: {error}") from None
+            index.check(near, key)
+            indexes[path] = index
     return indexes
 
 

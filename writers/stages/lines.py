@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
 from shardkit.writers.dedup.rewriting import left_of
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages.flow import Build, Documents, Step, Written
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
@@ -13,16 +16,19 @@ DUPLICATE_LINES = "duplicate_lines"  # reason in ledgers
 _CUT = 0.25  # assumed share of the compared lines that are cut
 
 
-def cut_lines(documents: Documents, build: Build) -> Documents:
+def cut_lines(move: GlobalStep, documents: Documents, build: Build) -> Documents:
     """Cut repeated lines, and rewrite each split's documents without those that earlier steps removed."""
-    config = documents.recipe.dedup.lines
-    assert config is not None
     files = lines.remove_lines(
-        build.run, documents.described(), documents.removals, config, build.memory_bytes, limits=build.limits
+        build.run,
+        documents.described(),
+        documents.removals,
+        move.settings,
+        build.memory_bytes,
+        limits=build.limits,
     )
     cut = [commit.ledger() for commit in files]
     lost = [one.dropped.get(DUPLICATE_LINES, Count()) for one in cut]
-    step = Written("cutting lines", files, cut)
+    step = Written("cutting lines" if move.nth == 1 else f"cutting lines ({move.nth})", files, cut)
     return documents.losing(DUPLICATE_LINES, lost).rewritten(step, [left_of(commit) for commit in files])
 
 
@@ -44,4 +50,8 @@ def needs(n: Needs) -> None:
 
 
 STAGES = lines.MAKE_LINE_KEYS, lines.FIND_LINE_LOSERS, lines.LINES_REMOVED, lines.CUT_LINES
-STEP = Step(lambda recipe: () if recipe.dedup.lines is None else STAGES, cut_lines, needs)
+
+
+def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step over lines."""
+    return Step(lambda recipe: STAGES, partial(cut_lines, move), needs)

@@ -39,7 +39,8 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
         groups[0] = documents.single - sum(groups)
     stages = {reason: sum(losses, Count()) for reason, losses in documents.lost.items()}
     return DedupFacts(
-        near=documents.near_facts,
+        near=next(reversed(documents.near_facts), None),
+        earlier_near=[*documents.near_facts[:-1]],
         stages=[StageLoss(stage=reason, **asdict(total)) for reason, total in stages.items()],
         sources=[
             SourceLoss(

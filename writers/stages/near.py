@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 from shardkit.card import NearFacts
@@ -20,16 +21,16 @@ from shardkit.writers.dedup.resolve import NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOS
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
 from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows
 from shardkit.writers.dedup.verify import VERIFY, block_bits
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
 
 NEAR_DUPLICATE = "near_duplicate"  # reason in ledgers
 
 
-def drop_near_duplicates(documents: Documents, build: Build) -> Documents:
+def drop_near_duplicates(config: NearDedupConfig, documents: Documents, build: Build) -> Documents:
     """Remove documents that are verified near-duplicates of a kept document, or of a document of an index."""
-    config, indexes = documents.recipe.dedup.near, build.inputs.indexes
-    assert config is not None
+    indexes = [one for path, one in build.inputs.indexes.items() if path in config.against]
     found = remove_near(
         build.run,
         documents.described(languages=config.scope == "language"),
@@ -42,7 +43,7 @@ def drop_near_duplicates(documents: Documents, build: Build) -> Documents:
     return replace(
         documents.without(NEAR_DUPLICATE, found.removed),
         near=found,
-        near_facts=_facts(config, found, indexes),
+        near_facts=[*documents.near_facts, _facts(config, found, indexes)],
         groups=found.decided.groups,
         largest_group=found.decided.largest_group,
     )
@@ -73,8 +74,6 @@ _TEXTS = 0.26  # bytes sent to blocks of pairs per byte of kept text; a document
 def needs(n: Needs) -> None:
     """Add the requests and bytes of all stages, from signatures to decisions."""
     c = n.corpus
-    if "near" not in c.dedup:
-        return
     text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
     readers = c.limits.partitions(c.documents, KEYS.dtype)
     n.add(SIGN, c.splits, *n.scans(text, c.splits), files=3, written=signatures)
@@ -121,4 +120,8 @@ STAGES = (
     *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES, SHINGLES, VERIFY),
     *(NEAR, NEAR_EQUAL, NEAR_LOST, NEAR_KEPT, NEAR_REMOVED),
 )
-STEP = Step(lambda recipe: () if recipe.dedup.near is None else STAGES, drop_near_duplicates, needs)
+
+
+def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step over near-duplicates."""
+    return Step(lambda recipe: STAGES, partial(drop_near_duplicates, move.settings), needs)

@@ -12,7 +12,7 @@ are large. Requests of the driver (for index, card and report) are not included.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp
 from typing import Any
@@ -25,6 +25,7 @@ from shardkit.writers.execution.stage import Stage
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import SAMPLE
 from shardkit.writers.stages.selection import Selection
 
 DOCUMENTS = 0.43  # bytes of documents.arrow per byte of kept text
@@ -42,7 +43,7 @@ def compared_lines(text_bytes: float, words: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The numbers of datasets that a build makes, and of its optional stages except duplicate removal."""
+    """The numbers of datasets that a build makes, and of its optional stages."""
 
     tokenized: int = 1
     """How many times the documents are tokenized: once for each part and each `output.where`."""
@@ -64,10 +65,10 @@ class Shape:
     """Number of files that these have beside each shard, added up."""
     passes: int = 0
     """Number of passes of filters after duplicate removal."""
-    repeated: int = 0
-    """Number of `exact` steps after the first one."""
-    is_exact_first: bool = True
-    """Whether no scheme but `url` precedes the first `exact` step."""
+    steps: tuple[str, ...] = ()
+    """Names of the steps over all documents in order; empty: not known."""
+    samples: tuple[bool, ...] = ()
+    """For each `sample`, whether it takes a number of documents or tokens, and not a share."""
     has_buckets: bool = False
     amounts: int = 0
     """Number of sources with an amount."""
@@ -75,12 +76,13 @@ class Shape:
     """Number of sources whose amount is not a share."""
     side_files: int = 0
     """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
+    annotated: int = 0
+    """Number of passes of filters after duplicate removal that write annotations."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Shape:
         """Return the shape of a recipe's build."""
         first = {type(config) for _, config in recipe.passes[0]}
-        schemes = [move for move in recipe.moves if isinstance(move, str)]
         packed = [one for one in recipe.datasets() if not one.output.is_text]
         return cls(
             tokenized=len({(one.part, Selection.of(one)) for one in packed}),
@@ -90,8 +92,8 @@ class Shape:
             has_families=recipe.split is not None and recipe.split.by is not None,
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
             passes=len(recipe.passes) - 1,
-            repeated=max(0, recipe.moves.count("exact") - 1),
-            is_exact_first=next((one for one in schemes if one != "url"), "exact") == "exact",
+            steps=tuple(step.name for step in recipe.global_steps),
+            samples=tuple(step.settings.counts for step in recipe.global_steps if step.name == SAMPLE),
             stores=sum(not one.output.has_rows for one in packed),
             trainers=sum(one.output.is_for_trainer for one in packed),
             beside=sum(
@@ -103,6 +105,7 @@ class Shape:
             amounts=sum(one.chooses for one in recipe.amounts.values()),
             counted=sum(one.counts for one in recipe.amounts.values()),
             side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
+            annotated=sum(map(bool, recipe.passes[1:])) if recipe.annotate else 0,
         )
 
 
@@ -125,8 +128,8 @@ class Corpus:
     token_bytes: int = 4
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
-    dedup: Collection[str] = ("exact", "near")
-    """The schemes of duplicate removal that the recipe enables."""
+    steps: Sequence[str] = ("exact", "near")
+    """The names of the steps over all documents, in order."""
     lines: int = 0
     """Number of lines to compare; 0 without line deduplication."""
     is_sent: bool = False
@@ -172,12 +175,16 @@ class _Runs:
 class Needs:
     """Collects the requests and bytes of all stages of a build of `corpus`.
 
-    `looked_up` is the number of requests per split for scores. `shards`, `tables` (other files) and
+    `nth` is how often the build ran the step that is being added, this time included; `is_first` tells
+    whether it is the first step over all documents. `looked_up` is the number of requests per split for
+    scores. `shards`, `tables` (other files) and
     `output_bytes` are totals over all datasets.
     """
 
     corpus: Corpus
     stages: list[StageNeeds] = field(default_factory=list)
+    nth: int = 1
+    is_first: bool = True
     looked_up: int = 0
     shards: int = 0
     tables: int = 0
@@ -259,8 +266,8 @@ class Needs:
 
         `sent` is the number of write requests outside of the work folder.
         """
-        puts = round(tasks * (files + 1)) + sent
-        self.stages.append(StageNeeds(stage.name, tasks, ceil(gets), puts, ceil(read), ceil(written)))
+        puts, name = round(tasks * (files + 1)) + sent, stage.nth(self.nth).name
+        self.stages.append(StageNeeds(name, tasks, ceil(gets), puts, ceil(read), ceil(written)))
 
 
 def together(stages: Sequence[StageNeeds]) -> StageNeeds:

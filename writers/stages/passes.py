@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
+from itertools import takewhile
 from operator import or_
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.recipe.recipe import Recipe
-from shardkit.writers.recipe.steps import FilterPass
+from shardkit.writers.recipe.steps import FilterPass, GlobalStep
 from shardkit.writers.rows.documents import DOCUMENT_OPTIONS, DOCUMENTS_FILE, content_ranks, text_digests
 from shardkit.writers.rows.dropped_file import DROPPED_FILE, DroppedFile
 from shardkit.writers.rows.filtered import Filtered
@@ -72,20 +73,15 @@ class PassSettings:
         """Return the settings of the pass at index `number` of `recipe.moves`; by default the first pass."""
         moves = recipe.moves
         filters = moves[number]
-        assert not isinstance(filters, str)
-        later = moves[number + 1 :]
-        until = next((n for n, move in enumerate(later) if not isinstance(move, str)), len(later))
-        exact, url = recipe.dedup.exact, recipe.dedup.url
+        assert not isinstance(filters, GlobalStep)
+        until = takewhile(lambda move: isinstance(move, GlobalStep), moves[number + 1 :])
+        asked = {move.name: move.settings for move in until if isinstance(move, GlobalStep)}
         # The first pass always writes keys of texts, so that adding dedup.exact later does not repeat it.
         text = "raw" if number == 0 else None
-        if exact is not None and "exact" in later[:until]:
-            text = normalization_version() if exact.text == "normalized" else "raw"
-        return cls(
-            filters,
-            text,
-            url.drop_parameters if url is not None and "url" in later[:until] else None,
-            recipe.seed if filters else None,
-        )
+        if "exact" in asked:
+            text = normalization_version() if asked["exact"].text == "normalized" else "raw"
+        urls = asked["url"].drop_parameters if "url" in asked else None
+        return cls(filters, text, urls, recipe.seed if filters else None)
 
     def chain(
         self,

@@ -64,7 +64,7 @@ _TWIN_BYTES = 250  # assumed size of a row of TWINS with its strings, in bytes
 def needs(n: Needs) -> None:
     """Add the requests and bytes of joining the files of removed documents."""
     c = n.corpus
-    removed = c.documents * LOSERS * bool({*c.dedup} - {"lines", "spans"})
+    removed = c.documents * LOSERS * bool({*c.steps} - {"lines"})
     files = max(1, ceil(removed / DUPLICATES_OF_FILE))
     payload = _TWIN_BYTES - TWINS.dtype.itemsize
     twins = n.exchange(DUPLICATES, TWINS, c.splits, 2 * removed, files, payload)

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from shardkit.settings import Bounds
 from shardkit.writers.dedup.duplicates import TwinsFile
-from shardkit.writers.dedup.outcomes import AMOUNT, Removed
+from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.documents import metadata_values, numbers_of
@@ -105,8 +105,7 @@ def remaining(
     for reason, losers in removed.rows.items():
         if len(losers):
             ledger.drop(reason, len(losers), int(sizes[losers].sum()))
-            outcomes = None if reason == AMOUNT else removed.outcomes.get(reason)
-            twins.remove(batch, reason, losers, outcomes)
+            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
             keep[losers] = False
     twins.keep(batch, removed.copied)
     elsewhere = removed.elsewhere(batch.num_rows)

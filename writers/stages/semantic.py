@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardkit.card import SemanticFacts
 from shardkit.errors import BuildError, naming_extras, warn_user
+from shardkit.writers.dedup.config import SemanticDedupConfig
 from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.population import DOCUMENT, Part
 from shardkit.writers.dedup.semantic import (
@@ -23,6 +25,7 @@ from shardkit.writers.dedup.semantic import (
 )
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.embed import EMBED, KEY, open_embedder
 from shardkit.writers.stages.flow import Build, Clustered, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
@@ -42,13 +45,11 @@ def check(recipe: Recipe) -> None:
         open_embedder(config.embed, recipe.folder)
 
 
-def drop_semantic_duplicates(documents: Documents, build: Build) -> Documents:
+def drop_semantic_duplicates(config: SemanticDedupConfig, documents: Documents, build: Build) -> Documents:
     """Remove documents whose vector is verified to be alike that of a kept document.
 
     Raises BuildError if vectors are wrong, or if no document has one.
     """
-    config = documents.recipe.dedup.semantic
-    assert config is not None
     names, files = config.embed.files(), build.inputs.filter_files
     own, place = {name: files[name] for name in names}, build.inputs.folder_of_filters
     described, tasks = documents.described(), []
@@ -106,8 +107,6 @@ _EDGES = 0.2  # edges per document
 def needs(n: Needs) -> None:
     """Add the requests and bytes of all stages, for vectors of _DIMENSIONS values and default settings."""
     c = n.corpus
-    if "semantic" not in c.dedup:
-        return
     rows, probes = c.documents, 4
     table, clusters = vector_table(_DIMENSIONS), default_clusters(rows)
     probes = min(probes, clusters)
@@ -128,4 +127,8 @@ def needs(n: Needs) -> None:
 
 
 STAGES: Sequence[Stage[..., Any]] = (EMBED, CLUSTERS, ASSIGN, NEIGHBORS, *DECIDING.all, SEMANTIC_REMOVED)
-STEP = Step(lambda recipe: () if recipe.dedup.semantic is None else STAGES, drop_semantic_duplicates, needs)
+
+
+def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+    """Return a step over semantic duplicates."""
+    return Step(lambda recipe: STAGES, partial(drop_semantic_duplicates, move.settings), needs)

@@ -37,7 +37,7 @@ from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.outputs import OutputConfig
 from shardkit.writers.recipe.recipe import Recipe
-from shardkit.writers.rows.annotations import ANNOTATIONS_FILE, annotation_values
+from shardkit.writers.rows.annotations import annotation_values
 from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.labels import Labels, marked_batches
@@ -78,7 +78,7 @@ class SplitText:
     """The documents of one split with their labels and annotations, as an argument of a task.
 
     `languages` has an entry for each document in the file `documents`. `annotations` has an entry for each
-    document that cleaning kept; `rows` map rows of `documents` to these entries.
+    document that filters kept; `rows` map rows of `documents` to these entries.
     """
 
     documents: Artifact
@@ -108,7 +108,7 @@ def _tasks(recipe: Recipe, documents: Documents, limits: Limits) -> list[Task]:
     group: list[SplitText] = []
     size = 0
     for number, split in enumerate(documents.splits):
-        annotations = documents.cleaned[number].file(ANNOTATIONS_FILE) if recipe.annotate else None
+        annotations, rows = documents.annotations(number) if recipe.annotate else (None, ())
         group.append(
             SplitText(
                 documents.file(number),
@@ -116,7 +116,7 @@ def _tasks(recipe: Recipe, documents: Documents, limits: Limits) -> list[Task]:
                 recipe.sources[split.source],
                 documents.languages(number),
                 annotations,
-                () if annotations is None else documents.rows_since(documents.written[0], number),
+                rows,
                 documents.labels_of(number),
             )
         )

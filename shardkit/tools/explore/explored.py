@@ -6,7 +6,7 @@ footers are read when a page needs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from shardkit.formats.dropped_table import (
 from shardkit.formats.provenance import PROVENANCE_FOLDER, PROVENANCE_SCHEMA
 from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.summary import Summary
+from shardkit.writers.report.costs import StepCost
 
 Params = Mapping[str, str]
 """The query parameters in a page's address."""
@@ -40,13 +41,18 @@ class Explored:
     """An open dataset with the tables and the tokenizer from which pages are made.
 
     Without a `decoder`, tokens are shown as numbers. `inputs` is the only folder from which input files are
-    read.
+    read. `costs` are those of the build's steps, if a file has them.
     """
 
     def __init__(
-        self, dataset: Dataset, decoder: Decoder | None = None, *, inputs: Path | None = None
+        self,
+        dataset: Dataset,
+        decoder: Decoder | None = None,
+        *,
+        inputs: Path | None = None,
+        costs: Sequence[StepCost] = (),
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.costs = dataset, costs
         self.inputs = None if inputs is None else inputs.absolute()
         self.decoder = decoder
         self.tracer = Tracer(dataset, decoder, _EXCERPT)

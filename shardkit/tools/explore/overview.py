@@ -1,11 +1,22 @@
-"""Shows the funnel: the losses of each step of a build, by rule, source and language, from the card alone."""
+"""Shows the funnel: the losses of each step of a build, by rule, source and language, from the card alone.
+
+What steps cost is not in the card, whose bytes do not depend on machines: it comes from the file that
+`shardkit build --timings` wrote.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from shardkit.card import Count, DatasetCard
+from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.tools.explore.explored import Explored, Params
+from shardkit.writers.report.costs import StepCost, better_place
 
 _LANGUAGES = 20
 _LOSSES = 3  # number of largest losses named in the page's headline
@@ -24,6 +35,26 @@ class FunnelRow:
     rule: str | None = None
     fails: float | None = None
     """Share of documents that fail the rule, including those that other rules drop; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """What a step (`level` 0) or a rule of it (`level` 1) judged, removed and took; None: not known.
+
+    `bytes` is the text that it removed; `seconds` are of CPU, in all workers together.
+    """
+
+    label: str
+    level: int
+    documents: int | None
+    dropped: int
+    bytes: int | None
+    seconds: float | None = None
+
+    @property
+    def seconds_per_million(self) -> float | None:
+        """CPU seconds for a million documents."""
+        return None if self.seconds is None or not self.documents else 1e6 * self.seconds / self.documents
 
 
 def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
@@ -48,7 +79,48 @@ def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
         "sources": card.inputs,
         "languages": list(card.languages().items())[:_LANGUAGES],
         "rows": len(explored.dataset),
+        "costs": cost_rows(card, explored.costs),
+        "advice": better_place(explored.costs),
     }
+
+
+def read_costs(path: Path, fingerprint: str) -> list[StepCost]:
+    """Read the costs of steps from the file that `shardkit build --timings` wrote for a dataset.
+
+    Raises ShardError if it is no such file, or that of another dataset.
+    """
+    try:
+        facts = load_json(path.read_bytes())
+        made = {facts["fingerprint"], *(one["fingerprint"] for one in facts.get("others", []))}
+        costs = TypeAdapter(list[StepCost]).validate_python(facts["costs"])
+    except OSError as error:
+        raise ShardError(path, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problem = "is no JSON of `shardkit build --timings FILE`, whose FILE must not end in .html"
+        raise ShardError(path, problem) from error
+    if fingerprint not in made:
+        raise ShardError(path, f"has the times of a build of other data: {', '.join(map(str, made))[:100]}")
+    if not costs:
+        raise ShardError(path, "has no costs: the build had no steps, or found its output up to date")
+    return costs
+
+
+def cost_rows(card: DatasetCard, costs: Sequence[StepCost]) -> list[CostRow]:
+    """Return the steps in their order, each followed by its rules, unless another has the same name."""
+    removed, rows = card.funnel.dropped, list[CostRow]()
+    for cost in costs:
+        reasons: list[str] = []
+        if sum(one.step == cost.step for one in costs) == 1:
+            duplicates = (f"{cost.step}_duplicate", f"duplicate_{cost.step}", f"not_{cost.step}d")
+            reasons = [name for name in sorted(removed) if name.partition("/")[0] in (cost.step, *duplicates)]
+        size = sum(removed[name].bytes for name in reasons) if reasons or not cost.dropped else None
+        rows.append(CostRow(cost.step, 0, cost.documents, cost.dropped, size, cost.seconds))
+        rules = [name for name in reasons if "/" in name]
+        rows += [
+            CostRow(name.partition("/")[2], 1, None, removed[name].documents, removed[name].bytes)
+            for name in rules
+        ]
+    return rows
 
 
 def funnel_rows(card: DatasetCard) -> list[FunnelRow]:

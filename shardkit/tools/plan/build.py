@@ -33,6 +33,7 @@ from shardkit.writers.card import content_of
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.recipe.outputs import TEXT_FORMATS
 from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.recipe.steps import SAMPLE
 from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
 
@@ -234,11 +235,19 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         token_bytes=ceil(needs.token_bytes),
         memory=needs.memory,
         shard_bytes=needs.shard_bytes,
-        dedup=needs.dedup,
+        steps=_steps(needs),
         lines=compared_lines(float(cleaned), 50 if "spans" in needs.dedup else None) if cut else 0,
         shape=needs.shape,
         is_sent=True,
     )
+
+
+def _steps(needs: BuildNeeds) -> Sequence[str]:
+    """Return the steps over all documents: those of the measured build if they are of the same kinds."""
+    kinds = {"lines" if one == "spans" else one for one in needs.dedup}
+    measured = needs.shape.steps
+    same = {*measured} - {SAMPLE} == kinds
+    return measured if same else [name for name in DedupConfig.schemes() if name in kinds]
 
 
 @dataclass(frozen=True, slots=True)
