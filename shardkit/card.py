@@ -274,7 +274,8 @@ class SplitFacts:
     """The parts of a split; this dataset is `part`. "train" holds all documents that no other part took.
 
     `documents` counts the documents of each part, `proposed` those proposed for it, and `alike` the proposed
-    ones that resemble another document and therefore stay in train.
+    ones that resemble another document and therefore stay in train. `by` is the field whose documents with
+    one value are in one part, or None.
     """
 
     part: str
@@ -282,6 +283,7 @@ class SplitFacts:
     proposed: dict[str, int]
     alike: dict[str, int]
     similarity: float
+    by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

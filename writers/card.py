@@ -100,15 +100,21 @@ def make_card(
     if amounts:
         facts["amounts"] = [_plain(one) for one in amounts]
     if split is not None:
-        assert recipe.split is not None
-        facts["split"] = {
-            "part": recipe.part,
-            "documents": split.documents,
-            "proposed": split.proposed,
-            "alike": split.alike,
-            "similarity": recipe.split.similarity,
-        }
+        facts["split"] = _of_split(recipe, split)
     return DatasetCard(facts)
+
+
+def _of_split(recipe: Recipe, split: PartsFound) -> dict[str, Any]:
+    """Return the card's entry on the parts; `by` is left out if the recipe does not set it."""
+    assert recipe.split is not None
+    found = {
+        "part": recipe.part,
+        "documents": split.documents,
+        "proposed": split.proposed,
+        "alike": split.alike,
+        "similarity": recipe.split.similarity,
+    }
+    return found if recipe.split.by is None else found | {"by": recipe.split.by}
 
 
 _OPTIONAL = frozenset({"earlier_near", "languages", "sample", "semantic"})

@@ -157,7 +157,8 @@ def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
         lines.append(("joined", f"{joined:,} header and end-of-text tokens left out between documents"))
     if card.has("split"):
         parts = [f"{name} {count:,}" for name, count in card.split.documents.items()]
-        lines.append(("split", f"part {card.split.part}; documents: {', '.join(parts)}, train the rest"))
+        by = "" if card.split.by is None else f"; together by {card.split.by}"
+        lines.append(("split", f"part {card.split.part}; documents: {', '.join(parts)}, train the rest{by}"))
     if card.has("tokenizer"):
         known = card.tokenizer
         eos = f"eos {known.eos} = {known.eos_id}"

@@ -36,6 +36,7 @@ LONG = {"length": {"min_words": 2}}
 LINES = {"exact": {}, "lines": {"min_characters": 20}}
 MDS, WDS, STORE = ({"path": name, "format": name} for name in ("mds", "wds", "tokens"))
 TRAINERS = [{"path": name, "format": name} for name in ("megatron", "olmo", "nanogpt", "llmc", "datatrove")]
+BY_REPO = {"by": "repo", "similarity": 1.0}
 PARQUET, JSONL = ({"path": name, "format": name} for name in ("parquet", "jsonl"))
 DOCUMENTS: dict[str, Any] = {"path": "documents-*.jsonl", "metadata": ["repo", "path"], "source": "web"}
 CHAT = {"path": "chat.jsonl", "messages": "messages"}
@@ -55,6 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "number": {"split": {"validation": 5, "test": {"web": 3}}},
     "split-outputs": {"outputs": [MDS, PARQUET], "split": {"validation": "1%"}},
     "split-text": {"output": PARQUET, "split": {"validation": 9}},
+    "split-by": {"outputs": [MDS, PARQUET], "split": BY_REPO | {"validation": 60}},
+    "split-group": {"group": "repo", "split": BY_REPO | {"validation": {"web": 50}}},
     "where": {"outputs": [MDS | {"where": {"repo": "r1"}}, JSONL | {"where": {"repo": ["r0", "r2"]}}]},
     "scores": {"filters": [SCORES]},
     "buckets": {"filters": [SCORES, BUCKETS], "output": MDS | {"where": {"quality": "3"}}},
@@ -101,6 +104,7 @@ QUICK = (
         "texts",
         "split-outputs",
         "number",
+        "split-by",
         "buckets",
         "group",
         "chat",
@@ -239,7 +243,7 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
 FROM_DATA = {
     *("filter_left", "filter_left-2"),
     *("scores", "split_rows", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
-    *("verify", "side_files", "semantic_vectors"),
+    *("split_draw", "split_fit", "split_families", "verify", "side_files", "semantic_vectors"),
 }
 FROM_INDEX = {"bands", "shingles", "near_lost", "near_kept"}
 

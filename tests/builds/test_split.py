@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import shardkit
+from reference.split import alike, text_ngrams
 from shardkit.errors import RecipeError
 from shardkit.writers import build
 from support.small_build import tree
@@ -68,22 +69,6 @@ def recipe_of(inputs: list[dict[str, str]], folder: Path, split: Any) -> dict[st
 def documents(folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = pq.read_table(sorted(folder.glob("text-*.parquet"))).to_pylist()
     return rows
-
-
-def text_ngrams(text: str, n: int) -> list[str]:
-    """The n-grams of a text of plain words, in order; of fewer words, all of them."""
-    words = text.split()
-    return [" ".join(words[at : at + n]) for at in range(max(1, len(words) - n + 1))]
-
-
-def alike(a: list[str], b: list[str], similarity: float) -> bool:
-    """The rule by its definition, on n-grams in order."""
-    first, second = set(a), set(b)
-    shared = len(first & second)
-    if shared and shared >= similarity * min(len(first), len(second)):
-        return True
-    inside = sum(one in second for one in a), sum(one in first for one in b)
-    return any(found and found >= similarity * len(c) for found, c in zip(inside, (a, b), strict=True))
 
 
 def test_no_document_of_a_part_is_like_any_other_and_every_document_is_in_one(

@@ -85,16 +85,25 @@ ORDERS: tuple[list[object], ...] = (  # the first one has all STAGES
     ["exact", _NEAR, {"sample": {"documents": 35}}, _LONG, _LINES, "exact", _SHORT, _NEAR],
     ["url", "exact", _JOINED, {"sample": "90%"}, _SHORT, _NEAR, _LONG, {"sample": "90%"}, "exact", _LINES],
 )
+# A recipe with this `split` has these stages, too.
+SPLIT = {"parts": {"validation": 6}, "by": "shelf"}
+SPLIT_STAGES = (
+    *("split_draw", "split_fit", "split_families", "split_propose", "split_tables", "split_probe"),
+    *("split_choose", "split_rows", "split"),
+)
 POINT_NAME = "point.json"
 LINE = "This very line stands at the end of every document."
 _NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DOTALL)
 
 
-def make_recipe(folder: Path, format: str = "mds", order: int = 0) -> Path:
+def make_recipe(folder: Path, format: str = "mds", order: int = 0, *, has_split: bool = False) -> Path:
     """Write a corpus that gives every stage something to do, and its recipe."""
     text = RECIPE.replace("STEPS", json.dumps(ORDERS[order]))  # JSON is YAML
     if format != "mds":  # only rows repeat documents
         text = text.replace("format: mds", f"format: {format}").replace(", repeat: 1.5", "")
+    if has_split:
+        text = text.replace("source: first}", "source: first, metadata: [shelf]}").replace("1500", "6000")
+        text += f"split: {json.dumps(SPLIT)}\n"
     recipe = make_corpus(folder, 4, text)
     make_static_model(folder, ["w", *map(str, range(100))], dimensions=8)
     vectors: dict[str, list[float]] = {}
@@ -111,7 +120,9 @@ def make_recipe(folder: Path, format: str = "mds", order: int = 0) -> Path:
         urls = [f"https://example.org/{file}/{number - (number % 11 == 10)}" for number in range(len(texts))]
         for url, text in zip(urls, texts, strict=True):
             vectors.setdefault(url, _vector(text))
-        records = ({"text": text, "url": url} for text, url in zip(texts, urls, strict=True))
+        records = [{"text": text, "url": url} for text, url in zip(texts, urls, strict=True)]
+        for number, record in enumerate(records if has_split else ()):
+            record["shelf"] = str(number // 3)  # in both files
         lines = "".join(json.dumps(record) + "\n" for record in records) + "not JSON\n"
         (folder / f"first-{file}.jsonl").write_text(lines)
     pq.write_table(
@@ -167,7 +178,8 @@ class Outcome:
 class Crashes:
     """Runs cells of the matrix, as a context manager; all files lie below `folder`.
 
-    `format` is that of the output. The engines "s3" and "s3-local" need an environment that leads to an S3
+    `format` is that of the output. `has_split`: it is in two parts, with documents that stay together. The
+    engines "s3" and "s3-local" need an environment that leads to an S3
     server with a `bucket`. "ray" needs a cluster that was started with `points.environment` for the file
     `POINT_NAME` in `folder`.
     """
@@ -180,15 +192,16 @@ class Crashes:
         ray: RayCluster | None = None,
         format: str = "mds",
         order: int = 0,
+        has_split: bool = False,
     ) -> None:
-        self._format, self._order = format, order
+        self._format, self._order, self._has_split = format, order, has_split
         self._folder, self._bucket, self._ray = folder.resolve(), bucket, ray
         self._template = self._folder / "corpus"
         self._count = 0
         self.expected: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        recipe = make_recipe(self._template, self._format, self._order)
+        recipe = make_recipe(self._template, self._format, self._order, has_split=self._has_split)
         self.victims = Victims(self._folder, recipe)
         self.victims.__enter__()
         try:
@@ -266,7 +279,7 @@ class Crashes:
     @contextmanager
     def watching(self, outcome: Outcome, base: Path) -> Iterator[None]:
         """Poll the output as a reader in the meantime; remove `base` at the end if all is right."""
-        watch = self.victims.watch(base / "out")
+        watch = self.victims.watch(base / "out" / "train" if self._has_split else base / "out")
         yield
         seen = watch.stop()
         outcome.looks = seen.looks

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from crash.builds import ORDERS, STAGES, Cell, Crashes, Outcome
+from crash.builds import ORDERS, SPLIT_STAGES, STAGES, Cell, Crashes, Outcome
 from crash.faults import damage, kill_often
 from crash.grid import Entry, grid, sample
 from crash.points import Moment
@@ -113,18 +113,27 @@ def test_a_drawn_part_of_the_matrix_keeps_all_promises(crashes: Crashes) -> None
 def test_other_orders_of_steps_keep_them_too(tmp_path: Path, order: int) -> None:
     with Crashes(tmp_path, order=order) as crashes:
         steps = crashes.steps(".")
-        for step in range(1, steps, steps // 12):
+        for step in range(1, steps, steps // 7):
             check(crashes.run(Cell(fault="kill", step=step, area=".")))
-        for seed in range(2):
-            assert kill_often(crashes, seed=seed, replacing=False).problems == []
+        assert kill_often(crashes, seed=order, replacing=False).problems == []
 
 
 @pytest.mark.extended
 def test_vectors_from_files_are_joined_again_after_a_kill(tmp_path: Path) -> None:
+    stages = ("semantic_vectors", "semantic_tables", "semantic_embed")
     with Crashes(tmp_path, order=2) as crashes:
-        for stage in ("semantic_vectors", "semantic_tables", "semantic_embed"):
-            for moment in get_args(Moment)[:3]:
-                check(crashes.run(Cell(fault="kill", stage=stage, moment=moment)))
+        for stage, moment in zip(stages, get_args(Moment)[:3], strict=True):
+            check(crashes.run(Cell(fault="kill", stage=stage, moment=moment)))
+
+
+@pytest.mark.extended
+def test_builds_with_a_split_keep_them_too(tmp_path: Path) -> None:
+    with Crashes(tmp_path, has_split=True) as crashes:
+        assert any(name.startswith("validation/") for name in crashes.expected)
+        for number, stage in enumerate(SPLIT_STAGES):
+            moment: Moment = "committed" if number % 2 else "uncommitted"
+            check(crashes.run(Cell(fault="kill", stage=stage, moment=moment)))
+        assert kill_often(crashes, seed=0, replacing=False).problems == []
 
 
 @pytest.mark.extended

@@ -474,6 +474,7 @@ def test_a_killed_node_costs_only_its_tasks(
 
 
 BUILD = RECIPE.replace("dedup: {exact: {}}", "dedup: {exact: {}, near: {}}\nmemory: 512MB")
+BUILD += "split: {validation: 9, by: number}\n"
 
 
 @extended
@@ -491,7 +492,7 @@ def test_a_build_whose_node_is_killed_gives_the_bytes_of_processes_here(
     assert tree(tmp_path / "made") == tree(tmp_path / "expected")
     last = {progress.stage: progress for progress in heard}
     assert all(progress.finished for progress in last.values())
-    assert {"clean", "exact", "signatures", "near", "tokenize", "pack"} <= set(last)
+    assert {"clean", "exact", "signatures", "near", "split_fit", "tokenize", "pack"} <= set(last)
 
 
 @extended

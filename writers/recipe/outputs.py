@@ -63,7 +63,7 @@ def _share(value: object) -> float | int:
 def short_split(given: object) -> object:
     """Expand `{validation: 0.1%}`, which is short for `{parts: {validation: 0.1%}}`."""
     if isinstance(given, dict) and "parts" not in given:
-        settings = {key: given[key] for key in ("similarity",) if key in given}
+        settings = {key: given[key] for key in ("by", "similarity") if key in given}
         return {"parts": {key: value for key, value in given.items() if key not in settings}} | settings
     return given
 
@@ -195,6 +195,8 @@ class SplitConfig(StrictModel):
     other documents are selected in its place.
     """
 
+    omitted_at_default = frozenset({"by"})
+
     parts: dict[PartName, Share | dict[FieldName, Share]] = Field(
         min_length=1,
         max_length=8,
@@ -207,6 +209,14 @@ class SplitConfig(StrictModel):
         description="A document stays in train if the similarity of its n-grams to another's (Jaccard), or "
         "the share of its n-grams that another contains, is at least this.",
     )
+    by: FieldName | None = Field(
+        default=None,
+        description="Field of metadata, or label of `buckets`, whose documents with one value stay together, "
+        "such as a repository, a conversation or the id of the document that was rewritten: all in one part. "
+        "Documents without the field are each their own. A part has its number of documents or up to one "
+        "such family more; null: documents are selected one by one.",
+        examples=["repo"],
+    )
 
     @model_validator(mode="after")
     def _leave_something(self) -> Self:
@@ -217,6 +227,8 @@ class SplitConfig(StrictModel):
             )
         if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
             raise ValueError("the shares of the parts add up to 1 or more; nothing is left to train on")
+        if self.by == "language":
+            raise ValueError("by: a language would be in one part as a whole; name a field of metadata")
         return self
 
 

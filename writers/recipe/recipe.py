@@ -242,6 +242,7 @@ class Recipe(StrictModel):
         self._check_samples()
         self._check_scope()
         self._check_group()
+        self._check_split()
         self._check_trainers()
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
@@ -350,6 +351,19 @@ class Recipe(StrictModel):
         kept = self._fields
         if kept is not None and (missing := [name for name in self.group.fields if name not in kept]):
             raise ValueError(f"group: no input keeps a field {missing[0]!r}; add it to inputs[].metadata")
+
+    def _check_split(self) -> None:
+        """Raise ValueError if documents lack the field `split.by`, or if parts would take groups apart."""
+        if self.split is None:
+            return
+        by = self.split.by
+        if self.group is not None and by != self.group.by:
+            raise ValueError(
+                f"split.by: documents with one {self.group.by} are joined by `group`, so they must be in one "
+                f"part; write by: {self.group.by}"
+            )
+        if by is not None:
+            self._check_field("split.by", by)
 
     def _check_trainers(self) -> None:
         """Raise ValueError if an output's format, which is another trainer's, cannot hold loss masks."""

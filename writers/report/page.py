@@ -198,8 +198,15 @@ def render_split(card: DatasetCard) -> str:
     note = (
         f'<p class="note">{whole:,} documents are in parts of their own. A document was drawn by a hash; one '
         "that is like any other document of the corpus stayed in train: all pairs were compared. Alike are "
-        f"two that share {split.similarity:g} of the n-grams of one of them.</p>"
+        f"two that share {split.similarity:g} of the n-grams of one of them."
     )
+    if split.by is not None:
+        note += (
+            f" All documents with one value of <code>{text(split.by)}</code> are in one part, which was "
+            "drawn by a hash of the value; if one of them is like a document with another value, all stayed "
+            "in train."
+        )
+    note += "</p>"
     head = ("part", ">documents", ">drawn", ">alike, left in train")
     return section("Split", table(head, rows, caption="Documents by part"), note)
 

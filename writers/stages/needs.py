@@ -53,6 +53,8 @@ class Shape:
     """Number of datasets of text."""
     parts: int = 0
     """Number of parts in `split`, without train."""
+    has_families: bool = False
+    """Whether `split.by` keeps documents together."""
     scores: int = 0
     """Number of `scores` filters."""
     has_vectors: bool = False
@@ -89,6 +91,7 @@ class Shape:
             packed=len(packed),
             texts=len(recipe.datasets()) - len(packed),
             parts=0 if recipe.split is None else len(recipe.split.parts),
+            has_families=recipe.split is not None and recipe.split.by is not None,
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
             has_vectors=recipe.dedup.semantic is not None and bool(recipe.dedup.semantic.embed.vectors),
             passes=len(recipe.passes) - 1,

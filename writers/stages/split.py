@@ -2,8 +2,7 @@
 
 A document is proposed for a part by hash(seed, document id), so a part depends only on its own share and the
 shares of the parts before it. A proposed document that is similar to any other document, in whichever part,
-stays in train. All pairs are compared, not candidates of a hash: the n-grams of the proposed documents are
-few and fit into tables, in which every kept document is looked up.
+stays in train.
 
     propose   a split: its proposed documents with their sets of n-grams            PROPOSED
     tables    a range of hashes: n-gram -> the proposed documents that have it       tables.npy …
@@ -18,24 +17,26 @@ documents are proposed than wanted, and the unique ones with the lowest hashes a
 unique, the stages run again with more proposals, according to the rate of unique ones, at most `_ROUNDS`
 times. A part that is short even then gets, in the order of hashes, unique documents that were proposed for
 other parts and not needed there: all parts are full if enough unique documents exist.
+
+With `by`, whole families (stages/families.py) are proposed, compared with all other documents, and selected
+until their part has the wanted number of documents. So a part has at most one family more than that, and a
+family that is larger than the number is not proposed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from math import ceil, sqrt
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from shardkit.errors import RecipeError, warn_user
-from shardkit.hashing import keyed_hashes
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.outcomes import (
@@ -49,47 +50,42 @@ from shardkit.writers.dedup.outcomes import (
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage, Task, partition_name
-from shardkit.writers.kernels.hash_tables import fill_places, find_matches, table_slots
-from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s, kernel
-from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s
 from shardkit.writers.recipe.outputs import SplitConfig
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.stages.families import (
+    CANDIDATES,
+    DRAWN,
+    FITTING,
+    SPLIT_DRAW,
+    SPLIT_FAMILIES,
+    SPLIT_FIT,
+    Families,
+    Wanted,
+)
 from shardkit.writers.stages.flow import Build, Documents, PartsFound, Step
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
-
-PROPOSED = Table(
-    "proposed.run",
-    np.dtype(
-        [
-            ("key", "<u8"),  # hash(seed, document id)
-            ("size", "<i8"),  # bytes of the payload: the document's distinct n-grams, uint64, ascending
-            ("row", "<u4"),
-            ("part", "<i4"),
-            ("source", "<i4"),
-            ("split", "<i4"),
-        ]
-    ),
-    payload=True,
-    origin="split",
+from shardkit.writers.stages.proposals import (
+    ALIKE,
+    PROPOSED,
+    SPLIT_PROBE,
+    SPLIT_PROPOSE,
+    SPLIT_TABLES,
+    TABLE_BYTES,
 )
-ALIKE = Table("alike.run", np.dtype([("key", "<u8")]))
+
 PARTS = Table("parts.run", np.dtype([("key", "<u8"), ("part", "<i4")]))  # keyed by `document_keys`
 
-_CANDIDATES, _HASHES, _STARTS, _MEMBERS = "candidates.npy", "hashes.npy", "starts.npy", "members.npy"
 _CHOSEN = "chosen.npy"
-TABLE_BYTES = 40  # upper estimate of the memory of a table and its inputs, per byte of text
-_BITS_PER_KEY = 16
 _ROUNDS = 5
 _SPARES = 6.0  # additional proposals, in standard deviations of the wanted number
+_MORE, _MORE_FAMILIES = 0.9, 0.125  # a short part's expected rate of unique documents falls at least to this
 _MEMORY = 64 << 20
-_PURPOSE = "split"
+_HASHES = 1 << 64
 
 Bounds = tuple[tuple[int, ...], ...]
 """For each source, the hashes (exclusive) at which its parts end; the first part begins at hash 0."""
-Wanted = int | list[int]
-"""The number of documents that a part should get: from all sources together, or from each source."""
 Quota = int | list[int]
 """The maximum number of documents that a part may get: from all sources together, or from each source."""
 
@@ -99,6 +95,15 @@ def split_documents(documents: Documents, build: Build) -> Documents:
     config = documents.recipe.split
     assert config is not None
     return replace(documents, parts=_Drawing(documents, build, config).run())
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """The proposed families: a commit for each range of hashes (`edges`), and the documents of each split."""
+
+    edges: Sequence[tuple[int, int]]
+    candidates: Sequence[Commit]
+    tables: Sequence[SplitTable] = ()
 
 
 @dataclass(frozen=True)
@@ -113,19 +118,19 @@ class _Drawing:
         """Run all stages and return the parts."""
         names, left = tuple(self.config.parts), self._remaining()
         wanted = self._wanted(left)
-        rates = [1.0 for _ in names]
+        rates, together = [1.0 for _ in names], self.config.by is not None
         for _ in range(_ROUNDS):
-            bounds = _bounds(wanted, left, rates)
-            chosen = self._choose_from(bounds)
+            bounds = _bounds(wanted, left, rates, together=together)
+            chosen = self._choose_from(bounds, wanted)
             counted = [SPLIT_CHOOSE.result(commit) for commit in chosen]
-            found_rates = _rates(wanted, counted, rates)
-            if found_rates == rates or _bounds(wanted, left, found_rates) == bounds:
+            found_rates = _rates(wanted, counted, rates, _MORE_FAMILIES if together else _MORE)
+            if found_rates == rates or _bounds(wanted, left, found_rates, together=together) == bounds:
                 break
             rates = found_rates
         taken = self._deal(wanted, chosen, counted)
         numbers = [SPLIT_ROWS.result(commit).taken for commit in taken]
         drawn = [sum(sum(one[code]) for one in numbers) for code in range(len(names))]
-        _warn_of_few(names, wanted, drawn)
+        _warn_of_few(names, wanted, drawn, self.config.by)
         splits = len(self.documents.splits)
         found = by_split(self.build.run, SPLIT, PARTS, taken, splits, limits=self.build.limits)
         proposed = [sum(sum(one.proposed[code]) for one in counted) for code in range(len(names))]
@@ -138,55 +143,89 @@ class _Drawing:
         self, wanted: Sequence[Wanted], chosen: Sequence[Commit], counted: Sequence[Chosen]
     ) -> Sequence[Commit]:
         """Select the documents of all parts from the unique ones; return the commits that list them."""
+        most = None if self.config.by is None else wanted
         quotas = _quotas(wanted, counted)
         nothing = [None] * len(quotas)
-        [taken] = self.build.run(self._take(chosen, quotas, nothing))
+        [taken] = self.build.run(self._take(chosen, quotas, nothing, most))
         more, is_full = _spares(wanted, [SPLIT_ROWS.result(commit) for commit in taken])
         if not is_full:  # parts of any source may have taken documents that a part of named sources needs
             named = [[0 if isinstance(one, int) else one for one in quota] for quota in quotas]
-            [apart] = self.build.run(self._take(chosen, named, nothing))
+            [apart] = self.build.run(self._take(chosen, named, nothing, most))
             others, fills = _spares(wanted, [SPLIT_ROWS.result(commit) for commit in apart])
             quotas, more = (named, others) if fills else (quotas, more)
         elif not any(more):
             return taken
-        [taken] = self.build.run(self._take(chosen, quotas, more))
+        [taken] = self.build.run(self._take(chosen, quotas, more, most))
         return taken
 
-    def _choose_from(self, bounds: Bounds) -> Sequence[Commit]:
+    def _choose_from(self, bounds: Bounds, wanted: Sequence[Wanted]) -> Sequence[Commit]:
         """Propose documents with hashes below `bounds`; return the commits that list the unique ones."""
         end = max(1, *(stops[-1] for stops in bounds))
-        [proposed] = self.build.run(self._propose(bounds))
+        fitting = None if self.config.by is None else self._fit(bounds, wanted, end)
+        [proposed] = self.build.run(self._propose(bounds, fitting))
         texts = sum(SPLIT_PROPOSE.result(commit).bytes for commit in proposed)
         groups = max(1, -(-texts * TABLE_BYTES // self.build.memory_bytes))
-        edges = [*pairwise(end * number // groups for number in range(groups + 1))]
-        move = partial(exchange, self.build.run, readers=groups, end=end, limits=self.build.limits)
-        moved = move(SPLIT_TABLES, PROPOSED, proposed)
+        keys = end if fitting is None else _HASHES
+        edges = [*pairwise(keys * number // groups for number in range(groups + 1))]
+        move = partial(exchange, self.build.run, limits=self.build.limits)
+        moved = move(SPLIT_TABLES, PROPOSED, proposed, readers=groups, end=keys)
         pieces = [(partition_name(n, groups), moved.slice(*edge)) for n, edge in enumerate(edges)]
         [tables] = self.build.run([SPLIT_TABLES.task(name, piece.bytes, piece) for name, piece in pieces])
         [probed] = self.build.run(self._probe(tables))
-        alike = move(SPLIT_CHOOSE, ALIKE, probed)
+        found = _Fitting(edges, tables) if fitting is None else fitting
+        alike = move(SPLIT_CHOOSE, ALIKE, probed, readers=len(found.edges), end=end)
         sizes, tasks = (len(self.config.parts), len(self.documents.recipe.inputs)), []
-        for edge, table in zip(edges, tables, strict=True):
-            args = alike.slice(*edge), table.file(_CANDIDATES), *sizes
-            tasks.append(SPLIT_CHOOSE.task(table.name, 0, *args))
+        for edge, commit in zip(found.edges, found.candidates, strict=True):
+            args = alike.slice(*edge), commit.file(CANDIDATES), *sizes
+            tasks.append(SPLIT_CHOOSE.task(commit.name, 0, *args))
         [chosen] = self.build.run(tasks)
         return chosen
 
-    def _propose(self, bounds: Bounds) -> list[Task]:
-        made = []
+    def _fit(self, bounds: Bounds, wanted: Sequence[Wanted], end: int) -> _Fitting:
+        """Find the families with hashes below `bounds` that are no larger than their part."""
+        recipe, run, limits, tasks = self.documents.recipe, self.build.run, self.build.limits, []
         for number, split in enumerate(self.documents.splits):
             place = self.documents.file(number), self.documents.removals[number]
-            shared = self.documents.recipe.seed, self._ngrams, self.build.memory_bytes, self.build.limits
-            args = *place, bounds[split.source], *shared
+            args = *place, bounds[split.source], self._families(number), limits
+            tasks.append(SPLIT_DRAW.task(split.task_name, split.bytes, *args))
+        [drawn] = run(tasks)
+        readers = limits.partitions(sum(SPLIT_DRAW.result(commit) for commit in drawn), DRAWN.dtype)
+        edges = [*pairwise(end * number // readers for number in range(readers + 1))]
+        moved = exchange(run, SPLIT_FIT, DRAWN, drawn, readers=readers, end=end, limits=limits)
+        tasks = []
+        for number, edge in enumerate(edges):
+            name, piece = partition_name(number, readers), moved.slice(*edge)
+            tasks.append(SPLIT_FIT.task(name, piece.bytes, piece, wanted, len(recipe.inputs), limits))
+        [fitted] = run(tasks)
+        tables = by_split(run, SPLIT_FAMILIES, FITTING, fitted, len(self.documents.splits), limits=limits)
+        return _Fitting(edges, fitted, tables)
+
+    def _families(self, number: int) -> Families:
+        """Return how families of documents of split `number` are told apart."""
+        recipe, by = self.documents.recipe, self.config.by
+        labels = self.documents.labels_of(number) if by is not None else ()
+        return Families(recipe.seed, by, tuple(one for one in labels if one.field == by))
+
+    def _propose(self, bounds: Bounds, fitting: _Fitting | None) -> list[Task]:
+        made = []
+        families = Families(self.documents.recipe.seed, self.config.by)
+        settings = families, self._ngrams, self.build.memory_bytes, self.build.limits
+        for number, split in enumerate(self.documents.splits):
+            stops, table = bounds[split.source], None
+            if fitting is not None:
+                stops, table = (), fitting.tables[number]
+            args = self.documents.file(number), self.documents.removals[number], stops, *settings, table
             made.append(SPLIT_PROPOSE.task(split.task_name, split.bytes, *args))
         return made
 
     def _probe(self, tables: Sequence[Commit]) -> list[Task]:
-        settings = self.documents.recipe.seed, self._ngrams, self.config.similarity, self.build.limits
+        settings = self._ngrams, self.config.similarity, self.build.limits
+        families = [self._families(number) for number in range(len(self.documents.splits))]
         made = []
         for number, table in enumerate(tables):
             for at, split in enumerate(self.documents.splits):
-                args = self.documents.file(at), self.documents.removals[at], table.files, *settings
+                place = self.documents.file(at), self.documents.removals[at]
+                args = *place, table.files, families[at], *settings
                 made.append(SPLIT_PROBE.task(f"{split.task_name}.{number:05d}", split.bytes, *args))
         return made
 
@@ -195,10 +234,11 @@ class _Drawing:
         chosen: Sequence[Commit],
         quotas: Sequence[Sequence[Quota]],
         spares: Sequence[Sequence[Quota] | None],
+        most: Sequence[Wanted] | None,
     ) -> list[Task]:
         sources, made = len(self.documents.recipe.inputs), []
         for commit, quota, more in zip(chosen, quotas, spares, strict=True):
-            args = commit.file(_CHOSEN), quota, more, sources, self.build.limits
+            args = commit.file(_CHOSEN), quota, more, sources, self.build.limits, most
             made.append(SPLIT_ROWS.task(commit.name, 0, *args))
         return made
 
@@ -239,13 +279,17 @@ class _Drawing:
         return left
 
 
-def _warn_of_few(names: Sequence[str], wanted: Sequence[Wanted], drawn: Sequence[int]) -> None:
+def _warn_of_few(
+    names: Sequence[str], wanted: Sequence[Wanted], drawn: Sequence[int], by: str | None
+) -> None:
     for name, asked, found in zip(names, wanted, drawn, strict=True):
         number = asked if isinstance(asked, int) else sum(asked)
         if found < number:
+            families = "" if by is None else f", or have a value of {by} that more documents have than wanted"
             warn_user(
                 f"split: {name} has {found:,} documents, {number:,} are wanted: too many of the proposed "
-                f"ones are similar to another document; remove duplicates (dedup.near) or lower its share"
+                f"ones are similar to another document{families}; remove duplicates (dedup.near) or lower "
+                "its share"
             )
 
 
@@ -256,8 +300,13 @@ def _number(share: float, documents: int) -> int:
     return min(max(1, round(share * documents)), max(0, documents - 1))
 
 
-def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[float]) -> list[float]:
-    """Return the rate of unique documents among each part's proposals, or its old rate if it has enough."""
+def _rates(
+    wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[float], more: float
+) -> list[float]:
+    """Return the rate of unique documents among each part's proposals, or its old rate if it has enough.
+
+    The rate of a short part falls at least to the factor `more`.
+    """
     found = []
     for part, (asked, rate) in enumerate(zip(wanted, rates, strict=True)):
         clean = np.sum([one.clean[part] for one in chosen], axis=0)
@@ -267,16 +316,19 @@ def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[f
         needed = np.atleast_1d(asked)
         short = clean < needed
         seen = (clean[short] + 1) / (proposed[short] + 1)
-        found.append(min(rate, float(0.9 * min(seen.min(), rate))) if short.any() else rate)
+        found.append(min(rate, float(more * min(seen.min(), rate))) if short.any() else rate)
     return found
 
 
-def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float]) -> Bounds:
+def _bounds(
+    wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float], *, together: bool
+) -> Bounds:
     """Return the hashes at which the parts of each source end; RecipeError if too much is wanted.
 
-    `rates` are the expected rates of unique documents among the proposed ones, per part.
+    `rates` are the expected rates of unique documents among the proposed ones, per part. With `together`, all
+    sources have the same bounds.
     """
-    stops = []
+    proposals = []
     for source, documents in enumerate(left):
         shares = []
         for one, rate in zip(wanted, rates, strict=True):
@@ -287,8 +339,13 @@ def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float
                 raise RecipeError(f"split: {problem}")
             proposed = number + _SPARES * sqrt(number) + 10 if number else 0.0
             shares.append(min(proposed / rate / max(1, whole), 1.0))
+        proposals.append(shares)
+    if together:
+        proposals = [[max(shares) for shares in zip(*proposals, strict=True)]] * len(proposals)
+    stops = []
+    for shares in proposals:
         ends = np.minimum(np.cumsum(shares), 1.0)
-        stops.append(tuple(min(int(end * (1 << 53)) << 11, (1 << 64) - 1) for end in ends.tolist()))
+        stops.append(tuple(min(int(end * (1 << 53)) << 11, _HASHES - 1) for end in ends.tolist()))
     return tuple(stops)
 
 
@@ -347,197 +404,6 @@ def _spares(wanted: Sequence[Wanted], taken: Sequence[Taken]) -> tuple[list[list
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
-    """Counts of one split: the number of proposed documents, and the size of their texts in bytes."""
-
-    documents: int
-    bytes: int
-
-
-def _left(documents: Artifact, removed: SplitRemovals) -> Iterator[tuple[int, pa.RecordBatch, Int64s]]:
-    """Yield (row of the batch's first document, batch, kept rows in it) for batches with kept rows."""
-    lost, start = removed.load(), 0
-    with documents.open_arrow(mapped=True) as source:
-        reader = pa.ipc.open_file(source)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            here = lost.within(start, batch.num_rows)
-            keep = here.left(batch.num_rows)
-            if keep.any():
-                yield start, batch, np.flatnonzero(keep)
-            start += batch.num_rows
-
-
-def propose(
-    folder: Path,
-    documents: Artifact,
-    removed: SplitRemovals,
-    stops: Sequence[int],
-    seed: int,
-    ngrams: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
-    memory_bytes: MemoryBytes,
-    limits: Limits,
-) -> Proposed:
-    """Write the proposed documents of a split (hash below the last of `stops`) with their n-grams."""
-    count = size = 0
-    ends = np.array(stops, np.uint64)
-    with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 2, limits=limits) as run:
-        for start, batch, kept in _left(documents, removed):
-            ids = batch.column("document_id").to_pylist()
-            hashes = keyed_hashes([ids[row] for row in kept.tolist()], seed, _PURPOSE)
-            parts = np.searchsorted(ends, hashes, side="right")
-            drawn = np.flatnonzero(parts < len(ends))
-            if not len(drawn):
-                continue
-            rows = np.zeros(len(drawn), PROPOSED.dtype)
-            rows["key"], rows["part"] = hashes[drawn], parts[drawn]
-            rows["row"], rows["split"] = start + kept[drawn], -1
-            taken = batch.take(pa.array(kept[drawn]))
-            rows["source"] = taken.column("source").to_numpy()
-            found = shingle_batch(taken.column("text"), ngrams)
-            sets = [np.unique(found.hashes[a:b]) for a, b in pairwise(found.offsets.tolist())]
-            rows["size"] = [one.nbytes for one in sets]
-            run.write(rows, np.concatenate([np.empty(0, np.uint64), *sets]).view(np.uint8))
-            count += len(drawn)
-            size += int(np.diff(text_offsets(taken.column("text"))).sum())
-    return Proposed(count, size)
-
-
-SPLIT_PROPOSE = Stage("split_propose", "split", propose, cost=8)
-
-
-def make_table(folder: Path, piece: Slice) -> None:
-    """Write the table of a range of proposed documents: which documents contain each n-gram."""
-    rows, payload = piece.read()
-    hashes = payload.view("<u8")
-    sizes = rows["size"] // 8
-    unique, inverse = np.unique(hashes, return_inverse=True)
-    order = np.argsort(inverse, kind="stable")
-    members = np.repeat(np.arange(len(rows), dtype=np.int32), sizes)[order]
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(inverse, minlength=len(unique)))])
-    described = np.zeros(len(rows), _CANDIDATE)
-    for name in ("key", "row", "part", "source", "split"):
-        described[name] = rows[name]
-    described["ngrams"] = sizes
-    files = {_CANDIDATES: described, _HASHES: unique, _STARTS: starts, _MEMBERS: members}
-    for name, values in files.items():
-        np.save(folder / name, values)
-
-
-SPLIT_TABLES = Stage("split_tables", "split", make_table)
-
-
-_CANDIDATE = np.dtype(
-    [("key", "<u8"), ("row", "<u4"), ("part", "<i4"), ("source", "<i4"), ("split", "<i4"), ("ngrams", "<i8")]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _NgramTable:
-    """The proposed documents of a range, ascending by key, and which of them contain each n-gram."""
-
-    keys: UInt64s
-    ngrams: Int64s
-    bits: UInt64s
-    slots: UInt64s
-    places: Int64s
-    starts: Int64s
-    members: Int32s
-
-
-@lru_cache(maxsize=1)
-def _load_table(folder: Path) -> _NgramTable:
-    described, hashes = np.load(folder / _CANDIDATES), np.load(folder / _HASHES)
-    slots = int(table_slots(2 * len(hashes)))
-    bits = np.zeros(max(1, slots * _BITS_PER_KEY // 128), np.uint64)
-    keys, places = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
-    fill_places(hashes, bits, keys, places)
-    starts, members = np.load(folder / _STARTS), np.load(folder / _MEMBERS)
-    ngrams = np.ascontiguousarray(described["ngrams"])
-    return _NgramTable(np.ascontiguousarray(described["key"]), ngrams, bits, keys, places, starts, members)
-
-
-def probe(
-    folder: Path,
-    documents: Artifact,
-    removed: SplitRemovals,
-    table: Artifact,
-    seed: int,
-    ngrams: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
-    similarity: Annotated[float, RecipeKey("split.similarity")],
-    limits: Limits,
-) -> None:
-    """Write the keys of proposed documents in `table` that are similar to another document of this split."""
-    for name in (_CANDIDATES, _HASHES, _STARTS, _MEMBERS):
-        (table / name).local()
-    loaded = _load_table(table.path)
-    alike = np.zeros(len(loaded.keys), np.bool_)
-    for _, batch, kept in _left(documents, removed) if len(alike) else ():
-        taken = batch.take(pa.array(kept)) if len(kept) < batch.num_rows else batch
-        found = shingle_batch(taken.column("text"), ngrams)
-        matches = find_matches(found.hashes, loaded.bits, loaded.slots, loaded.places)
-        if not len(matches):
-            continue
-        keys = keyed_hashes(taken.column("document_id").to_pylist(), seed, _PURPOSE)
-        own = np.searchsorted(loaded.keys, keys)
-        own[loaded.keys[np.minimum(own, len(alike) - 1)] != keys] = -1
-        _mark_alike(
-            *(matches, found.offsets, own, loaded.starts, loaded.members, loaded.ngrams), similarity, alike
-        )
-    rows = np.zeros(int(alike.sum()), ALIKE.dtype)
-    rows["key"] = loaded.keys[alike]
-    with RunWriter(folder / ALIKE.file, ALIKE, memory_bytes=_MEMORY, limits=limits) as run:
-        run.write(rows)
-
-
-SPLIT_PROBE = Stage("split_probe", "split", probe, cost=20)
-
-
-@kernel
-def _mark_alike(
-    matches: Int64s,
-    offsets: Int64s,
-    own: Int64s,
-    starts: Int64s,
-    members: Int32s,
-    ngrams: Int64s,
-    similarity: float,
-    alike: Bools,
-) -> None:
-    """Set alike[i] if proposed document i is similar to a text other than itself (text t is own[t], or -1).
-
-    `matches` are ascending (n-gram index in the texts, index in the table); `offsets` are per text.
-    """
-    distinct = np.zeros(len(ngrams), np.int64)
-    positions = np.zeros(len(ngrams), np.int64)
-    touched = np.empty(len(ngrams), np.int64)
-    seen = np.full(len(starts), -1, np.int64)  # the last text that contained each n-gram
-    at = 0
-    for text in range(len(offsets) - 1):
-        count = 0
-        while at < len(matches) and matches[at, 0] < offsets[text + 1]:
-            ngram = matches[at, 1]
-            new = seen[ngram] != text
-            seen[ngram] = text
-            for i in range(starts[ngram], starts[ngram + 1]):
-                other = members[i]
-                if other == own[text]:
-                    continue
-                if positions[other] == 0:
-                    touched[count] = other
-                    count += 1
-                positions[other] += 1
-                distinct[other] += new
-            at += 1
-        total = offsets[text + 1] - offsets[text]
-        for i in range(count):
-            other = touched[i]
-            if distinct[other] >= similarity * ngrams[other] or positions[other] >= similarity * total:
-                alike[other] = True
-            distinct[other] = positions[other] = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Chosen:
     """Counts in a range of hashes, by part and source: `proposed` documents, and unique ones (`clean`)."""
 
@@ -559,6 +425,7 @@ SPLIT_CHOOSE = Stage("split_choose", "split", choose)
 
 
 def _counted(rows: npt.NDArray[np.void], parts: int, sources: int) -> list[list[int]]:
+    rows = rows[rows["part"] < parts]  # others may be given to any part that is short
     cells = rows["part"].astype(np.int64) * sources + rows["source"]
     counts: list[list[int]] = np.bincount(cells, minlength=parts * sources).reshape(parts, sources).tolist()
     return counts
@@ -579,20 +446,27 @@ def take(
     spares: Sequence[Quota] | None,
     sources: int,
     limits: Limits,
+    most: Sequence[Wanted] | None,
 ) -> Taken:
     """Write the selected documents: for each part, `quota` of those proposed for it, lowest hashes first.
 
-    `spares` is the number of further documents for each part, from those that are not selected so far.
+    `spares` is the number of further documents for each part, from those that are not selected so far. With
+    `most`, whole families are selected, of at most this number of documents, and the last one may have more
+    documents than are missing.
     """
     with chosen.open() as file:
         rows = np.load(file)
     given = np.full(len(rows), -1, np.int32)
     for part, room in enumerate(quota):
-        _give(given, part, room, rows["source"], rows["part"] == part)
+        _give(given, part, room, rows, rows["part"] == part, whole=most is not None)
     for of_sources in (True, False) if spares is not None else ():
         for part, room in enumerate(spares or ()):
-            if isinstance(room, int) != of_sources:
-                _give(given, part, room, rows["source"], given < 0)
+            if isinstance(room, int) == of_sources:
+                continue
+            free = given < 0
+            if most is not None:
+                free &= _sizes(rows) <= np.broadcast_to(most[part], sources)[rows["source"]]
+            _give(given, part, room, rows, free, whole=most is not None)
     rows["part"], keep = given, given >= 0
     taken = rows[keep]
     found = np.empty(len(taken), PARTS.dtype)
@@ -607,13 +481,33 @@ SPLIT_ROWS = Stage("split_rows", "split", take)
 SPLIT = Stage("split", "split", write_tables)
 
 
-def _give(given: Int32s, part: int, room: Quota, source: Int32s, free: Bools) -> None:
-    """Assign the first `room` of the `free` rows to a part, or the first room[s] of each source s."""
+def _give(
+    given: Int32s, part: int, room: Quota, rows: npt.NDArray[np.void], free: Bools, *, whole: bool
+) -> None:
+    """Assign the first `room` of the `free` rows to a part, or the first room[s] of each source s.
+
+    With `whole`, also the other rows of the last family.
+    """
     if isinstance(room, int):
-        given[np.flatnonzero(free)[:room]] = part
+        given[_first(rows["key"], np.flatnonzero(free), room, whole=whole)] = part
         return
     for number, most in enumerate(room):
-        given[np.flatnonzero(free & (source == number))[:most]] = part
+        own = np.flatnonzero(free & (rows["source"] == number))
+        given[_first(rows["key"], own, most, whole=whole)] = part
+
+
+def _first(keys: UInt64s, free: Int64s, room: int, *, whole: bool) -> Int64s:
+    """Return the first `room` of the rows `free`; with `whole`, also those with the key of the last one."""
+    if whole and 0 < room < len(free):
+        room = int(np.searchsorted(keys[free], keys[free[room - 1]], side="right"))
+    return free[:room]
+
+
+def _sizes(rows: npt.NDArray[np.void]) -> Int64s:
+    """Return the number of documents of each row's family."""
+    _, number, sizes = np.unique(rows["key"], return_inverse=True, return_counts=True)
+    found: Int64s = sizes[number]
+    return found
 
 
 _DRAWN = 0.01  # assumed share of the documents in all parts but train
@@ -628,19 +522,31 @@ def needs(n: Needs) -> None:
     # Bytes of n-gram hashes per document: one 8-byte hash per word, assuming 6 bytes of text per word.
     ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)
     row = PROPOSED.dtype.itemsize + ngrams
-    tables = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
+    tables = ranges = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
     gets, read = n.scans(text, c.splits)
+    if c.shape.has_families:
+        ranges = c.limits.partitions(ceil(proposed), DRAWN.dtype)
+        n.add(SPLIT_DRAW, c.splits, gets, read, files=1, written=proposed * DRAWN.dtype.itemsize)
+        drawn = n.exchange(SPLIT_FIT, DRAWN, c.splits, proposed, ranges)
+        n.add(SPLIT_FIT, ranges, *n.slices(drawn, ranges), files=2)
+        n.by_split(SPLIT_FAMILIES, FITTING, ranges, proposed)
     n.add(SPLIT_PROPOSE, c.splits, gets, read, files=1, written=proposed * row)
     found = n.exchange(SPLIT_TABLES, PROPOSED, c.splits, proposed, tables, ngrams)
     n.add(SPLIT_TABLES, tables, *n.slices(found, tables), files=4, written=2 * proposed * row)
     looked = c.splits * tables
     size = looked * 2 * proposed * row / tables
     n.add(SPLIT_PROBE, looked, tables * gets + 4 * looked, tables * read + size, files=1)
-    alike = n.exchange(SPLIT_CHOOSE, ALIKE, looked, proposed, tables)
-    n.add(SPLIT_CHOOSE, tables, *n.slices(alike, tables), files=1)
-    n.add(SPLIT_ROWS, tables, 2 * tables, files=1)
-    n.by_split(SPLIT, PARTS, tables, proposed)
+    alike = n.exchange(SPLIT_CHOOSE, ALIKE, looked, proposed, ranges)
+    n.add(SPLIT_CHOOSE, ranges, *n.slices(alike, ranges), files=1)
+    n.add(SPLIT_ROWS, ranges, 2 * ranges, files=1)
+    n.by_split(SPLIT, PARTS, ranges, proposed)
 
 
-STAGES = SPLIT_PROPOSE, SPLIT_TABLES, SPLIT_PROBE, SPLIT_CHOOSE, SPLIT_ROWS, SPLIT
-STEP = Step(lambda recipe: () if recipe.split is None else STAGES, split_documents, needs)
+def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    if recipe.split is None:
+        return ()
+    found = () if recipe.split.by is None else (SPLIT_DRAW, SPLIT_FIT, SPLIT_FAMILIES)
+    return *found, SPLIT_PROPOSE, SPLIT_TABLES, SPLIT_PROBE, SPLIT_CHOOSE, SPLIT_ROWS, SPLIT
+
+
+STEP = Step(_stages, split_documents, needs)

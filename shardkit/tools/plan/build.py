@@ -285,6 +285,8 @@ def measured_from_card(card: DatasetCard) -> Measured:
     try:
         content = {**content_of(card), "output": {**card.recipe["output"], "path": "out"}}
         content.pop("part", None)
+        if content.get("group") and content.get("split"):  # earlier versions took groups apart
+            content["split"] = {**content["split"], "by": content["group"]["by"]}
         shape = Shape.of(recipe_from_mapping(content, folder=Path.cwd()))
     except (ShardError, RecipeError, KeyError, TypeError) as error:
         raise _lacks(card, error) from error
