@@ -2,8 +2,8 @@
 
 One immutable `Manifest` describes datasets of all formats; `shardkit.formats.mds` and `shardkit.formats.tar`
 read and write the files (`index.json`, `shards.json`) that store it, `shardkit.datasets.token_rows` makes
-the manifest of flat token files, `shardkit.datasets.parquet_rows` that of Parquet files. Basenames are checked when they are read, so that no index can direct a
-reader out of the dataset's folder.
+the manifest of flat token files, `shardkit.datasets.parquet_rows` that of Parquet files. Basenames are
+checked when they are read, so that no index can direct a reader out of the dataset's folder.
 
 Memory is O(#shards). A `ShardTable` holds the content of 450,000 `ShardInfo` objects in 25 MB instead of a
 gigabyte: shards of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns,

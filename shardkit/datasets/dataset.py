@@ -161,20 +161,17 @@ def open_dataset(
     tensors; False keeps all members as bytes (see `shardkit.formats.tar.values`). Raises ShardError if the
     dataset is missing or malformed.
     """
-    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
-    from shardkit.cache.shards import CachedShards, SharedCache
+    decode = checked_decode(decode)
+    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode, columns=columns)
+    from shardkit.cache.shards import SharedCache
 
     shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
-    if columns is not None and (isinstance(columns, str) or not columns):
-        raise ValueError(f"columns must be a list of at least one name, not {columns!r}")
     cut = None
     if sequence_length is not None:
         cut = RowCut(sequence_length=sequence_length, token_dtype=token_dtype, per_file=per_file)
     found = locate(path, storage, shared.indexes(storage), cut, columns)
     manifest, shards, tar_indexes = found.manifest, None, None
-    if found.store is not None and found.rows is not None:
-        shards = CachedShards(found.store, manifest, *shared.open(), objects=found.rows.objects())
-    elif found.store is not None:
+    if found.store is not None:
         manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
@@ -182,15 +179,9 @@ def open_dataset(
     if verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
+    parquet = found.rows if isinstance(found.rows, ParquetRows) else None
     dataset = Dataset(
-        files,
-        manifest,
-        card=card,
-        options=options,
-        shards=shards,
-        tar_indexes=tar_indexes,
-        parquet=found.rows if isinstance(found.rows, ParquetRows) else None,
-        selected=columns,
+        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, parquet=parquet
     )
     if cut is not None and dataset.sequence_length != cut.sequence_length:
         length = "no one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
@@ -209,6 +200,8 @@ def _open_remote(
 
     cache, fetcher = shared.open()
     manifest, versions, card = found.manifest, found.versions, found.card
+    if found.rows is not None:
+        return manifest, CachedShards(store, manifest, cache, fetcher, objects=found.rows.objects()), None
     if versions is None:
         blocks = block_checksums(manifest, card)
         return manifest, CachedShards(store, manifest, cache, fetcher, blocks=blocks), None

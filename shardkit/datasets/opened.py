@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardkit.cache.indexes import TarIndexes
     from shardkit.cache.shards import CachedShards, CacheReader
     from shardkit.datasets.parquet_rows import ParquetRows
-    from shardkit.formats.parquet_shard import ParquetShard
+    from shardkit.formats.parquet import ParquetShard
     from shardkit.formats.tar import TarShard
     from shardkit.order.balance import RowCosts
 
@@ -83,6 +83,11 @@ class ReadOptions:
     allow_pickle: bool = False
     verify: bool = False
     decode: bool | str = True
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
+            raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
 
 
 class OpenDataset(Closing):
@@ -98,12 +103,10 @@ class OpenDataset(Closing):
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
         parquet: ParquetRows | None = None,
-        selected: Sequence[str] | None = None,
     ) -> None:
         """Pass `files` for a local dataset, `shards` for a remote one.
 
-        `tar_indexes`: for scanned tars. `parquet`: for Parquet files. `selected`: the columns of rows that
-        are read by number (None: all).
+        Pass `tar_indexes` for scanned tars, `parquet` for Parquet files.
         """
         assert (files is None) != (shards is None)
         self.manifest = manifest
@@ -114,7 +117,6 @@ class OpenDataset(Closing):
         self._files = files
         self._tar_indexes = tar_indexes
         self._parquet = parquet
-        self._selected = None if selected is None else frozenset(selected)
         self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -171,13 +173,13 @@ class OpenDataset(Closing):
         """Return sample `number`, counted from 0, decoding only `columns` if they are given."""
         starts = self.manifest.shard_starts
         shard = int(np.searchsorted(starts, number, side="right")) - 1
-        return self.shard(shard).sample(number - int(starts[shard]), columns or self._selected)
+        return self.shard(shard).sample(number - int(starts[shard]), columns or self._options.columns)
 
     def __iter__(self) -> Iterator[dict[str, object]]:
         for number in range(len(self.manifest.shards)):
             shard = self.shard(number)
             for row in range(len(shard)):
-                yield shard.sample(row, self._selected)
+                yield shard.sample(row, self._options.columns)
 
     def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
         """Return shard `number`, opened if necessary; `reader` loads it if it is remote. Thread-safe."""
@@ -380,7 +382,7 @@ class OpenDataset(Closing):
     def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
         info, options, where = self.manifest.shards[number], self._options, self.where(number)
         if self._parquet is not None:
-            from shardkit.formats.parquet_shard import split_pieces
+            from shardkit.formats.parquet import split_pieces
             from shardkit.formats.tokens import pieces_of
 
             return self._row_groups(number, split_pieces(pieces_of(info.raw.basename), raw))
@@ -406,7 +408,7 @@ class OpenDataset(Closing):
         )
 
     def _row_groups(self, number: int, pieces: Sequence[tuple[int, Bytes]]) -> ParquetShard:
-        from shardkit.formats.parquet_shard import ParquetShard
+        from shardkit.formats.parquet import ParquetShard
 
         assert self._parquet is not None
         part, info = self._parquet.parts[number], self.manifest.shards[number]

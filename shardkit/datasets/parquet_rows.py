@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import zstandard
 
 from shardkit.datasets.range_store import (
@@ -38,20 +39,19 @@ from shardkit.datasets.range_store import (
     list_matching,
 )
 from shardkit.errors import ShardError, ShardNotFoundError, warn_user
-from shardkit.formats.parquet_footer import (
+from shardkit.formats.mds.encodings import ARRAY_DTYPES
+from shardkit.formats.parquet import (
     MAX_FOOTER_BYTES,
+    NULL,
+    NULLABLE,
     TAIL_BYTES,
     Chunk,
     ParquetFooter,
-    RowGroup,
-    footer_bytes,
-)
-from shardkit.formats.parquet_shard import (
-    NULL,
-    NULLABLE,
     ParquetPart,
+    RowGroup,
     encodings_of,
     fixed_size,
+    footer_bytes,
 )
 from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
@@ -68,7 +68,7 @@ SHARD_BYTES = 4 << 20  # row groups are joined up to this size of their wanted c
 LARGE_BYTES = 256 << 20  # larger shards cause a warning: they are fetched, decoded and held as a whole
 MAX_DECODED_BYTES = 16 << 30  # larger shards are refused; 50 times what writers make by default
 _GAP_BYTES = 64 << 10  # ranges that are closer are read as one: faster than a second request
-_VALUE_BYTES = 8  # memory of a decoded value, which may take less than a bit in the file
+_OFFSET_BYTES = 4  # memory of a value of varying size, at least
 _THREADS = 32
 _SUFFIXES = (".parquet", ".pq")
 _SPLITS = ({"train", "training"}, {"val", "valid", "validation", "dev", "eval"}, {"test", "testing"})
@@ -288,7 +288,7 @@ def _token_lists(path: str, encodings: Mapping[str, str]) -> str | None:
 def _manifest(
     path: str, files: Sequence[_File], columns: tuple[Column, ...], shard_bytes: int
 ) -> tuple[Manifest, list[ParquetPart], int]:
-    names = [column.name for column in columns]
+    sizes = {column.name: _value_bytes(column.encoding) for column in columns}
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         digest.update(f"{column.name}\0{column.encoding}\n".encode())
@@ -300,37 +300,47 @@ def _manifest(
         starts = [0]
         for group in file.footer.groups:
             starts.append(starts[-1] + group.rows)
-        for first, stop, chunks in _shards(file, names, shard_bytes):
-            pieces = _pieces(file.info.key, chunks)
-            size, rows = sum(piece.bytes for piece in pieces), starts[stop] - starts[first]
-            memory = sum(max(chunk.decoded_bytes, _VALUE_BYTES * chunk.values) for chunk in chunks)
+        for first, stop, chunks in _shards(file, sizes, shard_bytes):
+            pieces = _pieces(file.info.key, [chunk for chunk, _ in chunks])
+            stored, rows = sum(piece.bytes for piece in pieces), starts[stop] - starts[first]
+            memory = sum(max(chunk.decoded_bytes, size * chunk.values) for chunk, size in chunks)
             if memory > MAX_DECODED_BYTES:
                 problem = f"row group {first} takes {format_bytes(memory)} of memory"
                 raise ShardError(file.where, f"{problem}: select columns, or write smaller row groups")
             footer = zstandard.compress(file.footer.of_groups(first, stop))
-            shards.append(ShardInfo(FileInfo(name_of(pieces), size), rows, columns))
+            shards.append(ShardInfo(FileInfo(name_of(pieces), stored), rows, columns))
             parts.append(ParquetPart(file.info.key, file.info.bytes, first, stop, starts[first], footer))
             decoded, largest = decoded + memory, max(largest, memory)
     if not shards:
         raise ShardError(path, "has no rows")
     if largest > LARGE_BYTES:
         warn_user(
-            f"{path}: has row groups of up to {format_bytes(largest)}, which are read and held in memory as a "
-            "whole; loading is faster, and takes less memory, with row groups of 10 to 100 MB "
-            "(row_group_size of pyarrow's write_table)"
+            f"{path}: has row groups of up to {format_bytes(largest)}, each read and held as a whole: "
+            "loading is faster and takes less memory with row groups of 10 to 100 MB"
         )
     return Manifest("row_groups", shards, seen=digest.hexdigest()), parts, decoded
 
 
-def _shards(file: _File, names: Sequence[str], shard_bytes: int) -> Iterator[tuple[int, int, list[Chunk]]]:
-    """Yield (first row group, last + 1, wanted chunks) of each shard that has rows."""
-    begun: list[Chunk] = []
+def _value_bytes(encoding: str) -> int:
+    """Return the memory of a decoded value, which may take less than a bit in the file."""
+    name = encoding.removesuffix(NULLABLE).removeprefix("ndarray:").partition(":")[0]
+    return np.dtype(name).itemsize if name in ARRAY_DTYPES.values() else _OFFSET_BYTES
+
+
+def _shards(
+    file: _File, sizes: Mapping[str, int], shard_bytes: int
+) -> Iterator[tuple[int, int, list[tuple[Chunk, int]]]]:
+    """Yield (first row group, last + 1, [(chunk, memory of a value)]) of each shard that has rows.
+
+    `sizes` are the wanted columns, with the memory of their values.
+    """
+    begun: list[tuple[Chunk, int]] = []
     first = size = 0
     for number, group in enumerate(file.footer.groups):
-        if missing := [name for name in names if name not in group.chunks]:
+        if group.rows and (missing := [name for name in sizes if name not in group.chunks]):
             raise ShardError(file.where, f"row group {number} has no column {missing[0]!r}")
-        chunks = [chunk for name in names for chunk in group.chunks[name]]
-        more = sum(chunk.stop - chunk.start for chunk in chunks)
+        chunks = [(chunk, size) for name, size in sizes.items() for chunk in group.chunks.get(name, ())]
+        more = sum(chunk.stop - chunk.start for chunk, _ in chunks)
         if begun and (size + more > shard_bytes or not group.rows):
             yield first, number, begun
             begun = []

@@ -1,7 +1,7 @@
 """Present byte ranges of files as objects of a store, for datasets whose shards are such ranges.
 
-These are flat files of tokens and Parquet files (`RangeRows`). The key of an object is the shard's name, which
-lists its pieces (`shardkit.formats.tokens: Piece`).
+These are flat files of tokens and Parquet files (`RangeRows`). The key of an object is the shard's name,
+which lists its pieces (`shardkit.formats.tokens: Piece`).
 """
 
 from __future__ import annotations

@@ -137,12 +137,12 @@ class ParquetFooter:
     def _group(self, number: int, group: Any) -> RowGroup:
         try:
             rows = group[3]
-            chunks: dict[str, list[Chunk]] = {}
-            for column in group[1]:
-                name = column[3][3][0].decode()
-                chunks.setdefault(name, []).append(self._chunk(column, name))
             if type(rows) is not int or not 0 <= rows < _MAX_COUNT:
                 raise ValueError(f"it states {rows!r:.30} rows")
+            chunks: dict[str, list[Chunk]] = {}
+            for column in group[1] if rows else ():  # without rows, there is nothing at the stated places
+                name = column[3][3][0].decode()
+                chunks.setdefault(name, []).append(self._chunk(column, name))
         except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ShardError(self._where, f"row group {number}: is malformed ({error})") from error
         return RowGroup(rows, {name: tuple(found) for name, found in chunks.items()})

@@ -37,7 +37,7 @@ from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
 from shardkit.formats.budget import SampleBudget
 from shardkit.formats.mds.encodings import ARRAY_DTYPES, constant_layout
-from shardkit.formats.parquet_footer import MAX_FOOTER_BYTES, as_file
+from shardkit.formats.parquet.footer import MAX_FOOTER_BYTES, as_file
 from shardkit.formats.tar.values import decode_member
 from shardkit.formats.tokens import Piece
 from shardkit.manifest import Column, ShardInfo
@@ -292,8 +292,8 @@ class ParquetShard:
                 raise ValueError(f"column {name!r} has {len(column):,} rows, the footer states {len(self):,}")
             return self._converted(name, column)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-            groups_text = _groups(part.first, part.stop)
-            raise ShardError(self._where, f"{groups_text} cannot be read: {error}; fetch it again") from error
+            problem = f"{_groups(part.first, part.stop)} cannot be read: {' '.join(str(error).split())}"
+            raise ShardError(self._where, f"{problem}; fetch the file again") from error
 
     def _converted(self, name: str, column: Any) -> Any:
         import pyarrow as pa
