@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardkit.cli.main import main
+from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import grouped
@@ -184,7 +185,7 @@ def test_a_state_of_other_columns_or_files_is_refused(folder: Path, tmp_path: Pa
         state = run(loader, 2)[-1][1]
     with (
         StreamingLoader(folder, columns=["number"], **grouped(OPTIONS)) as loader,
-        pytest.raises(ValueError, match="dataset of stream 0: saved"),
+        pytest.raises(ShardkitError, match="dataset of stream 0: saved"),
     ):
         loader.load_state_dict(state)
 
