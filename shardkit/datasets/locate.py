@@ -157,8 +157,8 @@ def locate(
         return _find_parquet(text, storage, indexes, cut, columns)
     try:
         found = _locate(text, storage, indexes)
-    except ShardNotFoundError:
-        if not text.endswith((".json", ".tar")):
+    except ShardNotFoundError as error:
+        if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
             with suppress(ShardNotFoundError):
                 return _find_parquet(text, storage, indexes, cut, columns)
         if cut is None:
