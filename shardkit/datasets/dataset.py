@@ -153,9 +153,9 @@ def open_dataset(
     Flat files of tokens (Megatron's .idx and .bin, llm.c's and nanoGPT's .bin, .npy; a file, a folder or a
     pattern) are read in place as rows of `sequence_length`; for `token_dtype` and `per_file` see `RowCut`
     (`shardkit.datasets.token_rows`). If given for another dataset, `sequence_length` must match its rows.
-    Parquet files (a file, a folder, a pattern: "s3://bucket/data/*.parquet") are read in place by row groups,
-    and of their columns only `columns`; for other formats, `columns` selects what samples have. If the length
-    of their lists of tokens is constant, `sequence_length` says so.
+    Parquet files (names as those of tars, such as "s3://bucket/data/*.parquet") are read in place by row
+    groups, and of their columns only `columns`; in other formats, `columns` selects what samples have. If
+    the lists of tokens in Parquet files have one length, `sequence_length` says so.
     `decode` selects how members of tars and Hugging Face's image columns are decoded: with True, images
     become PIL images; "basic" keeps images as bytes; webdataset's "rgb8", "torchrgb", ... give arrays and
     tensors; False keeps all members as bytes (see `shardkit.formats.tar.values`). Raises ShardError if the

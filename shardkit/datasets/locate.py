@@ -142,14 +142,17 @@ def locate(
     cut: RowCut | None = None,
     columns: Sequence[str] | None = None,
 ) -> Found:
-    """Locate the dataset at a path or URL, or at several paths or URLs of tars.
+    """Locate the dataset at a path or URL, or at several paths or URLs of tars or Parquet files.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
     tokens, those that a build wrote for another trainer too. `columns`: those to read of Parquet files.
     Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
     """
     if not isinstance(path, (str, os.PathLike)):
-        return _find_tars([os.fspath(name) for name in path], storage)
+        names = [os.fspath(name) for name in path]
+        if names and all(map(is_parquet_name, names)):
+            return _find_parquet(names, storage, indexes, cut, columns)
+        return _find_tars(names, storage)
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
@@ -173,7 +176,7 @@ def locate(
 
 
 def _find_parquet(
-    path: str,
+    path: str | Sequence[str],
     storage: StorageOptions | None,
     indexes: NodeIndexes | None,
     cut: RowCut | None,
@@ -182,7 +185,10 @@ def _find_parquet(
     length = None if cut is None else cut.sequence_length
     rows = find_parquet_rows(path, storage, columns=columns, sequence_length=length, indexes=indexes)
     if cut is not None and (cut.token_dtype is not None or cut.per_file):
-        raise ShardError(path, "is Parquet: token_dtype and per_file apply to flat files of tokens only")
+        raise ShardError(
+            path if isinstance(path, str) else path[0],
+            "is Parquet: token_dtype and per_file apply to flat files of tokens only",
+        )
     return _rows(rows)
 
 

@@ -53,7 +53,8 @@ from shardkit.formats.parquet import (
     fixed_size,
     footer_bytes,
 )
-from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
+from shardkit.formats.tar.find import expand, is_there
+from shardkit.formats.tar.shard_list import common_folder, fixed_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
 from shardkit.manifest import TOKENS, Column, FileInfo, Manifest, ShardInfo, token_layout
 from shardkit.storage.resilient import ResilientStore
@@ -100,7 +101,7 @@ def is_parquet_name(path: str) -> bool:
 
 
 def find_parquet_rows(
-    path: str,
+    path: str | Sequence[str],
     storage: StorageOptions | None = None,
     *,
     columns: Sequence[str] | None = None,
@@ -110,20 +111,16 @@ def find_parquet_rows(
 ) -> ParquetRows:
     """Find the rows of a Parquet file, of a folder and its sub-folders, or of files that a pattern matches.
 
+    The path may be a brace list ("part-{00..31}.parquet"), or several paths, whose rows come in their order.
+
     `columns`: the columns to read (None: all). `sequence_length`: the length of the lists in the column of
     tokens, which footers do not tell. `indexes` keeps the footers of remote files on this node. Raises
     ShardNotFoundError if there are no Parquet files, ShardError if one is malformed or has other columns than
     the first, and StoreError if a store fails.
     """
-    base, name = _split(path)
-    store = connect_ranges(base, storage)
-    found = _find(path, store, name)
-    if not found and is_remote(path) and is_parquet_name(name) and not is_pattern(name):
-        base, name = path.rstrip("/"), ""  # Spark writes folders of this name
-        store = connect_ranges(base, storage)
-        found = _find(path, store, name)
-    if not found:
-        raise ShardNotFoundError(path, "holds no Parquet files")
+    names = expand([path] if isinstance(path, str) else path, lambda name: is_there(name, storage))
+    path = names[0]
+    base, store, found = _find_one(path, storage) if len(names) == 1 else _find_several(names, storage)
     data = _footers(store, found, indexes)
     files = [_look(store, info, one) for info, one in zip(found, data, strict=True)]
     described = _columns(path, files, columns, sequence_length)
@@ -132,6 +129,45 @@ def find_parquet_rows(
     versions = {info.key: info.version for info in found}
     remote = store if isinstance(store, ResilientStore) else None
     return ParquetRows(folder, remote, manifest, versions, parts, decoded)
+
+
+def _find_one(path: str, storage: StorageOptions | None) -> tuple[str, AnyStore, list[ObjectInfo]]:
+    """Return (folder, store of the folder, files) of a path or URL."""
+    base, name = _split(path)
+    store = connect_ranges(base, storage)
+    found = _find(path, store, name)
+    if not found and is_remote(path) and is_parquet_name(name) and not is_pattern(name):
+        base = path.rstrip("/")  # Spark writes folders of this name
+        store = connect_ranges(base, storage)
+        found = _find(path, store, "")
+    if not found:
+        raise ShardNotFoundError(path, "holds no Parquet files")
+    return base, store, found
+
+
+def _find_several(
+    paths: Sequence[str], storage: StorageOptions | None
+) -> tuple[str, AnyStore, list[ObjectInfo]]:
+    """Return (deepest common folder, store of the folder, files in the order of their paths)."""
+    if len({is_remote(path) for path in paths}) > 1:
+        local = next(path for path in paths if not is_remote(path))
+        raise ShardError(local, "is local but others are remote; open each as a separate stream")
+    places = [_split(path if is_remote(path) else str(local_path(path).absolute())) for path in paths]
+    base = common_folder([folder for folder, _ in places])
+    if is_remote(paths[0]) and (base.count("/") < 2 or base.endswith("://")):
+        raise ShardError(paths[0], f"and {paths[-1]} are in different stores; open each as its own stream")
+    base = base or "/"
+    store = connect_ranges(base, storage)
+    found: dict[str, ObjectInfo] = {}
+    for path, (folder, name) in zip(paths, places, strict=True):
+        below = folder[len(base) :].strip("/")
+        some = _find(path, store, "/".join(part for part in (below, name or "**/*") if part))
+        if not some:
+            raise ShardNotFoundError(path, "holds no Parquet files")
+        if twice := [info.key for info in some if info.key in found]:
+            raise ShardError(path, f"repeats {twice[0]}, which an earlier path names")
+        found |= {info.key: info for info in some}
+    return base, store, list(found.values())
 
 
 def _split(path: str) -> tuple[str, str]:

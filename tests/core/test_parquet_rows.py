@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import threading
 import warnings
 from collections.abc import Sequence
 from decimal import Decimal
@@ -29,6 +30,7 @@ from shardkit.datasets.parquet_rows import ParquetRows, find_parquet_rows
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats.parquet import ParquetFooter, as_file, footer_bytes
 from shardkit.formats.tokens import pieces_of
+from shardkit.order.arrangement import StreamSizes
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError
 from support.noted_store import Read
@@ -291,6 +293,64 @@ def test_files_are_found_as_writers_leave_them(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ShardError, match=r"holds no dataset: .*\*.parquet"):
         open_dataset(tmp_path / "empty")
+
+
+def test_brace_lists_and_lists_of_paths_are_read_in_their_order(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"d{number}").mkdir()
+        pq.write_table(table_of(2, 2 * number), tmp_path / f"d{number}" / f"x{number}.parquet")
+    store = MemoryStore(fresh_url())
+    put_folder(tmp_path, store)
+    fingerprints = []
+    for place in (str(tmp_path), store.url):
+        paths = [f"{place}/d2/x2.parquet", f"{place}/d0/*.parquet"]
+        with open_dataset(paths) as dataset:
+            assert [row["id"] for row in dataset] == [4, 5, 0, 1]
+            fingerprints.append(dataset.fingerprint)
+        with open_dataset(f"{place}/d{{0..1}}/x*.parquet") as dataset:
+            assert [row["id"] for row in dataset] == [0, 1, 2, 3]
+        with pytest.raises(ShardError, match=r"repeats .*x0.parquet, which an earlier path names"):
+            open_dataset([*paths, f"{place}/d0/x0.parquet"])
+        with pytest.raises(ShardError, match=r"x9.parquet: holds no Parquet files"):
+            open_dataset([*paths, f"{place}/d0/x9.parquet"])
+    assert fingerprints[0] == fingerprints[1]
+    with pytest.raises(ShardError, match="is local but others are remote"):
+        open_dataset([f"{store.url}/d0/x0.parquet", f"{tmp_path}/d0/x0.parquet"])
+    with pytest.raises(ShardError, match="are in different stores"):
+        open_dataset([f"{store.url}/d0/x0.parquet", f"{fresh_url()}/d0/x0.parquet"])
+
+
+def test_processes_that_start_together_read_each_footer_once(tmp_path: Path, reads: list[Read]) -> None:
+    write(tmp_path / "in", [table_of(50, 50 * n) for n in range(4)])
+    store = MemoryStore(fresh_url())
+    put_folder(tmp_path / "in", store)
+    found: list[str] = []
+
+    def start() -> None:
+        with open_dataset(f"{store.url}/*.parquet", cache=CacheOptions(folder=tmp_path / "cache")) as dataset:
+            found.append(dataset.fingerprint)
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 6
+    assert len(set(found)) == 1
+    assert sorted(read.key for read in reads) == [f"part-{n:03d}.parquet" for n in range(4)]
+
+
+def test_windows_of_decoded_rows_fit_in_memory() -> None:
+    def sizes(decoded_bytes: int, shards: int = 1000) -> tuple[int, int]:
+        samples = np.full(shards, 100)
+        return StreamSizes("", "", samples, 0, True, decoded_bytes=decoded_bytes).shuffle_sizes(None, None)
+
+    lanes, usual = sizes(0)
+    assert sizes(1000 << 10) == (lanes, usual)  # a mebibyte in all
+    spanned = sizes(1000 * (64 << 20))[1] * lanes / 100  # of 64 MiB each
+    assert 2 * lanes <= spanned <= max(2 * lanes, 17)
+    assert sizes(1000 << 40)[1] == 2 * 100
+    assert sizes(3 << 40, 3) == (1, 200)
 
 
 def test_splits_are_not_mixed(tmp_path: Path) -> None:
