@@ -22,6 +22,7 @@ from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import grouped
 from shardkit.loaders.streaming_dataset import StreamingDataset
 from shardkit.storage.memory import MemoryStore
+from support.hub_environment import hub_server
 from support.remote_harness import QUICK, fresh_url, put_folder
 from support.resume import assert_equal, assert_exact_resume, run, run_ranks
 from support.s3_moto import S3Server, s3_server
@@ -243,3 +244,19 @@ def test_files_on_s3_take_one_footer_request_each_and_only_wanted_bytes(
 
 def test_an_audit_proves_that_each_row_of_the_files_comes_once(folder: Path) -> None:
     assert main(["audit", str(folder), "--resume-at", "3"]) == 0
+
+
+def test_files_on_the_hub_are_read_at_one_commit(folder: Path, tmp_path: Path) -> None:
+    files = {f"data/train-{file.stem}.parquet": file.read_bytes() for file in sorted(folder.iterdir())}
+    with hub_server() as hub:
+        name = hub.new_repository()
+        hub.commit(name, {**files, "README.md": b"# data"})
+        options = grouped(OPTIONS | {"columns": ["input_ids", "text"], "cache_dir": tmp_path / "cache"})
+        for place in (f"hf://datasets/{name}", f"hf://datasets/{name}/data/train-*.parquet"):
+            with StreamingLoader(place, **options) as loader:
+                ids = [number for batch in loader for number in batch["sample_id"].tolist()]
+                assert len(loader.dataset) == ROWS
+            assert set(ids) == set(range(ROWS))
+        hub.commit(name, {"data/test-0.parquet": files["data/train-part-1.parquet"]})
+        with pytest.raises(ShardkitError, match=r"files of several splits \(train and test\)"):
+            StreamingLoader(f"hf://datasets/{name}", **options)
