@@ -173,13 +173,13 @@ class OpenDataset(Closing):
         """Return sample `number`, counted from 0, decoding only `columns` if they are given."""
         starts = self.manifest.shard_starts
         shard = int(np.searchsorted(starts, number, side="right")) - 1
-        return self.shard(shard).sample(number - int(starts[shard]), columns or self._options.columns)
+        return self.shard(shard).sample(number - int(starts[shard]), columns or self.selected)
 
     def __iter__(self) -> Iterator[dict[str, object]]:
         for number in range(len(self.manifest.shards)):
             shard = self.shard(number)
             for row in range(len(shard)):
-                yield shard.sample(row, self._options.columns)
+                yield shard.sample(row, self.selected)
 
     def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
         """Return shard `number`, opened if necessary; `reader` loads it if it is remote. Thread-safe."""
@@ -214,6 +214,11 @@ class OpenDataset(Closing):
             return first
         stated = (number for number in filled if self.manifest.shards[number].columns)
         return merge_columns([first, *map(self.columns_of, stated)])
+
+    @property
+    def selected(self) -> Sequence[str] | None:
+        """The columns with which the dataset was opened, which rows have by default; None: all."""
+        return self._options.columns
 
     @property
     def verifies(self) -> bool:

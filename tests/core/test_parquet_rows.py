@@ -28,6 +28,7 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.datasets.parquet_rows import ParquetRows, find_parquet_rows
 from shardkit.errors import ShardError, ShardkitError
+from shardkit.formats import mds
 from shardkit.formats.parquet import ParquetFooter, as_file, footer_bytes
 from shardkit.formats.tokens import pieces_of
 from shardkit.order.arrangement import StreamSizes
@@ -534,6 +535,17 @@ def test_a_dataset_is_used_as_any_other(tmp_path: Path) -> None:
         copy = pickle.loads(pickle.dumps(dataset))
         assert rows_of(copy) == rows_of(dataset)
         assert sum(dataset.shard(n).resident_bytes for n in range(2)) > 81 * 16  # type: ignore[attr-defined]
+
+
+def test_columns_select_what_rows_of_other_formats_have(tmp_path: Path) -> None:
+    with mds.MdsWriter(tmp_path / "mds", columns={"a": "int", "b": "str"}) as writer:
+        for number in range(3):
+            writer.write({"a": number, "b": str(number)})
+    with open_dataset(tmp_path / "mds", columns=["b"]) as dataset:
+        assert rows_of(dataset) == [{"b": "0"}, {"b": "1"}, {"b": "2"}]
+        assert dataset[1] == {"b": "1"}
+        assert dataset[:].to_numpy().keys() == {"b"}
+        assert dataset[:].to_numpy(["a"])["a"].tolist() == [0, 1, 2]
 
 
 def test_a_footer_of_some_row_groups_reads_these(tmp_path: Path) -> None:
