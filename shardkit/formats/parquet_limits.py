@@ -56,7 +56,7 @@ class Footer:
         if len(self._data) > _MAX_FOOTER_BYTES:
             return nothing
         try:
-            footer = CompactThrift(memoryview(self._data)).struct()
+            footer = CompactThrift(self._data).struct()
             leaves = [element for element in footer[2] if element.get(5) is None]
             groups = tuple(_limits(group[1], leaves) for group in footer[4])
         except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error):
@@ -117,7 +117,7 @@ def _value(data: bytes, leaf: Mapping[int, Any]) -> Any:
 class CompactThrift:
     """Parses Thrift's compact protocol into plain data: structs become {field: value}, strings bytes."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: bytes) -> None:
         self._data = data
         self.at = 0
         """The offset of the next byte to parse."""
@@ -127,11 +127,29 @@ class CompactThrift:
         if depth > _MAX_DEPTH:
             raise ValueError("structs nest too deeply")
         fields: dict[int, Any] = {}
-        number = 0
-        while (head := self.byte()) != 0:
+        data, at, number = self._data, self.at, 0
+        while head := data[at]:  # with few calls, because a footer may have a million fields
+            at += 1
             step, kind = head >> 4, head & 15
-            number = number + step if step else self.integer()
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self.value(kind, depth)
+            if step:
+                number += step
+            else:
+                self.at = at
+                number = self.integer()
+                at = self.at
+            if kind in (_TRUE, _FALSE):
+                fields[number] = kind == _TRUE
+            elif kind in _INTEGERS and (byte := data[at]) < 128:
+                fields[number] = byte >> 1 ^ -(byte & 1)
+                at += 1
+            elif kind == _BINARY and (byte := data[at]) < 128 and at + byte < len(data):
+                fields[number] = data[at + 1 : at + 1 + byte]
+                at += 1 + byte
+            else:
+                self.at = at
+                fields[number] = self.value(kind, depth)
+                at = self.at
+        self.at = at + 1
         return fields
 
     def value(self, kind: int, depth: int) -> Any:
@@ -166,7 +184,7 @@ class CompactThrift:
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
-        data = bytes(self._data[self.at : self.at + count])
+        data = self._data[self.at : self.at + count]
         if len(data) < count:
             raise ValueError("the footer ends early")
         self.at += count
@@ -174,11 +192,13 @@ class CompactThrift:
 
     def varint(self) -> int:
         """Parse an unsigned number."""
-        value = 0
+        data, at, value = self._data, self.at, 0
         for shift in range(0, 70, 7):
-            byte = self.byte()
+            byte = data[at]
+            at += 1
             value |= (byte & 127) << shift
             if byte < 128:
+                self.at = at
                 return value
         raise ValueError("a number in the footer has more than 64 bits")
 

@@ -110,7 +110,7 @@ class ParquetFooter:
 
     def _parse(self) -> Sequence[Any]:
         """Parse the row groups; set `_spans`: where each begins in the footer, and where the last ends."""
-        thrift = CompactThrift(memoryview(self._data))
+        thrift = CompactThrift(self._data)
         self._spans: list[int] = []
         self._list_at = number = 0
         groups: list[Any] = []
