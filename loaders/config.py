@@ -362,7 +362,7 @@ class LoaderConfig(Layout, Order, Run):
 
     For data padded by other tools; rows that are padded with the eos id need no option."""
     columns: Sequence[str] | None = None
-    """Deliver these columns only; default: all."""
+    """Deliver these columns only; default: all. Of Parquet files, the others are not read."""
     endless: bool = False
     """Continue with the next epoch instead of ending the `for`; the loader then has no length."""
     restart: bool = False
@@ -381,7 +381,8 @@ class LoaderConfig(Layout, Order, Run):
     sequence_length: int | None = None
     """Read flat token files in place, in rows of this many tokens: Megatron's .idx/.bin, other .bin, .npy.
 
-    Paths may be files, folders and patterns. If given, all other datasets must have rows of this length."""
+    Paths may be files, folders and patterns. If given, all other datasets must have rows of this length;
+    lists of integers in Parquet files become such rows."""
     token_dtype: str | None = None
     """Type of the ids in flat files that do not record it (nanoGPT .bin, OLMo .npy), such as "uint32"."""
     per_file: bool = False

@@ -63,15 +63,15 @@ from shardkit.units import parse_bytes
 class StreamingLoader:
     """Iterates over a dataset's batches: {"tokens": int64[batch_size, length], …}, one epoch per `for`.
 
-    `dataset`: a path, an open `Dataset` or a list of `Stream`, which are mixed by weight. `batch_size`:
-    sequences per rank and step. `shuffle`: "window" (within a bounded window of each lane), "global" or
-    "none". `tail`: what happens at the end of an epoch: "carry" fills the last batch from the next epoch,
-    "drop" leaves it out, "pad" fills it with padding rows. `rank` and `world_size` are data-parallel. They
-    default to the values of `mesh` or `group`, else of torch.distributed, else of torchrun, else rank 0 of 1
-    (`shardkit.loaders.placement`). `dtype`: type of the delivered tokens; None keeps the stored type.
-    `return_ids` adds `sample_id`, the row number in the dataset, and in a mixture `stream_id`, the number of
-    each sample's stream. `LoaderConfig` describes all other options. Options in its groups are passed as
-    `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
+    `dataset`: a path or URL (MDS, tars, Parquet or token files: `shardkit.open`), an open `Dataset` or a list
+    of `Stream`, which are mixed by weight. `batch_size`: sequences per rank and step. `shuffle`: "window"
+    (within a bounded window of each lane), "global" or "none". `tail`: what happens at the end of an epoch:
+    "carry" fills the last batch from the next epoch, "drop" leaves it out, "pad" fills it with padding rows.
+    `rank` and `world_size` are data-parallel. They default to the values of `mesh` or `group`, else of
+    torch.distributed, else of torchrun, else rank 0 of 1 (`shardkit.loaders.placement`). `dtype`: type of the
+    delivered tokens; None keeps the stored type. `return_ids` adds `sample_id`, the row number in the
+    dataset, and in a mixture `stream_id`, the number of each sample's stream. `LoaderConfig` describes all
+    other options. Options in its groups are passed as `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
 
     Other columns become tensors if they hold numbers or arrays of constant shape, and lists otherwise.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.

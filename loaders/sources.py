@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
+
+if TYPE_CHECKING:
+    from shardkit.formats.parquet import ParquetShard
 
 # Pairs (stored dtype, delivered dtype) that are allowed although large ids would overflow: ids are normally
 # far below 2**31, and each batch is checked for larger ones.
@@ -297,6 +300,7 @@ class DecodedSamples:
         by_name = {column.name: column for column in _columns(dataset)}
         layouts = {name: constant_layout(by_name[name].encoding) for name in names if name in by_name}
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
+        self._has_columns = dataset.manifest.format == "row_groups"
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
         """Open the shards of rows to decode: see `Source.open_rows`."""
@@ -304,6 +308,12 @@ class DecodedSamples:
         self._streams.run.fetch_ahead()  # now, because decoding needs whole shards from the first sample on
 
         def read(low: int, high: int) -> Columns:
+            if (
+                self._has_columns
+                and low < high
+                and (columns := self._by_column(shard[low:high], row[low:high])) is not None
+            ):
+                return columns
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
             # Shard by shard, so that a decompressed shard is not closed and opened again within a batch.
             by_shard = np.argsort(shard[low:high], kind="stable").tolist()
@@ -312,6 +322,28 @@ class DecodedSamples:
             return {name: self._column(name, samples, places) for name in self._names}
 
         return read, is_late
+
+    def _by_column(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Columns | None:
+        """Read samples column by column, from shards that store columns; None if a value cannot be read."""
+        order = np.argsort(shard, kind="stable")
+        numbers, firsts = np.unique(shard[order], return_index=True)
+        groups = list(zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True))
+        opened = [(cast("ParquetShard", self._streams.shard(number)), where) for number, where in groups]
+        try:
+            return {
+                name: self._joined([(where, part.values(name, row[where])) for part, where in opened], name)
+                for name in self._names
+            }
+        except (ShardError, ValueError):
+            return None  # reading sample by sample raises an error that names the row
+
+    def _joined(
+        self, parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.generic] | list[object]]], name: str
+    ) -> npt.NDArray[np.generic] | list[object]:
+        if name not in self._stacked:
+            return _joined(parts) if parts else []
+        dtype = self._delivered.get(name, self._stacked[name])
+        return np.asarray(_joined([(where, np.asarray(values)) for where, values in parts])).astype(dtype)
 
     def _sample(self, shard: int, row: int) -> dict[str, object]:
         """Return a sample. If it cannot be read, raise ShardError, which says how to exclude its row."""

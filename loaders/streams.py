@@ -327,8 +327,7 @@ def open_streams(
     if remote := sum(map(is_remote, to_open)):
         sleep(0.0 if place is None else start_delay(place.machine, nodes, remote))
     storage = config.storage or StorageOptions()
-    # Retry the store at least as long as the loader waits for a batch, so that the store does not fail first,
-    # also if it is unavailable when the job starts.
+    # Retry at least as long as the loader waits for a batch, so that the store never fails first.
     seconds = max(storage.retry_seconds, config.timeout_seconds)
     storage = replace(storage, retry_seconds=seconds, first_contact_seconds=seconds)
     open_one = partial(
@@ -339,6 +338,7 @@ def open_streams(
         sequence_length=config.sequence_length,
         token_dtype=config.token_dtype,
         per_file=config.per_file,
+        columns=config.columns,
     )
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
         opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))

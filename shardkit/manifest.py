@@ -1,9 +1,9 @@
 """The manifest: which shards a dataset has, in which order, and what each must contain.
 
 One immutable `Manifest` describes datasets of all formats; `shardkit.formats.mds` and `shardkit.formats.tar`
-read and write the files (`index.json`, `shards.json`) that store it, and `shardkit.datasets.token_rows` makes
-the manifest of flat token files. Basenames are checked when they are read, so that no index can direct a
-reader out of the dataset's folder.
+read and write the files (`index.json`, `shards.json`) that store it, `shardkit.datasets.token_rows` makes
+the manifest of flat token files, `shardkit.datasets.parquet_rows` that of Parquet files. Basenames are
+checked when they are read, so that no index can direct a reader out of the dataset's folder.
 
 Memory is O(#shards). A `ShardTable` holds the content of 450,000 `ShardInfo` objects in 25 MB instead of a
 gigabyte: shards of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns,
@@ -29,7 +29,17 @@ from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
 Format = Literal[
-    "mds", "tar", "tokens", "parquet", "jsonl", "megatron", "olmo", "nanogpt", "llmc", "datatrove"
+    "mds",
+    "tar",
+    "tokens",
+    "row_groups",
+    "parquet",
+    "jsonl",
+    "megatron",
+    "olmo",
+    "nanogpt",
+    "llmc",
+    "datatrove",
 ]
 
 BLOCKS_NAME = "blocks.bin"

@@ -1,4 +1,4 @@
-"""Indexes in the cache folder: of remote datasets, and of tars without an index.
+"""Indexes in the cache folder: of remote datasets, of tars without an index, and of Parquet files.
 
 One process of a node fetches the index of a dataset, the others read it (`NodeIndexes`):
 
@@ -21,10 +21,15 @@ The process that scans a tar stores the result for the others (`TarIndexes`):
     FOLDER/shardkit-cache-1/tars/NAME        one file per tar, see `shardkit.formats.tar.members`
                                  NAME.lock   flocked by the process that scans the tar
 
-A file is named by the tar's URL and the version of the object (for a local file: its time, inode and size),
-so a tar that is replaced is scanned again. Files appear by rename and are checked when they are read; they
-are not synced, because damage by a power cut is detected and the file made again. If all files exceed
-`MAX_TAR_BYTES`, the least recently used are removed.
+The footers of Parquet files are stored likewise (`NodeIndexes.footers`):
+
+    FOLDER/shardkit-cache-1/parquet/NAME        the hash of the rest, and a compressed footer
+                                    NAME.lock   flocked by the process that reads the footers of a dataset
+
+A file is named by the object's URL and version (for a local file: its time, inode and size), so one that is
+replaced is read again. Files appear by rename and are checked when they are read; they are not synced,
+because damage by a power cut is detected and the file made again. If all files of a kind exceed
+`MAX_TAR_BYTES` or `MAX_FOOTERS_BYTES`, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -55,6 +60,8 @@ _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
 TRUST_SECONDS = 60.0  # age up to which an index fetched by another process is used; jobs start within it
 MAX_TAR_BYTES = 16 << 30  # maximum size of the indexes of all tars together: 500 million members
+
+MAX_FOOTERS_BYTES = 4 << 30  # maximum size of the footers of all Parquet files together, compressed
 
 T = TypeVar("T")
 
@@ -134,6 +141,37 @@ class NodeIndexes:
                     return manifest
                 manifest = replace(manifest, shards=read_table(file, is_proved=True) or manifest.shards)
             return manifest
+
+    def footers(
+        self, origins: Sequence[str], fetch: Callable[[Sequence[int]], Sequence[bytes]]
+    ) -> list[bytes]:
+        """Return the footers of Parquet files; `origins` are their URLs and versions.
+
+        `fetch` reads those with the given numbers, which are not stored yet, from the store; one process at a
+        time calls it, and its errors are raised here.
+        """
+        with explain_errors(self._root):
+            make_subfolders(self._root, ["parquet"])
+        folder = self._root / SUBFOLDER / "parquet"
+        files = [folder / _name_of(origin) for origin in origins]
+        found = [_read_footer(file) for file in files]
+        if None not in found:
+            return [one for one in found if one is not None]
+        lock = FileLock(folder / f"{_name_of(chr(0).join(origins))}.lock")
+        with explain_errors(self._root):
+            is_locked = lock.acquire(self._wait_seconds)
+        try:
+            found = [known or _read_footer(file) for known, file in zip(found, files, strict=True)]
+            missing = [number for number, known in enumerate(found) if known is None]
+            for number, data in zip(missing, fetch(missing) if missing else (), strict=True):
+                found[number] = data
+                with contextlib.suppress(OSError):  # without it, the next process reads the footer again
+                    publish_bytes(files[number], hashlib.blake2b(data, digest_size=16).digest() + data)
+        finally:
+            if is_locked:
+                lock.release()
+        _trim(folder, MAX_FOOTERS_BYTES)
+        return [one for one in found if one is not None]
 
     def _folder(self, url: str) -> Path:
         make_subfolders(self._root, ["indexes"])
@@ -243,22 +281,43 @@ class TarIndexes:
         """Remove the least recently used tar indexes of all datasets until the rest fit `max_bytes`."""
         if self.folder is None:
             return
-        found = []
-        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - max_bytes
-        for _, size, path in sorted(found):
-            if excess <= 0:
-                return
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
-            excess -= size
+        _trim(self.folder, max_bytes)
 
     def _file(self, number: int) -> Path | None:
         if self.folder is None:
             return None
-        origin = self.origins[number].encode("utf-8", "surrogateescape")
-        return self.folder / hashlib.blake2b(origin, digest_size=20).hexdigest()
+        return self.folder / _name_of(self.origins[number])
+
+
+def _name_of(origin: str) -> str:
+    return hashlib.blake2b(origin.encode("utf-8", "surrogateescape"), digest_size=20).hexdigest()
+
+
+def _read_footer(file: Path) -> bytes | None:
+    """Return a stored footer; None if it is missing or damaged."""
+    try:
+        with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
+            data = handle.read()
+        with contextlib.suppress(OSError):
+            os.utime(file, follow_symlinks=False)  # mark as used, so that `_trim` removes it last
+    except (OSError, ValueError):
+        return None
+    footer = data[16:]
+    return footer if data[:16] == hashlib.blake2b(footer, digest_size=16).digest() else None
+
+
+def _trim(folder: Path, max_bytes: int) -> None:
+    """Remove the least recently used files of a folder until the rest fit `max_bytes`."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                found.append((status.st_mtime_ns, status.st_size, entry.path))
+    excess = sum(size for _, size, _ in found) - max_bytes
+    for _, size, path in sorted(found):
+        if excess <= 0:
+            return
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+        excess -= size

@@ -180,8 +180,9 @@ class CachedShards:
             return
         self._is_warned = True
         what, remedy = "its index has no hashes", "shardkit convert makes a dataset that has some"
-        if self.kind == "tokens":
-            what, remedy = "flat token files have no hashes", "shardkit convert makes a dataset that has some"
+        if self.kind in ("tokens", "row_groups"):
+            files = "flat token files" if self.kind == "tokens" else "Parquet files"
+            what = f"{files} have no hashes"
         warn_user(
             f"{self.store.url}: rows cannot be verified, because {what}: only the size of fetched data is "
             f"checked (unproved_bytes in stats()); {remedy}"

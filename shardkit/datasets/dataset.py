@@ -1,4 +1,4 @@
-"""Open an MDS dataset, a folder of WebDataset tars, or flat files of tokens as one sequence of samples.
+"""Open an MDS dataset, WebDataset tars, Parquet files or flat files of tokens as one sequence of samples.
 
 `open_dataset` determines the format of a path and reads only the index. Remote shards are read through a
 cache; tars without a list are scanned to number their samples. Reading samples of a `Dataset` opens its
@@ -24,6 +24,7 @@ from shardkit.cache import CacheOptions
 from shardkit.card import block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
+from shardkit.datasets.parquet_rows import ParquetRows
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.datasets.token_rows import RowCut
 from shardkit.display import Described, Facts, listed
@@ -139,8 +140,9 @@ def open_dataset(
     sequence_length: int | None = None,
     token_dtype: str | None = None,
     per_file: bool = False,
+    columns: Sequence[str] | None = None,
 ) -> Dataset:
-    """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or tars by name.
+    """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or files by name.
 
     Names of tars may be brace lists ("s3://bucket/part-{000..099}.tar"), patterns, folders, and lists of
     these. Tars without a list are all scanned when they are first opened, to number their samples; with a
@@ -151,22 +153,25 @@ def open_dataset(
     Flat files of tokens (Megatron's .idx and .bin, llm.c's and nanoGPT's .bin, .npy; a file, a folder or a
     pattern) are read in place as rows of `sequence_length`; for `token_dtype` and `per_file` see `RowCut`
     (`shardkit.datasets.token_rows`). If given for another dataset, `sequence_length` must match its rows.
-    `decode` selects how members of tars are decoded: with True, images become PIL images; "basic" keeps
-    images as bytes; webdataset's "rgb8", "torchrgb", ... give arrays and tensors; False keeps all members as
-    bytes (see `shardkit.formats.tar.values`). Raises ShardError if the dataset is missing or malformed.
+    Parquet files (names as those of tars, such as "s3://bucket/data/*.parquet") are read in place by row
+    groups, and of their columns only `columns`; in other formats, `columns` selects what samples have. If
+    the lists of tokens in Parquet files have one length, `sequence_length` says so.
+    `decode` selects how members of tars and Hugging Face's image columns are decoded: with True, images
+    become PIL images; "basic" keeps images as bytes; webdataset's "rgb8", "torchrgb", ... give arrays and
+    tensors; False keeps all members as bytes (see `shardkit.formats.tar.values`). Raises ShardError if the
+    dataset is missing or malformed.
     """
-    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
-    from shardkit.cache.shards import CachedShards, SharedCache
+    decode = checked_decode(decode)
+    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode, columns=columns)
+    from shardkit.cache.shards import SharedCache
 
     shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
     cut = None
     if sequence_length is not None:
         cut = RowCut(sequence_length=sequence_length, token_dtype=token_dtype, per_file=per_file)
-    found = locate(path, storage, shared.indexes(storage), cut)
+    found = locate(path, storage, shared.indexes(storage), cut, columns)
     manifest, shards, tar_indexes = found.manifest, None, None
-    if found.store is not None and found.rows is not None:
-        shards = CachedShards(found.store, manifest, *shared.open(), objects=found.rows.objects())
-    elif found.store is not None:
+    if found.store is not None:
         manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
@@ -174,7 +179,10 @@ def open_dataset(
     if verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
-    dataset = Dataset(files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
+    parquet = found.rows if isinstance(found.rows, ParquetRows) else None
+    dataset = Dataset(
+        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, parquet=parquet
+    )
     if cut is not None and dataset.sequence_length != cut.sequence_length:
         length = "no one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
         raise ShardError(dataset.location, f"has rows of {length}, not of {cut.sequence_length:,} tokens")
@@ -192,6 +200,8 @@ def _open_remote(
 
     cache, fetcher = shared.open()
     manifest, versions, card = found.manifest, found.versions, found.card
+    if found.rows is not None:
+        return manifest, CachedShards(store, manifest, cache, fetcher, objects=found.rows.objects()), None
     if versions is None:
         blocks = block_checksums(manifest, card)
         return manifest, CachedShards(store, manifest, cache, fetcher, blocks=blocks), None

@@ -1,4 +1,4 @@
-"""Locate a dataset by its index, its list of tars, its tars or its flat token files.
+"""Locate a dataset by its index, its list of tars, its tars, its Parquet files or its flat token files.
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, or several of these. Only
 the index and the card are read, no shard. For tars without a list, the result `Found` has only their names,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
-from shardkit.datasets.token_rows import RowCut, TokenRows, find_token_rows, is_token_file
+from shardkit.datasets.parquet_rows import find_parquet_rows, is_parquet_name
+from shardkit.datasets.range_store import RangeRows
+from shardkit.datasets.token_rows import RowCut, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.formats.trainers import TRAINER_FORMATS, dtype_of_stream
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
-_NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
+_NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files"
 
 # (modification time in ns, size in bytes). It has no inode, because file systems in user space may change it.
 FileVersion = tuple[int, int]
@@ -54,7 +57,7 @@ class Found:
     """A located dataset: its folder or store, to which shard names are relative, its manifest and its card.
 
     `versions` is set for tars without a list, whose manifest has only names and sizes. `index` is the local
-    index file with its version before it was read. `rows` is set for flat files of tokens.
+    index file with its version before it was read. `rows` is set for flat files of tokens and Parquet files.
     """
 
     folder: Path | None
@@ -63,7 +66,7 @@ class Found:
     store: ResilientStore | None = None
     versions: Sequence[str] | None = None
     index: tuple[Path, FileVersion | None] | None = None
-    rows: TokenRows | None = None
+    rows: RangeRows | None = None
 
 
 class LocalFiles:
@@ -88,7 +91,7 @@ class LocalFiles:
             self._index, self._version = found.index[0].absolute(), found.index[1]
         self._newer: tuple[FileVersion, Sequence[ShardInfo]] | None = None
         self.dates: Mapping[str, FileVersion] | None = None if found.rows is None else found.rows.dates()
-        """Versions of flat token files, whose shards are ranges of them; None for other datasets."""
+        """Versions of files whose shards are ranges of them (tokens, Parquet); None for other datasets."""
 
     def was_opened(self, number: int) -> bool:
         """Return whether a shard has passed `check` before; its hashes need not be compared again."""
@@ -137,21 +140,30 @@ def locate(
     storage: StorageOptions | None = None,
     indexes: NodeIndexes | None = None,
     cut: RowCut | None = None,
+    columns: Sequence[str] | None = None,
 ) -> Found:
-    """Locate the dataset at a path or URL, or at several paths or URLs of tars.
+    """Locate the dataset at a path or URL, or at several paths or URLs of tars or Parquet files.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
-    tokens, those that a build wrote for another trainer too. Raises ShardError if the dataset is missing or
-    malformed, and StoreError if a store fails.
+    tokens, those that a build wrote for another trainer too. `columns`: those to read of Parquet files.
+    Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
     """
     if not isinstance(path, (str, os.PathLike)):
-        return _find_tars([os.fspath(name) for name in path], storage)
+        names = [os.fspath(name) for name in path]
+        if names and all(map(is_parquet_name, names)):
+            return _find_parquet(names, storage, indexes, cut, columns)
+        return _find_tars(names, storage)
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
+    if is_parquet_name(text):
+        return _find_parquet(text, storage, indexes, cut, columns)
     try:
         found = _locate(text, storage, indexes)
-    except ShardNotFoundError:
+    except ShardNotFoundError as error:
+        if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
+            with suppress(ShardNotFoundError):
+                return _find_parquet(text, storage, indexes, cut, columns)
         if cut is None:
             raise
         return _find_rows(text, cut, storage)
@@ -163,11 +175,28 @@ def locate(
     return _rows(find_token_rows(folder, replace(cut, token_dtype=given), storage, names=names))
 
 
+def _find_parquet(
+    path: str | Sequence[str],
+    storage: StorageOptions | None,
+    indexes: NodeIndexes | None,
+    cut: RowCut | None,
+    columns: Sequence[str] | None,
+) -> Found:
+    length = None if cut is None else cut.sequence_length
+    rows = find_parquet_rows(path, storage, columns=columns, sequence_length=length, indexes=indexes)
+    if cut is not None and (cut.token_dtype is not None or cut.per_file):
+        raise ShardError(
+            path if isinstance(path, str) else path[0],
+            "is Parquet: token_dtype and per_file apply to flat files of tokens only",
+        )
+    return _rows(rows)
+
+
 def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
     return _rows(find_token_rows(path, cut, storage))
 
 
-def _rows(rows: TokenRows) -> Found:
+def _rows(rows: RangeRows) -> Found:
     return Found(rows.folder, rows.manifest, store=rows.store, rows=rows)  # a card describes other rows
 
 
@@ -206,7 +235,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
         raise ShardError(
-            path, "is neither a folder, an index (.json) nor a tar; for text, write a recipe: shardkit init"
+            path, "is neither a folder, an index (.json), a tar nor .parquet; for text: shardkit init"
         )
     return _read_description(path, storage)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -49,6 +49,8 @@ from shardkit.storage.store import Store
 if TYPE_CHECKING:
     from shardkit.cache.indexes import TarIndexes
     from shardkit.cache.shards import CachedShards, CacheReader
+    from shardkit.datasets.parquet_rows import ParquetRows
+    from shardkit.formats.parquet import ParquetShard
     from shardkit.formats.tar import TarShard
     from shardkit.order.balance import RowCosts
 
@@ -81,6 +83,11 @@ class ReadOptions:
     allow_pickle: bool = False
     verify: bool = False
     decode: bool | str = True
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
+            raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
 
 
 class OpenDataset(Closing):
@@ -95,8 +102,12 @@ class OpenDataset(Closing):
         options: ReadOptions | None = None,
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
+        parquet: ParquetRows | None = None,
     ) -> None:
-        """Pass `files` for a local dataset, `shards` for a remote one, and `tar_indexes` for scanned tars."""
+        """Pass `files` for a local dataset, `shards` for a remote one.
+
+        Pass `tar_indexes` for scanned tars, `parquet` for Parquet files.
+        """
         assert (files is None) != (shards is None)
         self.manifest = manifest
         self.card = card
@@ -105,6 +116,7 @@ class OpenDataset(Closing):
         """Row cost tables that loaders have opened, by file name; pickled with the dataset for workers."""
         self._files = files
         self._tar_indexes = tar_indexes
+        self._parquet = parquet
         self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -127,7 +139,7 @@ class OpenDataset(Closing):
         if self.shards is not None:
             return self.shards.store
         store = LocalStore(self.path)
-        return RangeStore(store) if self.manifest.format == "tokens" else store
+        return RangeStore(store) if self.manifest.format in ("tokens", "row_groups") else store
 
     def where(self, number: int) -> str:
         """Return the path or URL of shard `number`, for messages."""
@@ -148,9 +160,10 @@ class OpenDataset(Closing):
             self.fingerprint,
             manifest.shard_samples,
             int(manifest.raw_bytes.clip(0).sum()),
-            any(kind.compression for kind in manifest.kinds),
+            self._parquet is not None or any(kind.compression for kind in manifest.kinds),
             excluded,
             limit,
+            0 if self._parquet is None else self._parquet.decoded_bytes,
         )
 
     def __len__(self) -> int:
@@ -160,13 +173,13 @@ class OpenDataset(Closing):
         """Return sample `number`, counted from 0, decoding only `columns` if they are given."""
         starts = self.manifest.shard_starts
         shard = int(np.searchsorted(starts, number, side="right")) - 1
-        return self.shard(shard).sample(number - int(starts[shard]), columns)
+        return self.shard(shard).sample(number - int(starts[shard]), columns or self.selected)
 
     def __iter__(self) -> Iterator[dict[str, object]]:
         for number in range(len(self.manifest.shards)):
             shard = self.shard(number)
             for row in range(len(shard)):
-                yield shard.sample(row)
+                yield shard.sample(row, self.selected)
 
     def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
         """Return shard `number`, opened if necessary; `reader` loads it if it is remote. Thread-safe."""
@@ -203,6 +216,11 @@ class OpenDataset(Closing):
         return merge_columns([first, *map(self.columns_of, stated)])
 
     @property
+    def selected(self) -> Sequence[str] | None:
+        """The columns with which the dataset was opened, which rows have by default; None: all."""
+        return self._options.columns
+
+    @property
     def verifies(self) -> bool:
         """Whether the dataset was opened with `verify`."""
         return self._options.verify
@@ -216,11 +234,13 @@ class OpenDataset(Closing):
     def token_column(self) -> str | None:
         """Name of the column that holds a row of integers, of constant length, in every sample, or None.
 
-        It is "tokens" (members `tokens.npy` in tars) if that is such a column, otherwise the only such
-        column. Tars for which the list records no columns are opened to find it, each once.
+        It is "tokens" (members `tokens.npy` in tars, "input_ids" in Parquet files) if that is such a column,
+        otherwise the only such column. Tars for which the list records no columns are opened to find it,
+        each once.
         """
         candidates = {c.name: c for c in self.columns if token_layout(c) is not None}
-        preferred = [c for n, c in candidates.items() if n in (TOKENS, f"{TOKENS}.npy")]
+        names = [TOKENS, f"{TOKENS}.npy"] if self._parquet is None else [TOKENS, "input_ids"]
+        preferred = [candidates[name] for name in names if name in candidates]
         column = next(iter(preferred or candidates.values()), None)
         if column is None or (not preferred and len(candidates) > 1):
             return None
@@ -345,6 +365,14 @@ class OpenDataset(Closing):
 
     def _local_shard(self, number: int, files: LocalFiles) -> ShardReader:
         info, options = self.manifest.shards[number], self._options
+        if self._parquet is not None:
+            from shardkit.formats.tokens import map_piece, pieces_of
+
+            assert files.dates is not None
+            pieces = pieces_of(info.raw.basename)
+            return self._row_groups(
+                number, [(piece.start, map_piece(files.folder, piece, files.dates)) for piece in pieces]
+            )
         if files.dates is not None:
             from shardkit.formats import tokens
 
@@ -358,6 +386,11 @@ class OpenDataset(Closing):
 
     def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
         info, options, where = self.manifest.shards[number], self._options, self.where(number)
+        if self._parquet is not None:
+            from shardkit.formats.parquet import split_pieces
+            from shardkit.formats.tokens import pieces_of
+
+            return self._row_groups(number, split_pieces(pieces_of(info.raw.basename), raw))
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
@@ -379,6 +412,13 @@ class OpenDataset(Closing):
             where, info, raw, allow_pickle=options.allow_pickle, decode=options.decode, index=index
         )
 
+    def _row_groups(self, number: int, pieces: Sequence[tuple[int, Bytes]]) -> ParquetShard:
+        from shardkit.formats.parquet import ParquetShard
+
+        assert self._parquet is not None
+        part, info = self._parquet.parts[number], self.manifest.shards[number]
+        return ParquetShard(f"{self.location}/{part.file}", info, part, pieces, decode=self._options.decode)
+
     def _forget(self) -> None:
         with self._lock:
             self._open.clear()
@@ -388,7 +428,9 @@ class OpenDataset(Closing):
         """Drop least recently used shards until the limits are kept; the caller holds the lock."""
         while len(self._open) > 1:
             resident = 0
-            if self.shards is None:  # the cache of a remote dataset has its own limit
+            if self._parquet is not None:
+                resident = sum(cast("ParquetShard", shard).resident_bytes for shard in self._open.values())
+            elif self.shards is None:  # the cache of a remote dataset has its own limit
                 resident = sum(s.info.raw.bytes for s in self._open.values() if s.info.compression)
             if len(self._open) <= MAX_OPEN_SHARDS and resident <= MAX_RESIDENT_BYTES:
                 return

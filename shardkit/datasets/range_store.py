@@ -1,30 +1,67 @@
-"""Present byte ranges of token files as objects of a store; the key of an object is a token shard's name."""
+"""Present byte ranges of files as objects of a store, for datasets whose shards are such ranges.
+
+These are flat files of tokens and Parquet files (`RangeRows`). The key of an object is the shard's name,
+which lists its pieces (`shardkit.formats.tokens: Piece`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from shardkit.errors import ShardError
+from shardkit.formats.tar.shard_list import fixed_folder, matches
 from shardkit.formats.tokens import (
     Piece,
     pieces_of,
 )
+from shardkit.manifest import Manifest
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import (
     BaseBody,
     BaseStore,
     Body,
     ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
     Store,
     StoreError,
     TransientError,
     checked_range,
 )
+from shardkit.storage.url import is_remote, local_path, open_store
 
-SEPARATOR = "\n"  # separates the versions of a shard's files in the version of the shard
+_SEPARATOR = "\n"  # separates the versions of a shard's files in the version of the shard
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRows:
+    """A dataset whose shards are ranges of files: its location and manifest, and the version of each file."""
+
+    folder: Path | None
+    store: ResilientStore | None
+    manifest: Manifest
+    versions: Mapping[str, str]
+
+    def objects(self) -> dict[int, tuple[int, str]]:
+        """Return {shard number: (size in bytes, version of its files)} for the shard cache."""
+        shards = enumerate(self.manifest.shards)
+        return {n: (info.raw.bytes, self._version(info.raw.basename)) for n, info in shards}
+
+    def dates(self) -> dict[str, tuple[int, int]]:
+        """Return {name: (modification time in ns, size in bytes)} of the local files."""
+        parts = {name: version.split("-") for name, version in self.versions.items()}
+        return {name: (int(part[0]), int(part[-1])) for name, part in parts.items()}
+
+    def _version(self, shard: str) -> str:
+        return _SEPARATOR.join(self.versions[piece.file] for piece in pieces_of(shard))
 
 
 class RangeStore(BaseStore):
-    """A read-only store whose keys may be names of token shards, which are ranges of objects in `store`.
+    """A read-only store whose keys may be names of shards, which are ranges of objects in `store`.
 
     Requests for other keys are passed to `store`.
     """
@@ -39,7 +76,8 @@ class RangeStore(BaseStore):
     def head(self, key: str) -> ObjectInfo:
         if (pieces := _pieces(key)) is None:
             return self._store.head(key)
-        found = [self._store.head(piece.file) for piece in pieces]
+        infos = {file: self._store.head(file) for file in dict.fromkeys(piece.file for piece in pieces)}
+        found = [infos[piece.file] for piece in pieces]
         for piece, info in zip(pieces, found, strict=True):
             _check_size(self.where(key), piece, info)
         return _joined(key, pieces, [info.version for info in found])
@@ -52,26 +90,36 @@ class RangeStore(BaseStore):
             body = self._store.open(key, start, stop, version=version)
             end = body.info.bytes if stop is None else min(stop, body.info.bytes)
             return _Range([(body, end - start)], body.info)
-        expected = [None] * len(pieces) if version is None else version.split(SEPARATOR)
+        expected = [None] * len(pieces) if version is None else version.split(_SEPARATOR)
         size = sum(piece.bytes for piece in pieces)
         start, stop = checked_range(self.where(key), ObjectInfo(key, size, ""), start, stop, None)
-        bodies: list[tuple[Body, int]] = []
-        found, before = [], 0
+        parts: list[tuple[Piece, str | None, int, int]] = []
+        before = 0
+        for piece, its_version in zip(pieces, expected, strict=True):
+            low, high = (piece.start + min(max(edge - before, 0), piece.bytes) for edge in (start, stop))
+            before += piece.bytes
+            parts.append((piece, its_version, low, high))
+        bodies: list[tuple[Body | Callable[[], Body], int]] = []
+        seen: dict[str, ObjectInfo] = {}
         try:
-            for piece, its_version in zip(pieces, expected, strict=True):
-                low, high = (piece.start + min(max(edge - before, 0), piece.bytes) for edge in (start, stop))
-                before += piece.bytes
-                if low < high:
-                    body = self._store.open(piece.file, low, high, version=its_version)
-                    bodies.append((body, high - low))
-                    info = body.info
-                else:  # no byte of this file is read, but its version is a part of the shard's version
-                    info = self._store.head(piece.file)
-                _check_size(self.where(key), piece, info)
-                found.append(its_version or info.version)
+            for piece, its_version, low, high in parts:
+                if low >= high:
+                    continue
+                if piece.file in seen:  # opened when it is read, because idle connections time out
+                    one = seen[piece.file].version
+                    bodies.append((partial(self._store.open, piece.file, low, high, version=one), high - low))
+                    continue
+                body = self._store.open(piece.file, low, high, version=its_version)
+                bodies.append((body, high - low))
+                seen[piece.file] = body.info
+            for piece, _, _, _ in parts:  # no byte of some files is read, but the version names theirs, too
+                if piece.file not in seen:
+                    seen[piece.file] = self._store.head(piece.file)
+                _check_size(self.where(key), piece, seen[piece.file])
         except BaseException:
             _Range(bodies, ObjectInfo(key, 0, "")).close()
             raise
+        found = [its_version or seen[piece.file].version for piece, its_version, _, _ in parts]
         return _Range(bodies, _joined(key, pieces, found))
 
     def put(
@@ -95,10 +143,10 @@ class RangeStore(BaseStore):
 
 
 class _Range(BaseBody):
-    """The body of a token shard: the concatenated bodies of its pieces."""
+    """The body of a shard: the concatenated bodies of its pieces."""
 
-    def __init__(self, bodies: Sequence[tuple[Body, int]], info: ObjectInfo) -> None:
-        """Concatenate `bodies`, each given with the number of bytes to read from it."""
+    def __init__(self, bodies: Sequence[tuple[Body | Callable[[], Body], int]], info: ObjectInfo) -> None:
+        """Concatenate `bodies`, open or functions that open them, each with the number of bytes to read."""
         self.info, self._bodies = info, [*bodies]
 
     @property
@@ -108,18 +156,65 @@ class _Range(BaseBody):
     def readinto(self, buffer: memoryview, /) -> int:
         while self._bodies:
             body, left = self._bodies[0]
+            if callable(body):
+                body = body()
+                self._bodies[0] = body, left
             if left:
                 count = body.readinto(buffer[:left])
                 if not count:  # an error, because the next piece's bytes would take the place of these
                     raise TransientError(self.info.key, f"ended early: {left:,} bytes of a piece are missing")
                 self._bodies[0] = body, left - count
                 return count
-            self._bodies.pop(0)[0].close()
+            self._bodies.pop(0)
+            body.close()
         return 0
 
     def close(self) -> None:
         while self._bodies:
-            self._bodies.pop()[0].close()
+            body, _ = self._bodies.pop()
+            if not callable(body):
+                body.close()
+
+
+AnyStore = RangeStore | ResilientStore
+
+
+def connect_ranges(folder: str, storage: StorageOptions | None) -> AnyStore:
+    """Return a store of byte ranges of the files in a folder or at a URL; remote requests are retried."""
+    options = storage or StorageOptions()
+    if not is_remote(folder):
+        return RangeStore(open_store(folder or ".", options))
+    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # pins branches
+    policy = RetryPolicy.of(options)
+    return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
+
+
+def has_that_name(path: str, store: AnyStore, name: str) -> bool:
+    """Return whether a file exists whose name is literally `name`, although that looks like a pattern."""
+    if not is_remote(path):
+        return local_path(path).exists()
+    try:
+        store.head(name)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def list_matching(store: AnyStore, pattern: str) -> list[ObjectInfo]:
+    """List the objects that may match a pattern, sorted; "" lists those directly in the folder."""
+    if is_remote(store.url):
+        prefix = fixed_folder(pattern) if pattern else ""
+        return list(store.list(f"{prefix}/" if prefix else ""))
+    names = sorted(file.relative_to(store.url).as_posix() for file in _files(Path(store.url), pattern or "*"))
+    names = [name for name in names if matches(name, pattern or "*")]
+    return [store.head(name) for name in names]
+
+
+def _files(folder: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from (file for file in folder.glob(pattern) if file.is_file())
+    except OSError as error:
+        raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
 
 
 def _pieces(key: str) -> list[Piece] | None:
@@ -130,7 +225,7 @@ def _pieces(key: str) -> list[Piece] | None:
 
 
 def _joined(key: str, pieces: Sequence[Piece], versions: Sequence[str]) -> ObjectInfo:
-    return ObjectInfo(key, sum(piece.bytes for piece in pieces), SEPARATOR.join(versions))
+    return ObjectInfo(key, sum(piece.bytes for piece in pieces), _SEPARATOR.join(versions))
 
 
 def _check_size(where: str, piece: Piece, info: ObjectInfo) -> None:

@@ -118,7 +118,11 @@ class Rows:
         return places % count
 
     def _columns(self, columns: Sequence[str] | None) -> dict[str, npt.NDArray[np.generic] | list[object]]:
-        """Return the values of each column in the order of the rows; None selects all columns."""
+        """Return the values of each column in the order of the rows.
+
+        None selects all columns, or those that the dataset was opened with.
+        """
+        columns = self.dataset.selected if columns is None else columns
         if columns is not None:
             columns = [self.dataset.column_name(name) for name in columns]
         wanted = None if columns is None else frozenset(columns)

@@ -19,16 +19,22 @@ that were not sampled differ. Within a run, a file that is replaced after it was
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardkit.arrays import Ints
-from shardkit.datasets.range_store import SEPARATOR, RangeStore
+from shardkit.datasets.range_store import (
+    AnyStore,
+    RangeRows,
+    RangeStore,
+    connect_ranges,
+    has_that_name,
+    list_matching,
+)
 from shardkit.errors import NOT_WHOLE, ShardError, ShardNotFoundError, warn_user
 from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
 from shardkit.formats.tokens import (
@@ -36,23 +42,21 @@ from shardkit.formats.tokens import (
     MegatronIndex,
     Piece,
     name_of,
-    pieces_of,
     read_header,
     refuse_two_kinds,
 )
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.storage.object_file import open_object
-from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.retry import RetryPolicy
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import (
     ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,
 )
-from shardkit.storage.url import is_remote, local_path, open_store, split_url
+from shardkit.storage.url import is_remote, local_path, split_url
 from shardkit.units import whole_number
 
-__all__ = ["RangeStore", "RowCut", "TokenRows", "find_token_rows", "is_token_file"]
+__all__ = ["RangeStore", "RowCut", "find_token_rows", "is_token_file"]
 
 SHARD_BYTES = 64 << 20  # maximum size of a shard, whose rows are fetched together
 MAX_SHARDS = 1 << 15  # maximum number per dataset; above two terabytes, shards are larger instead
@@ -88,29 +92,6 @@ class RowCut:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRows:
-    """The rows in flat files: their location and manifest, and the version of each file."""
-
-    folder: Path | None
-    store: ResilientStore | None
-    manifest: Manifest
-    versions: Mapping[str, str]
-
-    def objects(self) -> dict[int, tuple[int, str]]:
-        """Return {shard number: (size in bytes, version of its files)} for the shard cache."""
-        shards = enumerate(self.manifest.shards)
-        return {n: (info.raw.bytes, self._version(info.raw.basename)) for n, info in shards}
-
-    def dates(self) -> dict[str, tuple[int, int]]:
-        """Return {name: (modification time in ns, size in bytes)} of the local files."""
-        parts = {name: version.split("-") for name, version in self.versions.items()}
-        return {name: (int(part[0]), int(part[-1])) for name, part in parts.items()}
-
-    def _version(self, shard: str) -> str:
-        return SEPARATOR.join(self.versions[piece.file] for piece in pieces_of(shard))
-
-
-@dataclass(frozen=True, slots=True)
 class _File:
     """A file whose ids begin at byte `start`; `probe` holds sampled bytes for the fingerprint."""
 
@@ -136,7 +117,7 @@ def find_token_rows(
     *,
     shard_bytes: int = SHARD_BYTES,
     names: Sequence[str] | None = None,
-) -> TokenRows:
+) -> RangeRows:
     """Find the rows in a file, a Megatron pair, a folder of files, or the files that a pattern matches.
 
     A shard has at most `shard_bytes`, unless there would be more than `MAX_SHARDS`. If `names` are given,
@@ -146,7 +127,7 @@ def find_token_rows(
     if cut is None:
         raise ShardError(path, "has token ids without rows: give the length of a row, sequence_length=2048")
     base, name = _split(path)
-    store = _connect(base, storage)
+    store = connect_ranges(base, storage)
     objects = _find(path, store, name) if names is None else [(store.head(one), None) for one in names]
     probes = max(1, min(_PROBES_OF_FILE, _PROBES // len(objects)))
     places = [(info, at) for info, _ in objects for at in _places(info.bytes, probes)]
@@ -164,7 +145,7 @@ def find_token_rows(
     manifest = _manifest(path, files, cut, shard_bytes)
     folder = None if is_remote(path) else local_path(base or ".")
     versions = {file.info.key: file.info.version for file in files}
-    return TokenRows(folder, store if isinstance(store, ResilientStore) else None, manifest, versions)
+    return RangeRows(folder, store if isinstance(store, ResilientStore) else None, manifest, versions)
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -178,21 +159,11 @@ def _split(path: str) -> tuple[str, str]:
     return (str(place), "") if place.is_dir() else (str(place.parent), place.name)
 
 
-def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
-    """Return a store of byte ranges of the files in a folder or at a URL; remote requests are retried."""
-    options = storage or StorageOptions()
-    if not is_remote(folder):
-        return RangeStore(open_store(folder or ".", options))
-    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # pins branches
-    policy = RetryPolicy.of(options)
-    return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
-
-
 def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
     """Return the sorted files in a store that `name`, a file name or a pattern, selects; "" selects all."""
-    if name and (not is_pattern(name) or _has_that_name(path, store, name)):
+    if name and (not is_pattern(name) or has_that_name(path, store, name)):
         return [_pair(store, name) or (store.head(name), None)]
-    listed = [info for info in _listed(store, name) if matches(info.key, name or "*")]
+    listed = [info for info in list_matching(store, name) if matches(info.key, name or "*")]
     found = [info for info in listed if is_token_file(info.key)]
     indexes = [info.key for info in found if info.key.endswith(".idx")]
     if len(indexes) == 1:
@@ -209,17 +180,6 @@ def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
     return [(info, None) for info in found]
 
 
-def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
-    """Return whether a file exists whose name is literally `name`, although that looks like a pattern."""
-    if not is_remote(path):
-        return local_path(path).exists()
-    try:
-        store.head(name)
-    except ObjectNotFoundError:
-        return False
-    return True
-
-
 def _pair(store: AnyStore, name: str) -> _Named | None:
     """Return the Megatron pair (.bin, .idx) of which `name` is a file or the common prefix, or None."""
     stem = name[:-4] if name.endswith((".bin", ".idx")) else name
@@ -232,23 +192,6 @@ def _pair(store: AnyStore, name: str) -> _Named | None:
             raise
         return None
     return store.head(f"{stem}.bin"), index
-
-
-def _listed(store: AnyStore, pattern: str) -> list[ObjectInfo]:
-    """List the objects that may match a pattern, sorted; "" lists those directly in the folder."""
-    if is_remote(store.url):
-        prefix = fixed_folder(pattern) if pattern else ""
-        return list(store.list(f"{prefix}/" if prefix else ""))
-    names = sorted(file.relative_to(store.url).as_posix() for file in _files(Path(store.url), pattern or "*"))
-    names = [name for name in names if matches(name, pattern or "*")]
-    return [store.head(name) for name in names]
-
-
-def _files(folder: Path, pattern: str) -> Iterator[Path]:
-    try:
-        yield from (file for file in folder.glob(pattern) if file.is_file())
-    except OSError as error:
-        raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
 
 
 def _places(size: int, probes: int) -> list[int]:
@@ -388,6 +331,5 @@ def _shards(files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Iterator[l
             begun = [Piece(file.info.key, whole, stop)]
 
 
-AnyStore = RangeStore | ResilientStore
 _Named = tuple[ObjectInfo, ObjectInfo | None]
 """A file of tokens, and its .idx if it is in Megatron's format."""

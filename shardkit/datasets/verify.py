@@ -150,6 +150,11 @@ def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Probl
             )
         if dataset.shards is not None and quick:
             return _check_size(dataset, info) or 0
+        if dataset.manifest.format == "row_groups":
+            shard = dataset.shard(number)
+            if not quick:
+                _check_samples(shard)
+            return 0
         raw = _read(dataset, info, verify=not quick)
         shard = _open(dataset, info, raw)
         if blocks is not None:

@@ -56,7 +56,7 @@ class Footer:
         if len(self._data) > _MAX_FOOTER_BYTES:
             return nothing
         try:
-            footer = _Compact(memoryview(self._data)).struct()
+            footer = CompactThrift(self._data).struct()
             leaves = [element for element in footer[2] if element.get(5) is None]
             groups = tuple(_limits(group[1], leaves) for group in footer[4])
         except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error):
@@ -114,68 +114,95 @@ def _value(data: bytes, leaf: Mapping[int, Any]) -> Any:
     return data if physical in (_BYTE_ARRAY, _FIXED) and converted is None and not logical else None
 
 
-class _Compact:
+class CompactThrift:
     """Parses Thrift's compact protocol into plain data: structs become {field: value}, strings bytes."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0
+        """The offset of the next byte to parse."""
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
         """Parse the struct at the current position. Raises ValueError or IndexError if it is malformed."""
         if depth > _MAX_DEPTH:
             raise ValueError("structs nest too deeply")
         fields: dict[int, Any] = {}
-        number = 0
-        while (head := self._byte()) != 0:
+        data, at, number = self._data, self.at, 0
+        while head := data[at]:  # with few calls, because a footer may have a million fields
+            at += 1
             step, kind = head >> 4, head & 15
-            number = number + step if step else self._integer()
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+            if step:
+                number += step
+            else:
+                self.at = at
+                number = self.integer()
+                at = self.at
+            if kind in (_TRUE, _FALSE):
+                fields[number] = kind == _TRUE
+            elif kind in _INTEGERS and (byte := data[at]) < 128:
+                fields[number] = byte >> 1 ^ -(byte & 1)
+                at += 1
+            elif kind == _BINARY and (byte := data[at]) < 128 and at + byte < len(data):
+                fields[number] = data[at + 1 : at + 1 + byte]
+                at += 1 + byte
+            else:
+                self.at = at
+                fields[number] = self.value(kind, depth)
+                at = self.at
+        self.at = at + 1
         return fields
 
-    def _value(self, kind: int, depth: int) -> Any:
+    def value(self, kind: int, depth: int) -> Any:
+        """Parse a value of a type of the protocol. Raises ValueError or IndexError if it is malformed."""
         if kind in _INTEGERS:
-            return self._integer()
+            return self.integer()
         if kind in (_TRUE, _FALSE):  # in a list, each boolean takes a byte
-            return self._byte() == _TRUE
+            return self.byte() == _TRUE
         if kind == _BYTE:
-            return self._byte()
+            return self.byte()
         if kind == _DOUBLE:
-            return struct.unpack("<d", self._bytes(8))[0]
+            return struct.unpack("<d", self.take(8))[0]
         if kind == _BINARY:
-            return self._bytes(self._varint())
+            return self.take(self.varint())
         if kind in (_LIST, _SET):
-            head = self._byte()
-            count = self._varint() if head >> 4 == 15 else head >> 4
-            if count > len(self._data) - self._at:
+            head = self.byte()
+            count = self.varint() if head >> 4 == 15 else head >> 4
+            if count > len(self._data) - self.at:
                 raise ValueError("a list is longer than the footer")
             return [
-                self.struct(depth + 1) if head & 15 == _STRUCT else self._value(head & 15, depth + 1)
+                self.struct(depth + 1) if head & 15 == _STRUCT else self.value(head & 15, depth + 1)
                 for _ in range(count)
             ]
         if kind == _STRUCT:
             return self.struct(depth + 1)
         raise ValueError(f"the footer has a value of the unknown type {kind}")
 
-    def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
+    def byte(self) -> int:
+        """Return the next byte."""
+        self.at += 1
+        return self._data[self.at - 1]
 
-    def _bytes(self, count: int) -> bytes:
-        data = bytes(self._data[self._at : self._at + count])
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        data = self._data[self.at : self.at + count]
         if len(data) < count:
             raise ValueError("the footer ends early")
-        self._at += count
+        self.at += count
         return data
 
-    def _varint(self) -> int:
-        value = 0
+    def varint(self) -> int:
+        """Parse an unsigned number."""
+        data, at, value = self._data, self.at, 0
         for shift in range(0, 70, 7):
-            byte = self._byte()
+            byte = data[at]
+            at += 1
             value |= (byte & 127) << shift
             if byte < 128:
+                self.at = at
                 return value
         raise ValueError("a number in the footer has more than 64 bits")
 
-    def _integer(self) -> int:
-        value = self._varint()
+    def integer(self) -> int:
+        """Parse a signed number."""
+        value = self.varint()
         return value >> 1 ^ -(value & 1)

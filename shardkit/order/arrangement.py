@@ -22,6 +22,8 @@ from shardkit.order.residency import JoinedUses, MixedUses
 from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder
 
+_DECODED_BYTES = 1 << 30  # half of what a dataset keeps decoded (`shardkit.datasets.opened`)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamSizes:
@@ -29,6 +31,7 @@ class StreamSizes:
 
     `shard_samples`: int64[shards], including excluded rows. `raw_bytes`: uncompressed size of all shards.
     `limit`: the maximum number of samples that the stream delivers in the run. `name` is for messages.
+    `decoded_bytes`: memory that all shards take, if they are read only after they were decoded; else 0.
     """
 
     name: str
@@ -38,6 +41,7 @@ class StreamSizes:
     is_compressed: bool
     excluded: Exclusions | None = None
     limit: int | None = None
+    decoded_bytes: int = 0
 
     @property
     def kept(self) -> int:
@@ -51,7 +55,13 @@ class StreamSizes:
         """
         shards = int(np.count_nonzero(self.shard_samples))
         lanes = lanes or default_lanes(shards, compressed=self.is_compressed)
-        return lanes, window or default_window(int(self.shard_samples.sum()), shards, lanes)
+        samples = int(self.shard_samples.sum())
+        if window is None:
+            window = default_window(samples, shards, lanes)
+            if self.decoded_bytes:  # the shards of all windows must fit in memory, at least two per lane
+                spanned = max(2 * lanes, _DECODED_BYTES * shards // self.decoded_bytes)
+                window = max(1, min(window, -(-samples * spanned // (max(1, shards) * lanes))))
+        return lanes, window
 
 
 def first_settings(

@@ -293,7 +293,7 @@ def test_damage_is_found_when_a_shard_is_opened_with_verify(tmp_path: Path) -> N
 
 
 def test_folders_that_hold_no_dataset_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match=r"looked for index\.json \(MDS\), shards\.json and \*\.tar"):
+    with pytest.raises(ShardError, match=r"looked for index\.json \(MDS\), shards\.json, \*\.tar"):
         shardkit.open_dataset(tmp_path)
     with pytest.raises(ShardError, match="no such file or folder"):
         shardkit.open_dataset(tmp_path / "absent")

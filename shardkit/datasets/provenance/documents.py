@@ -168,7 +168,7 @@ def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None
     """Implement `Dataset.text`. Raises ShardkitError without a tokenizer, ShardError if rows have no text."""
     number = _row(dataset, row)
     if token_column(dataset) is None:
-        sample = dataset.row(number)
+        sample = dataset.row(number, [*_TEXT_COLUMNS, *(column.name for column in dataset.columns)])
         for name in _TEXT_COLUMNS:
             if isinstance(text := sample.get(name), str):
                 return text

@@ -87,10 +87,10 @@ class ProvenanceTable:
     def __init__(self, dataset: OpenDataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
-        if dataset.manifest.format == "tokens":  # tables beside the files describe the files, not these rows
+        if dataset.manifest.format in ("tokens", "row_groups"):  # tables are of others
             raise NoProvenanceError(
-                f"{dataset.location}: has no provenance tables for rows that are cut in place; open the "
-                "dataset that shardkit built, without sequence_length"
+                f"{dataset.location}: has no provenance tables for rows that are read in place; open "
+                "the folder that shardkit built, without sequence_length"
             )
         self._folder = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA)
         if not self._folder.names:

@@ -105,12 +105,14 @@ def open_shard(folder: Path, info: ShardInfo, dates: Mapping[str, tuple[int, int
     `dates` maps each file to its expected (modification time in ns, size in bytes). Raises ShardError if a
     file was replaced.
     """
-    parts = [_map(folder / piece.file, piece, dates[piece.file]) for piece in pieces_of(info.raw.basename)]
+    parts = [map_piece(folder, piece, dates) for piece in pieces_of(info.raw.basename)]
     data = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return TokenShard(folder / info.raw.basename, info, data)
 
 
-def _map(file: Path, piece: Piece, date: tuple[int, int]) -> Bytes:
+def map_piece(folder: Path, piece: Piece, dates: Mapping[str, tuple[int, int]]) -> Bytes:
+    """Map the bytes of a piece of a file below `folder`. Raises ShardError if the file was replaced."""
+    file = folder / piece.file
     try:
         descriptor = open_regular(file)
     except FileNotFoundError as error:
@@ -119,7 +121,7 @@ def _map(file: Path, piece: Piece, date: tuple[int, int]) -> Bytes:
         raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
     try:
         status = os.fstat(descriptor)
-        if (status.st_mtime_ns, status.st_size) != date:
+        if (status.st_mtime_ns, status.st_size) != dates[piece.file]:
             raise ShardError(
                 file, "was replaced after its dataset was opened; open the dataset again, with a new loader"
             )
