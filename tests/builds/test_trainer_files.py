@@ -460,11 +460,11 @@ def test_a_killed_build_is_continued_with_the_same_bytes(tmp_path: Path, kind: s
         cells = [
             Cell(fault="kill", stage=stage, moment=moment)
             for stage in ("pack", "provenance")
-            for moment in ("before", "committed")
+            for moment in ("uncommitted", "committed")
         ]
         total = crashes.steps("out")
         cells += [
-            Cell(fault="kill", step=step, replace=step % 2 == 0) for step in range(3, total, total // 6)
+            Cell(fault="kill", step=step, replace=step % 2 == 0) for step in range(3, total, total // 3)
         ]
         for cell in cells:
             outcome = crashes.run(cell)

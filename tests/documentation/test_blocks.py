@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit as sk
@@ -120,6 +122,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     (folder / "reference.jsonl").write_text('{"text": "The cat sat on the mat.\\nIt slept."}\n' * 3)
     (folder / "tokens").mkdir()
     np.arange(60_001, dtype="<u2").tofile(folder / "tokens" / "part-000.npy")
+    (folder / "rows").mkdir()
+    lists = pa.table({"input_ids": [list(range(2048))] * 40})
+    pq.write_table(lists, folder / "rows" / "part-000.parquet")
     with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:
         for number in range(40):
             writer.write({"label": number % 3, "image": bytes([number])})

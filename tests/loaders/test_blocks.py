@@ -147,7 +147,7 @@ def test_batches_and_states_are_those_of_a_loader_however_often_it_is_left(
 
 
 @pytest.mark.extended
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(names, st.lists(legs, min_size=2, max_size=3))
 def test_many_more_of_these(folder: Path, name: str, plan: list[Leg]) -> None:
     assert_exact(folder, name, plan)

@@ -184,7 +184,9 @@ def test_a_request_is_made_once(store: S3Store, server: S3Server, status: int) -
         assert len(server.requests) == number
 
 
-def test_a_server_that_is_not_there_is_a_transient_error() -> None:
+def test_a_server_that_is_not_there_is_a_transient_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         options = StorageOptions(endpoint_url=f"http://127.0.0.1:{unused.getsockname()[1]}")

@@ -377,6 +377,7 @@ def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int,
         tokens=built["tokens"],
         token_bytes=2,
         scale=options.scale,
+        steps=("exact", "lines", "near") if more else ("exact", "near"),
         lines=built["lines"],
     )
     stages = {stage.stage: stage for stage in stage_needs(corpus)}
