@@ -37,6 +37,7 @@ from shardkit.datasets.range_store import (
     connect_ranges,
     has_that_name,
     list_matching,
+    split_place,
 )
 from shardkit.errors import ShardError, ShardNotFoundError, warn_user
 from shardkit.formats.mds.encodings import ARRAY_DTYPES
@@ -54,12 +55,12 @@ from shardkit.formats.parquet import (
     footer_bytes,
 )
 from shardkit.formats.tar.find import expand, is_there
-from shardkit.formats.tar.shard_list import common_folder, fixed_folder, is_pattern, matches
+from shardkit.formats.tar.shard_list import common_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
 from shardkit.manifest import TOKENS, Column, FileInfo, Manifest, ShardInfo, token_layout
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions
-from shardkit.storage.url import is_remote, local_path, split_url
+from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def find_parquet_rows(
 
 def _find_one(path: str, storage: StorageOptions | None) -> tuple[str, AnyStore, list[ObjectInfo]]:
     """Return (folder, store of the folder, files) of a path or URL."""
-    base, name = _split(path)
+    base, name = split_place(path, is_parquet_name)
     store = connect_ranges(base, storage)
     found = _find(path, store, name)
     if not found and is_remote(path) and is_parquet_name(name) and not is_pattern(name):
@@ -152,7 +153,10 @@ def _find_several(
     if len({is_remote(path) for path in paths}) > 1:
         local = next(path for path in paths if not is_remote(path))
         raise ShardError(local, "is local but others are remote; open each as a separate stream")
-    places = [_split(path if is_remote(path) else str(local_path(path).absolute())) for path in paths]
+    places = [
+        split_place(path if is_remote(path) else str(local_path(path).absolute()), is_parquet_name)
+        for path in paths
+    ]
     base = common_folder([folder for folder, _ in places])
     if is_remote(paths[0]) and (base.count("/") < 2 or base.endswith("://")):
         raise ShardError(paths[0], f"and {paths[-1]} are in different stores; open each as its own stream")
@@ -168,17 +172,6 @@ def _find_several(
             raise ShardError(path, f"repeats {twice[0]}, which an earlier path names")
         found |= {info.key: info for info in some}
     return base, store, list(found.values())
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Split a path or URL into (folder, file name or pattern); the name is "" if it may be a folder's."""
-    if is_pattern(path) and not (not is_remote(path) and local_path(path).exists()):
-        folder = fixed_folder(path)
-        return folder, path[len(folder) :].lstrip("/") if folder else path
-    if is_remote(path):
-        return split_url(path) if is_parquet_name(path) else (path.rstrip("/"), "")
-    place = local_path(path)
-    return (str(place.parent), place.name) if place.is_file() else (str(place), "")
 
 
 def _find(path: str, store: AnyStore, name: str) -> list[ObjectInfo]:
@@ -215,7 +208,7 @@ def _refuse_splits(path: str, names: Sequence[str]) -> None:
 
 
 def _footers(store: AnyStore, found: Sequence[ObjectInfo], indexes: NodeIndexes | None) -> list[bytes]:
-    """Return the footer of each file, compressed."""
+    """Return the footer of each file."""
 
     def read(numbers: Sequence[int]) -> list[bytes]:
         with ThreadPoolExecutor(min(_THREADS, len(numbers)), thread_name_prefix="shardkit-open") as pool:
@@ -223,7 +216,9 @@ def _footers(store: AnyStore, found: Sequence[ObjectInfo], indexes: NodeIndexes 
 
     if indexes is None or not isinstance(store, ResilientStore):
         return read(range(len(found)))
-    return indexes.footers([f"{store.url}/{info.key}\n{info.version}" for info in found], read)
+    origins = [f"{store.url}/{info.key}\n{info.version}" for info in found]
+    packed = indexes.footers(origins, lambda numbers: [*map(zstandard.compress, read(numbers))])
+    return [zstandard.decompress(one, MAX_FOOTER_BYTES) for one in packed]
 
 
 def _read_footer(store: AnyStore, info: ObjectInfo) -> bytes:
@@ -235,12 +230,11 @@ def _read_footer(store: AnyStore, info: ObjectInfo) -> bytes:
     if begin < start:
         tail = store.get(info.key, begin, start, version=info.version) + tail
         start = begin
-    return zstandard.compress(tail[begin - start : -8])
+    return tail[begin - start : -8]
 
 
-def _look(store: AnyStore, info: ObjectInfo, packed: bytes) -> _File:
+def _look(store: AnyStore, info: ObjectInfo, data: bytes) -> _File:
     where = store.where(info.key)
-    data = zstandard.decompress(packed, MAX_FOOTER_BYTES)
     footer = ParquetFooter(where, data, info.bytes)
     try:
         return _File(info, footer, data, where, encodings_of(footer.schema))

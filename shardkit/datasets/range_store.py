@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from shardkit.errors import ShardError
-from shardkit.formats.tar.shard_list import fixed_folder, matches
+from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
 from shardkit.formats.tokens import (
     Piece,
     pieces_of,
@@ -32,7 +32,7 @@ from shardkit.storage.store import (
     TransientError,
     checked_range,
 )
-from shardkit.storage.url import is_remote, local_path, open_store
+from shardkit.storage.url import is_remote, local_path, open_store, split_url
 
 _SEPARATOR = "\n"  # separates the versions of a shard's files in the version of the shard
 
@@ -198,6 +198,20 @@ def has_that_name(path: str, store: AnyStore, name: str) -> bool:
     except ObjectNotFoundError:
         return False
     return True
+
+
+def split_place(path: str, is_file_name: Callable[[str], bool]) -> tuple[str, str]:
+    """Split a path or URL into (folder, file name or pattern); the name is "" if it may be a folder's.
+
+    `is_file_name` tells whether a URL ends with the name of such a file.
+    """
+    if is_pattern(path) and not (not is_remote(path) and local_path(path).exists()):
+        folder = fixed_folder(path)
+        return folder, path[len(folder) :].lstrip("/") if folder else path
+    if is_remote(path):
+        return split_url(path) if is_file_name(path) else (path.rstrip("/"), "")
+    place = local_path(path)
+    return (str(place), "") if place.is_dir() else (str(place.parent), place.name)
 
 
 def list_matching(store: AnyStore, pattern: str) -> list[ObjectInfo]:

@@ -34,9 +34,10 @@ from shardkit.datasets.range_store import (
     connect_ranges,
     has_that_name,
     list_matching,
+    split_place,
 )
 from shardkit.errors import NOT_WHOLE, ShardError, ShardNotFoundError, warn_user
-from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
+from shardkit.formats.tar.shard_list import is_pattern, matches
 from shardkit.formats.tokens import (
     HEAD_BYTES,
     MegatronIndex,
@@ -53,7 +54,7 @@ from shardkit.storage.store import (
     ObjectNotFoundError,
     StorageOptions,
 )
-from shardkit.storage.url import is_remote, local_path, split_url
+from shardkit.storage.url import is_remote, local_path
 from shardkit.units import whole_number
 
 __all__ = ["RangeStore", "RowCut", "find_token_rows", "is_token_file"]
@@ -126,7 +127,7 @@ def find_token_rows(
     """
     if cut is None:
         raise ShardError(path, "has token ids without rows: give the length of a row, sequence_length=2048")
-    base, name = _split(path)
+    base, name = split_place(path, is_token_file)
     store = connect_ranges(base, storage)
     objects = _find(path, store, name) if names is None else [(store.head(one), None) for one in names]
     probes = max(1, min(_PROBES_OF_FILE, _PROBES // len(objects)))
@@ -146,17 +147,6 @@ def find_token_rows(
     folder = None if is_remote(path) else local_path(base or ".")
     versions = {file.info.key: file.info.version for file in files}
     return RangeRows(folder, store if isinstance(store, ResilientStore) else None, manifest, versions)
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Split a path or URL into (folder, file name or pattern); the name is "" if it may be a folder's."""
-    if is_pattern(path) and not (not is_remote(path) and local_path(path).exists()):
-        folder = fixed_folder(path)
-        return folder, path[len(folder) :].lstrip("/") if folder else path
-    if is_remote(path):
-        return split_url(path) if is_token_file(path) else (path.rstrip("/"), "")
-    place = local_path(path)
-    return (str(place), "") if place.is_dir() else (str(place.parent), place.name)
 
 
 def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
