@@ -75,7 +75,6 @@ class CleanSettings:
 
     input: Annotated[InputConfig, RecipeKey("inputs")]
     first_pass: Annotated[PassSettings, RecipeKey()]
-    annotate: bool
     max_bad_fraction: float
     max_record_bytes: int
     memory_bytes: MemoryBytes
@@ -87,7 +86,6 @@ class CleanSettings:
         return cls(
             recipe.inputs[source].model_copy(update=elsewhere),
             PassSettings.of(recipe),
-            recipe.annotate,
             recipe.max_bad_fraction,
             recipe.max_record_bytes,
             recipe.memory,
@@ -230,8 +228,7 @@ def clean_split(
     record is read, and the whole split is counted as failed. Raises BuildError if more records are
     unreadable than `max_bad_fraction` allows.
     """
-    first = settings.first_pass
-    chain = first.chain(filter_files, filter_folder, scores, annotate=settings.annotate)
+    chain = settings.first_pass.chain(filter_files, filter_folder, scores)
     reader = settings.input.reader
     if reader is not None and failure is None:
         function = reader.make(f"inputs[{split.source}].reader", filter_folder.path)
@@ -275,7 +272,9 @@ def _clean(
     versions = [version_now(part.input) for part in split.parts]
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
-        AnnotationFile(folder / ANNOTATIONS_FILE) if settings.annotate else nullcontext() as annotations,
+        AnnotationFile(folder / ANNOTATIONS_FILE)
+        if settings.first_pass.annotate
+        else nullcontext() as annotations,
         PassFiles(folder, settings.first_pass, chain, schema) as files,
     ):
         for batch in _read(split, settings, ledger, quarantine, fields, suspects, masking, failure, function):

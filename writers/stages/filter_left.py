@@ -57,13 +57,6 @@ from shardkit.writers.stages.selection import remaining
 _LINE_BYTES = 60  # assumed size of a line of annotations, in bytes
 
 
-@dataclass(frozen=True, slots=True)
-class AnnotatedPass(PassSettings):
-    """The settings of a pass that writes annotations: a class, so that other tasks keep their digests."""
-
-    annotate: bool = True
-
-
 def filter_left(
     folder: Path,
     documents: Artifact,
@@ -82,16 +75,17 @@ def filter_left(
     `filter_files` and `filter_folder` are as in `clean_split`; `languages` are from an earlier pass. `marks`
     are labels that earlier steps found, which become fields of the metadata.
     """
-    annotate = isinstance(settings, AnnotatedPass)
     known = None if languages is None else languages.labels
-    chain = settings.chain(filter_files, filter_folder, scores, annotate=annotate, labels=known)
+    chain = settings.chain(filter_files, filter_folder, scores, labels=known)
     labels = None if languages is None else np.array(languages.labels, np.object_)[languages.read()]
     removed, ledger, start = removals.load(), Ledger(), 0
     with (
         documents.open_arrow() as file,
         TwinsFile(folder, memory_bytes=memory_bytes // 4, limits=limits) as twins,
         RewrittenRows(folder) as rows,
-        AnnotationFile(folder / LEFT_FILE, of_left=True) if annotate else nullcontext() as annotations,
+        AnnotationFile(folder / LEFT_FILE, of_left=True)
+        if settings.annotate
+        else nullcontext() as annotations,
     ):
         reader = pa.ipc.open_file(file)
         with PassFiles(folder, settings, chain, reader.schema) as files:
@@ -123,8 +117,6 @@ def step_of(number: int, nth: int) -> Step:
 def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, build: Build) -> Documents:
     recipe, inputs = documents.recipe, build.inputs
     settings = PassSettings.of(recipe, number)
-    if recipe.annotate and settings.filters:
-        settings = AnnotatedPass.of(recipe, number)
     folder = inputs.folder_of_filters
     files, scores = inputs.files_of(settings.filters), settings.scores_of(recipe, documents.scores)
     tasks = []

@@ -60,13 +60,15 @@ class PassSettings:
 
     `exact_text` is "raw", or the version of the normalization for keys of texts; None: the pass writes no
     keys of texts. `url_parameters` is None if it writes no keys of URLs. `seed` selects the documents that
-    filters sample for counts and excerpts; None without filters.
+    filters sample for counts and excerpts; None without filters. With `annotate`, the value of every filter
+    for every document is written.
     """
 
     filters: FilterPass
     exact_text: Annotated[str | None, RecipeKey("dedup.exact.text")]
     url_parameters: Annotated[Sequence[str] | None, RecipeKey("dedup.url.drop_parameters")]
     seed: int | None
+    annotate: bool
 
     @classmethod
     def of(cls, recipe: Recipe, number: int = 0) -> PassSettings:
@@ -81,7 +83,8 @@ class PassSettings:
         if "exact" in asked:
             text = normalization_version() if asked["exact"].text == "normalized" else "raw"
         urls = asked["url"].drop_parameters if "url" in asked else None
-        return cls(filters, text, urls, recipe.seed if filters else None)
+        annotate = recipe.annotate and (number == 0 or bool(filters))  # each document as read has a line
+        return cls(filters, text, urls, recipe.seed if filters else None, annotate)
 
     def chain(
         self,
@@ -89,10 +92,9 @@ class PassSettings:
         filter_folder: Artifact,
         scores: Sequence[IdTable],
         *,
-        annotate: bool = False,
         labels: Sequence[str] | None = None,
     ) -> FilterChain:
-        """Open the filters of the pass; `annotate` and `labels` are as in `FilterChain`.
+        """Open the filters of the pass; `labels` are as in `FilterChain`.
 
         `filter_files` has the digests of the filters' files by path; relative paths start at `filter_folder`.
         """
@@ -102,7 +104,7 @@ class PassSettings:
         return FilterChain(
             self.filters,
             filter_folder.path,
-            annotate=annotate,
+            annotate=self.annotate,
             seed=self.seed or 0,
             lookups=[table.open() for table in scores],
             labels=labels,
