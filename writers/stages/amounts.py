@@ -536,7 +536,7 @@ def _stages_of(amounts: Iterable[ChoiceConfig]) -> Sequence[Stage[..., Any]]:
     return (*counting, AMOUNTS) if choosing else ()
 
 
-def sample_step(move: GlobalStep, *, is_first: bool) -> Step:
+def sample_step(move: GlobalStep) -> Step:
     """Return a step that takes a sample."""
 
     def needs(n: Needs) -> None:

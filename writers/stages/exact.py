@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import Needs
@@ -79,16 +81,16 @@ def drop_equal_urls(config: UrlDedupConfig, documents: Documents, build: Build) 
     return _without(URL_DUPLICATE, removed, documents)
 
 
-def drop_equal_texts(is_first: bool, documents: Documents, build: Build) -> Documents:
+def drop_equal_texts(documents: Documents, build: Build) -> Documents:
     """Remove all but one of the documents with the same text.
 
     Of documents that an earlier step found to be duplicates, only the kept ones are compared; these also
-    represent the removed ones. `is_first`: no step over all documents was before.
+    represent the removed ones.
     """
     run, memory_bytes, limits = build.run, build.memory_bytes, build.limits
     step = documents.step_with(KEYS.file)
     table, written = KEYS, step.commits
-    if not is_first:
+    if documents.compared:  # a step over all documents was before
         table = WEIGHTED_KEYS
         written = keys_left(run, URL_LEFT, written, documents.removals, memory_bytes, limits)
     rows = step.kept.documents
@@ -243,13 +245,17 @@ def _add(n: Needs, stages: EqualStages, table: Table) -> None:
     n.by_split(stages.sort, OUTCOMES, readers, c.documents * 0.01)
 
 
-def urls_step(move: GlobalStep, *, is_first: bool) -> Step:
+def urls_step(move: GlobalStep) -> Step:
     """Return the step over equal URLs."""
     stages = EQUAL_URLS.find, EQUAL_URLS.sort
     return Step(lambda recipe: stages, partial(drop_equal_urls, move.settings), url_needs)
 
 
-def texts_step(move: GlobalStep, *, is_first: bool) -> Step:
-    """Return a step over equal texts; `is_first`: no step over all documents is before."""
-    stages = (*(() if is_first else (URL_LEFT,)), EQUAL_TEXTS.find, EQUAL_TEXTS.sort)
-    return Step(lambda recipe: stages, partial(drop_equal_texts, is_first), text_needs)
+def texts_step(move: GlobalStep) -> Step:
+    """Return a step over equal texts."""
+
+    def stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+        own = EQUAL_TEXTS.find, EQUAL_TEXTS.sort
+        return own if recipe.global_steps[0] == move else (URL_LEFT, *own)
+
+    return Step(stages, drop_equal_texts, text_needs)

@@ -219,7 +219,7 @@ class Documents:
     marked: frozenset[str] = frozenset()
     """The fields of labels that a pass of filters wrote into the metadata."""
     amounts: Sequence[AmountFacts] = ()
-    """What samples and the recipe's `amounts` took of each source."""
+    """Facts of each `sample` and of the recipe's `amounts`, in order."""
     parts: PartsFound | None = None
     joined: Sequence[Commit] = ()
     """The tasks that joined the annotations of all passes; none if only cleaning wrote annotations."""

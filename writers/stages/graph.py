@@ -48,7 +48,7 @@ from shardkit.writers.stages.publish import _TASK_BYTES, _TASK_FILES, UPLOAD
 from shardkit.writers.stages.tokenize import tokenizer_task
 
 FIRST: Sequence[Step] = (scores.STEP, clean.STEP)
-OVER_ALL: Mapping[str, Callable[..., Step]] = {  # keys are the names in `steps` of a recipe
+OVER_ALL: Mapping[str, Callable[[GlobalStep], Step]] = {  # keys are the names in `steps` of a recipe
     "url": exact.urls_step,
     "exact": exact.texts_step,
     "lines": lines.step_of,
@@ -71,7 +71,7 @@ def steps_of(recipe: Recipe) -> list[Step]:
             unlabeled = False
         if isinstance(move, GlobalStep):
             before += 1
-            found.append(_over_all(move, is_first=before == 1))
+            found.append(_over_all(move))
             continue
         if number:
             found.append(filter_left.step_of(number, number - before))
@@ -79,9 +79,9 @@ def steps_of(recipe: Recipe) -> list[Step]:
     return found
 
 
-def _over_all(move: GlobalStep, *, is_first: bool) -> Step:
+def _over_all(move: GlobalStep) -> Step:
     """Return a step over all documents; its stages, and those of merges, are named by its number."""
-    step = OVER_ALL[move.name](move, is_first=is_first)
+    step = OVER_ALL[move.name](move)
     number = move.nth + (move.name == SAMPLE)  # the stages of `amounts`, which are the same, are the first
     return Step(
         lambda recipe: [stage.nth(number) for stage in step.stages(recipe)],
@@ -140,7 +140,7 @@ def stage_needs(corpus: Corpus) -> list[StageNeeds]:
     for number, name in enumerate(corpus.steps):
         nth = 1 + corpus.steps[:number].count(name)
         needs.nth, needs.is_first = nth + (name == SAMPLE), not number
-        OVER_ALL[name](GlobalStep(name, None, nth), is_first=not number).needs(needs)
+        OVER_ALL[name](GlobalStep(name, None, nth)).needs(needs)
     needs.nth = 1
     filter_left.needs(needs)
     for step in MAKING:

@@ -52,6 +52,6 @@ def needs(n: Needs) -> None:
 STAGES = lines.MAKE_LINE_KEYS, lines.FIND_LINE_LOSERS, lines.LINES_REMOVED, lines.CUT_LINES
 
 
-def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+def step_of(move: GlobalStep) -> Step:
     """Return a step over lines."""
     return Step(lambda recipe: STAGES, partial(cut_lines, move), needs)

@@ -122,6 +122,6 @@ STAGES = (
 )
 
 
-def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+def step_of(move: GlobalStep) -> Step:
     """Return a step over near-duplicates."""
     return Step(lambda recipe: STAGES, partial(drop_near_duplicates, move.settings), needs)

@@ -180,8 +180,7 @@ class Needs:
 
     `nth` is how often the build ran the step that is being added, this time included; `is_first` tells
     whether it is the first step over all documents. `looked_up` is the number of requests per split for
-    scores. `shards`, `tables` (other files) and
-    `output_bytes` are totals over all datasets.
+    scores. `shards`, `tables` (other files) and `output_bytes` are totals over all datasets.
     """
 
     corpus: Corpus

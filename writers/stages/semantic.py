@@ -153,7 +153,7 @@ STAGES: Sequence[Stage[..., Any]] = (EMBED, CLUSTERS, ASSIGN, NEIGHBORS, *DECIDI
 JOINING: Sequence[Stage[..., Any]] = (VECTORS, VECTOR_TABLES)
 
 
-def step_of(move: GlobalStep, *, is_first: bool) -> Step:
+def step_of(move: GlobalStep) -> Step:
     """Return a step over semantic duplicates."""
 
     def stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
