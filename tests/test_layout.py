@@ -183,18 +183,25 @@ def test_readmes_of_packages_name_modules_that_exist() -> None:
             assert named <= known, f"{readme} names modules that are gone: {sorted(named - known)}"
 
 
-def test_importing_shardkit_imports_nothing_heavy() -> None:
-    heavy = ["torch", "tokenizers", "gigatoken", "boto3", "pyarrow", "numba", "pydantic", "rich", "lightning"]
-    code = f"import sys, shardkit.manifest, shardkit.hashing; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_build_imports_no_library_that_only_some_recipes_need() -> None:
-    some = ["pandas", "torch", "faiss", "httptools", "boto3", "ray", "lxml", "datatrove", "asyncio"]
-    code = f"import sys, shardkit.writers.pipeline; print([m for m in {some} if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [
+        (
+            "shardkit.manifest, shardkit.hashing",
+            [
+                *("torch", "tokenizers", "gigatoken", "boto3", "pyarrow", "numba", "pydantic", "rich"),
+                "lightning",
+            ],
+        ),
+        (  # libraries that only some recipes need
+            "shardkit.writers.pipeline",
+            ["pandas", "torch", "faiss", "httptools", "boto3", "ray", "lxml", "datatrove", "asyncio"],
+        ),
+    ],
+    ids=["shardkit", "build"],
+)
+def test_importing_imports_nothing_heavy(imported: str, absent: list[str]) -> None:
+    code = f"import sys, {imported}; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

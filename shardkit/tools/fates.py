@@ -28,8 +28,8 @@ from shardkit.errors import ShardkitError
 from shardkit.files import load_json
 from shardkit.formats.dropped_table import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
+from shardkit.settings import ANNOTATIONS_FOLDER
 
-_ANNOTATIONS_FOLDER = "annotations"
 _OF_DOCUMENT = ("document_id", "source", "file", "record")
 _QUARANTINE = "quarantine.jsonl"
 
@@ -142,7 +142,7 @@ def _add_values(dataset: OpenDataset, shown: list[dict[str, Any]]) -> None:
     The values of a pass that the document did not reach, such as a duplicate, are None.
     """
     of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT])
-    folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, of_document)
+    folder = ParquetFolder(dataset, ANNOTATIONS_FOLDER, of_document)
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown if "document_id" in facts]
     values: dict[str, dict[str, Any]] = {}
     if folder.names and ids:

@@ -22,7 +22,7 @@ class Resources:
 
 
 class UnavailableError(BuildError):
-    """What tasks need cannot be had: the build ends, even if the recipe allows some tasks to fail."""
+    """Ends the build, even if the recipe allows some tasks to fail: what tasks need cannot be had."""
 
 
 USUAL = Resources()

@@ -39,7 +39,7 @@ class FunnelRow:
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """What a step (`level` 0) or a rule of it (`level` 1) judged, removed and took; None: not known.
+    """Holds what a step (`level` 0) or a rule of it (`level` 1) judged, removed and took; None: not known.
 
     `bytes` is the text that it removed; `seconds` are of CPU, in all workers together.
     """
