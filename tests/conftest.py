@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.writers.kernels.numba_support import kernel_cache
+from shardkit.kernels.numba_support import kernel_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
@@ -86,16 +86,16 @@ def inline_builds() -> Iterator[None]:
     For tests that do not depend on workers: tests/builds/test_build_determinism.py shows that any number of
     them makes the same bytes.
     """
+    from shardkit.tokens.parity import sample_texts
     from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine
     from shardkit.writers.execution.progress import PULSE
     from shardkit.writers.stages import tokenize
-    from shardkit.writers.tokens.tokenizer import check_parity
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())
-        fewer = {"sample_bytes": 1 << 12}  # of 128 KiB, which is most of what a small build takes
-        patch.setattr(tokenize, "check_parity", lambda *of, **more: check_parity(*of, **more | fewer))
+        # 4 KiB of 128 KiB, which is most of what a small build takes.
+        patch.setattr(tokenize, "sample_texts", lambda files, size: sample_texts(files, min(size, 1 << 12)))
         patch.setattr(
             PULSE, "send", None
         )  # each task sets it; restored for tests that call stages themselves

@@ -116,12 +116,15 @@ def imported_names(file: Path) -> set[str]:
 # Layers point one way: the folders of the core <- writers, loaders <- tools <- cli.
 BASE = {"base"}  # the modules directly in shardkit/
 FORMATS = BASE | {"order", "storage", "formats"}
-CORE = FORMATS | {"cache", "datasets", "publish"}
+TOKENS = FORMATS | {"kernels", "tokens"}
+CORE = TOKENS | {"cache", "datasets", "publish"}
 ALLOWED = {
     "base": BASE,
     "order": BASE | {"order"},
     "storage": BASE | {"storage"},
     "formats": FORMATS,
+    "kernels": BASE | {"kernels"},
+    "tokens": TOKENS,
     "cache": FORMATS | {"cache"},
     "datasets": CORE - {"publish"},
     "publish": CORE,

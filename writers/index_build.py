@@ -34,6 +34,7 @@ import pyarrow as pa
 from shardkit.errors import BuildError, RecipeError
 from shardkit.files import fsync_path, link_or_copy, load_json, publish_bytes
 from shardkit.hashing import digest_of
+from shardkit.kernels.text_arrays import text_pieces
 from shardkit.progress import make_listener
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, StoreError
@@ -69,7 +70,6 @@ from shardkit.writers.executors import EngineName, Execution, open_runner, place
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.text_arrays import text_pieces
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import SAMPLE, GlobalStep

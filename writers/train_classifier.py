@@ -22,9 +22,9 @@ import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError
 from shardkit.files import load_json, local_path
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.fasttext import FastTextScorer
 from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
 _SPACES = str.maketrans("\n\r\t\v\f\0", "      ")
 _EXTRA_AT, _EXTRA_BYTES = 52, 8  # offset and size of the two arguments that floret adds to fastText's format

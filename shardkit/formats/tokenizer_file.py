@@ -8,7 +8,7 @@ Besides tokenizer.json, two more kinds of file are read: SentencePiece models (`
 Mistral, Gemma, T5) and byte pairs with ranks (`.tiktoken`, and `tokenizer.model` of Llama 3).
 `tokenizer_config` converts them to an equivalent tokenizer.json, for the fast engine and for decoding. The
 reference for their ids is the library for which they are made (`own_engine`);
-shardkit.writers.tokens.tokenizer compares the ids with it.
+shardkit.tokens.tokenizer compares the ids with it.
 """
 
 from __future__ import annotations

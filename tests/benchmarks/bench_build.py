@@ -73,7 +73,7 @@ HEADS: Heads = {
 FIXED = {
     "imports of the driver": "import shardkit.writers.pipeline",
     "process that workers are forked of": "import shardkit.writers.stages.graph, pyarrow.parquet, pandas; "
-    "from shardkit.writers.kernels.numba_support import start_numba; start_numba()",
+    "from shardkit.kernels.numba_support import start_numba; start_numba()",
     "load both engines": "TOKENIZER; Encoder(path, eos, engine=None); Encoder(path, eos)",
     "compare characters": "TOKENIZER; own = Encoder(path, eos, engine=None); fast = Encoder(path, eos)\n"
     "TIMED; unlike_characters(fast, own)",
@@ -85,9 +85,7 @@ FIXED = {
     "batch = document_batch(['A sentence of some words. ' * 30])\n"
     "TIMED; FilterChain(recipe.filter_chain(), Path()).apply(batch)",
 }
-TOKENIZER = (
-    "from shardkit.writers.tokens.tokenizer import Encoder, unlike_characters; from pathlib import Path; "
-)
+TOKENIZER = "from shardkit.tokens.tokenizer import Encoder, unlike_characters; from pathlib import Path; "
 COLORS = (
     "#1f6f8b",
     "#99a8b2",
@@ -127,8 +125,8 @@ def measure(recipe: Path, workers: int) -> dict[str, Any]:
 
 def fixed_costs(tokenizer: Path, runs: int) -> dict[str, list[float]]:
     """CPU seconds of each of FIXED in each run."""
+    from shardkit.kernels.numba_support import kernel_cache
     from shardkit.writers.execution.engine import ONE_THREAD
-    from shardkit.writers.kernels.numba_support import kernel_cache
 
     tests = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | ONE_THREAD | kernel_cache()

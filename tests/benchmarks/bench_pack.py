@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from figures import Heads, benchmark_parser, give, timed
-from shardkit.writers.tokens.packing import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.tokens.packing import Placement, fill_rows, pack_best_fit, pack_concat
 
 HEADS: Heads = {
     "length": ("sequence length", ",d"),

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shardkit.formats import mds
 from shardkit.hashing import keyed_hashes
+from shardkit.tokens.packing import pack_best_fit
 from shardkit.writers.rows.documents import document_ids
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
-from shardkit.writers.tokens.packing import pack_best_fit
 from support.small_dataset import renumbered
 
 LENGTH = 64

@@ -42,7 +42,7 @@ from crash.stores import FAULTS, Place, StoreCell, StoreCrashes
 from figures import benchmark_parser
 from servers.bucket import s3_client
 from servers.rgw import RgwServer, missing_programs
-from shardkit.writers.kernels.numba_support import kernel_cache
+from shardkit.kernels.numba_support import kernel_cache
 from support.ray_cluster import RayCluster
 from support.s3_moto import s3_server
 from support.s3_rgw import rgw_environment

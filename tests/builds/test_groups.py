@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import shardkit as sk
 from shardkit.card import DatasetCard
 from shardkit.errors import RecipeError
+from shardkit.tokens.packing import fill_rows, pack_best_fit, pack_concat
+from shardkit.tokens.tokenizer import Encoder
 from shardkit.writers import build
 from shardkit.writers.recipe.inputs import FimConfig, GroupConfig
 from shardkit.writers.stages.tokenize import TokenSettings, _encoding
 from shardkit.writers.tokens.groups import Groups, join_groups
-from shardkit.writers.tokens.packing import fill_rows, pack_best_fit, pack_concat
-from shardkit.writers.tokens.tokenizer import Encoder
 from support.small_build import EOS, train_bpe
 
 NAME, FILE, BOS = "<repo_name>", "<file_sep>", "<|begin|>"

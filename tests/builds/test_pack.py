@@ -18,6 +18,7 @@ import pytest
 
 from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
+from shardkit.tokens.tokenizer import Encoder
 from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.exchange.exchange import Exchanged, Limits, Segment, Slice
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
@@ -35,7 +36,6 @@ from shardkit.writers.stages.tokenize import (
     partition_start,
     tokenize_split,
 )
-from shardkit.writers.tokens.tokenizer import Encoder
 from support.default_cases import cases
 from support.documents import write_documents
 from support.small_build import EOS, make_corpus, train_bpe

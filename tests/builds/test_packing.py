@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.tokens.packing import (
+from shardkit.tokens.packing import (
     Placement,
     fill_rows,
     pack_best_fit,

@@ -14,11 +14,11 @@ import pytest
 from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.hashing import keyed_hashes
+from shardkit.tokens.packing import Placement, pack_best_fit
 from shardkit.writers.rows.documents import document_ids
 from shardkit.writers.stages import provenance as module
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
-from shardkit.writers.tokens.packing import Placement, pack_best_fit
 from support.plain_provenance import documents_at, rows_of
 from support.small_dataset import renumbered
 

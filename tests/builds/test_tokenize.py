@@ -17,6 +17,7 @@ from tokenizers import normalizers
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import keyed_hashes
+from shardkit.tokens.tokenizer import Encoder
 from shardkit.writers.dedup.duplicates import TWINS
 from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.exchange.exchange import Exchanged, Segment
@@ -38,7 +39,6 @@ from shardkit.writers.stages.tokenize import (
     partition_start,
     tokenize_split,
 )
-from shardkit.writers.tokens.tokenizer import Encoder
 from support.documents import write_documents
 from support.small_build import EOS, train_bpe
 

@@ -22,23 +22,18 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import BuildError, RecipeError, ShardkitError
 from shardkit.formats.tokenizer_file import Engine
-from shardkit.writers import build
-from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.digest_cache import remembered
-from shardkit.writers.inputs.chat import MARK
-from shardkit.writers.tokens import engines
-from shardkit.writers.tokens import tokenizer as module
-from shardkit.writers.tokens.engines import Gigatoken
-from shardkit.writers.tokens.tokenizer import (
+from shardkit.tokens import engines
+from shardkit.tokens import tokenizer as module
+from shardkit.tokens.chat import MARK
+from shardkit.tokens.engines import Gigatoken
+from shardkit.tokens.parity import check_parity, sample_bytes, sample_texts, unlike_characters
+from shardkit.tokens.tokenizer import (
     Encoder,
     EncodingError,
-    check_parity,
     load_encoder,
-    sample_bytes,
-    sample_texts,
-    unlike_characters,
 )
-from support.documents import write_documents
+from shardkit.writers import build
+from shardkit.writers.execution.digest_cache import remembered
 from support.small_build import EOS, make_corpus, train_bpe
 
 TEXTS = [
@@ -290,9 +285,8 @@ def test_an_eos_that_text_can_produce_stops_the_build(path: Path, engine: Engine
         Encoder(path, "h", engine=engine).encode(["a horse"])
 
 
-def test_parity_keeps_the_fast_engine_where_both_agree(path: Path, tmp_path: Path) -> None:
-    files = [write_documents(tmp_path / f"{k}.arrow", TEXTS * 3) for k in range(3)]
-    parity = check_parity([Artifact(path) for path in files], path, EOS)
+def test_parity_keeps_the_fast_engine_where_both_agree(path: Path) -> None:
+    parity = check_parity(sample_texts([TEXTS * 3] * 3, 1 << 17), path, EOS)
     assert (parity.engine, parity.differences, parity.reason) == ("gigatoken", 0, None)
     assert parity.documents >= len(TEXTS) * 9
 
@@ -414,9 +408,8 @@ def test_a_tokenizer_that_gigatoken_does_not_know_falls_back_with_a_warning(tmp_
 
 
 def test_one_difference_in_the_sample_decides_for_the_whole_build(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [write_documents(tmp_path / "a.arrow", TEXTS), write_documents(tmp_path / "b.arrow", ["odd one"])]
     plain = Gigatoken.__call__
 
     def wrong(self: Any, texts: pa.Array) -> Any:
@@ -425,7 +418,7 @@ def test_one_difference_in_the_sample_decides_for_the_whole_build(
 
     monkeypatch.setattr(Gigatoken, "__call__", wrong)
     with pytest.warns(RuntimeWarning, match="differ on 1 of .* 'odd one'"):
-        parity = check_parity([Artifact(path) for path in files], path, EOS)
+        parity = check_parity([*TEXTS, "odd one"], path, EOS)
     assert (parity.engine, parity.differences) == ("tokenizers", 1)
 
 
@@ -462,18 +455,17 @@ def test_a_run_of_characters_that_the_engines_take_for_another_kind_is_for_token
     assert split_texts(fast.sparing(found).encode(texts)) == split_texts(right.encode(texts))
 
 
-def test_the_sample_has_every_character_of_the_documents_it_looks_through(tmp_path: Path) -> None:
+def test_the_sample_has_every_character_of_the_documents_it_looks_through() -> None:
     odd = [chr(code) for code in range(0x4E00, 0x4E00 + 200)]
     texts = [
         "plain words " * 40 + odd[n] + " and more" * 50 if n < 200 else "plain words" for n in range(400)
     ]
-    file = Artifact(write_documents(tmp_path / "a.arrow", texts))
-    sample = list(sample_texts([file], 60_000))
+    sample = list(sample_texts([texts], 60_000))
     assert set(odd) <= set("".join(sample))
     assert sum(len(text.encode()) for text in sample) < 60_000
     for text in sample:
         assert any(text in whole for whole in texts)
-    few = list(sample_texts([file], 2_000))
+    few = list(sample_texts([texts], 2_000))
     assert sum(len(text.encode()) for text in few) < 2_200
     assert len(set(odd) & set("".join(few))) > 4
 
@@ -506,17 +498,13 @@ def test_facts_are_kept_for_their_key_and_made_again_if_damaged(
     assert remembered("a", compute) == {"number": 6}
 
 
-def test_the_sample_is_the_beginning_of_every_file_within_its_budget(tmp_path: Path) -> None:
-    files = [
-        write_documents(tmp_path / f"{k}.arrow", [f"{k}-{i:03d}" * 2 for i in range(50)]) for k in range(4)
-    ]
-    sample = list(sample_texts([Artifact(path) for path in files], 400))
-    assert sample == list(sample_texts([Artifact(path) for path in files], 400))
+def test_the_sample_is_the_beginning_of_every_file_within_its_budget() -> None:
+    files = [[f"{k}-{i:03d}" * 2 for i in range(50)] for k in range(4)]
+    sample = list(sample_texts(files, 400))
+    assert sample == list(sample_texts(files, 400))
     assert {text[0] for text in sample} == {"0", "1", "2", "3"}
     assert sum(map(len, sample)) <= 400
-    assert list(
-        sample_texts([Artifact(write_documents(tmp_path / "long.arrow", ["y" * 5000, "z"]))], 100)
-    ) == ["y" * 50]
+    assert list(sample_texts([["y" * 5000, "z"]], 100)) == ["y" * 50]
 
 
 @pytest.mark.data

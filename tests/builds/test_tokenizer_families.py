@@ -27,8 +27,9 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from shardkit.errors import RecipeError
 from shardkit.formats.tokenizer_file import ENCODINGS, Encoding, find_tokenizer, own_engine
+from shardkit.tokens.parity import unlike_characters
+from shardkit.tokens.tokenizer import Encoder
 from shardkit.writers import build
-from shardkit.writers.tokens.tokenizer import Encoder, unlike_characters
 from support.small_build import make_corpus
 
 SAYINGS = (

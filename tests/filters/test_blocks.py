@@ -14,10 +14,10 @@ from reference.filters import (
     reference_repetition,
     reference_word_statistics,
 )
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.filters.c4 import C4QualityEditor
 from shardkit.writers.kernels.lines import LINES, PARAGRAPHS, line_repetition, line_statistics
 from shardkit.writers.kernels.ngrams import COPIES, EXCESS, TOP, ngram_statistics
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import word_statistics
 from support.filter_runs import decisions, edit, text_batch
 

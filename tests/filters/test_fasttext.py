@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from reference.fasttext import reference_scores
 from shardkit.errors import RecipeError
+from shardkit.kernels.numba_support import UInt64s, kernel
 from shardkit.writers.kernels.fasttext import FastTextScorer, reciprocal_of, remainder
 from shardkit.writers.kernels.fasttext_model import FastTextModel, load_fasttext
-from shardkit.writers.kernels.numba_support import UInt64s, kernel
 from support.filter_runs import text_batch
 from support.small_models import LOSSES, WORDS, model_bytes
 

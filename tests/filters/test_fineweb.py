@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.kernels.utf8 import TERMINAL, characters_with
 from shardkit.writers.filters.fineweb import FinewebQualityFilter
-from shardkit.writers.kernels.utf8 import TERMINAL, characters_with
 from support.filter_runs import decide
 from support.filter_texts import WORDED_TEXTS
 

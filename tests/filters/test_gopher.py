@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.filters import reference_ngrams
+from shardkit.kernels.utf8 import PUNCTUATION, characters_with
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.filters.gopher import GopherQualityFilter, GopherRepetitionFilter
 from shardkit.writers.kernels.ngrams import EXCESS
-from shardkit.writers.kernels.utf8 import PUNCTUATION, characters_with
 from support.filter_runs import decide, judge, text_batch, values
 from support.filter_texts import REPEATING_TEXT, WORDED_TEXTS
 

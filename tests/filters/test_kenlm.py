@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from reference.kenlm import Arpa, parse_arpa, reference_murmur, reference_text
 from shardkit.errors import RecipeError
+from shardkit.kernels.numba_support import UInt64s, kernel
 from shardkit.writers.filters.perplexity import PerplexityConfig, load_model
 from shardkit.writers.kernels.kenlm_lines import UNKNOWN, UNKNOWN_TOO
 from shardkit.writers.kernels.kenlm_tables import hash_of, reciprocal_64, remainder_64
-from shardkit.writers.kernels.numba_support import UInt64s, kernel
 from shardkit.writers.kernels.words import normalized_words
 from support.filter_runs import judge, text_batch, values
 from support.small_models import ARPA, random_arpa

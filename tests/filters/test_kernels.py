@@ -22,8 +22,8 @@ from reference.filters import (
     reference_repetition,
     reference_word_statistics,
 )
+from shardkit.kernels import utf8 as characters
 from shardkit.writers.filters.batch import TextBatch
-from shardkit.writers.kernels import utf8 as characters
 from shardkit.writers.kernels.dolma_statistics import LONGEST, dolma_statistics
 from shardkit.writers.kernels.lines import ALL_LINES, LINES, PARAGRAPHS, line_repetition
 from shardkit.writers.kernels.ngrams import COPIES, EXCESS, TOP, ngram_statistics

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.writers.kernels import numba_support as module
-from shardkit.writers.kernels.numba_support import kernel_cache
+from shardkit.kernels import numba_support as module
+from shardkit.kernels.numba_support import kernel_cache
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,8 @@ def test_the_user_s_own_place_is_left_alone(tmp_path: Path, monkeypatch: pytest.
 KERNEL = """
 import os, sys, warnings
 warnings.simplefilter("always")
-from shardkit.writers.kernels.numba_support import kernel_cache
-from shardkit.writers.kernels.utf8 import next_character
+from shardkit.kernels.numba_support import kernel_cache
+from shardkit.kernels.utf8 import next_character
 import numpy as np
 print(next_character(np.frombuffer(b"ab", np.uint8), 0), kernel_cache())
 """
@@ -118,7 +118,7 @@ def test_damaged_files_of_the_cache_are_written_again(tmp_path: Path, damage: st
 EXTENDED = """
 import sys, types
 from importlib import metadata
-from shardkit.writers.kernels.numba_support import load_extensions, start_numba
+from shardkit.kernels.numba_support import load_extensions, start_numba
 
 sys.modules["extension"] = types.SimpleNamespace(init=lambda: print("loaded"))
 entry = metadata.EntryPoint("init", "extension:init", "numba_extensions")

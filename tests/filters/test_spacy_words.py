@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
+from shardkit.kernels.text_arrays import split_chunks
 from shardkit.writers.filters import spacy_words as module
 from shardkit.writers.filters.config import PROFILES, FilterEntry
 from shardkit.writers.filters.spacy_words import PART_CHARACTERS, SpacyWords, spacy_words
-from shardkit.writers.kernels.text_arrays import split_chunks
 from support.filter_runs import text_batch
 from support.read_inputs import data_folder, read
 

@@ -26,8 +26,8 @@ from fuzz.engine import Target, mutate
 from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import ShardkitError
 from shardkit.formats.tokenizer_file import Encoding, end_token
-from shardkit.writers.inputs.chat import MARK, SPECIAL, TRAINED
-from shardkit.writers.tokens.tokenizer import Encoder
+from shardkit.tokens.chat import MARK, SPECIAL, TRAINED
+from shardkit.tokens.tokenizer import Encoder
 
 __all__ = ["TOKENIZERS", "TOKENIZER_FILES"]
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 import shardkit
 from shardkit.errors import BuildError, RecipeError
 from shardkit.loaders import StreamingLoader
+from shardkit.tokens.chat import ChatError, ChatFormat, pair_of, parts_of, render_chat
 from shardkit.writers import build
-from shardkit.writers.inputs.chat import ChatError, ChatFormat, pair_of, parts_of, render_chat
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from support.small_build import EOS, train_bpe
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.inputs.chat import MARK, TRAINED, ChatError, ChatFormat, render_chat
-from shardkit.writers.inputs.chat_prefixes import Prefixes
-from shardkit.writers.inputs.chat_work import Work
+from shardkit.tokens.chat import MARK, TRAINED, ChatError, ChatFormat, render_chat
+from shardkit.tokens.chat_prefixes import Prefixes
+from shardkit.tokens.chat_work import Work
 from support.chat_reference import answers_of
 
 EOS = "<|endoftext|>"
@@ -194,7 +194,7 @@ def test_a_template_that_counts_messages_is_bounded_by_its_steps(monkeypatch: py
     counting = "{% set last = messages|length %}" + PLAIN
     chat = ChatFormat(counting, SPECIALS, {}, EOS)
     assert render_chat(chat, long_talk(200)).trained_bytes == 100 * len("a<|e|>")
-    monkeypatch.setattr("shardkit.writers.inputs.chat_work._MOST_STEPS", 400_000)
+    monkeypatch.setattr("shardkit.tokens.chat_work._MOST_STEPS", 400_000)
     with pytest.raises(ChatError, match="more than 400,000 steps") as refused:
         render_chat(chat, long_talk(2000))
     assert refused.value.reason == "template_limit"

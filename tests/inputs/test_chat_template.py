@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shardkit.errors import RecipeError
-from shardkit.writers.inputs.chat import ChatError, ChatFormat, compile_template, render_chat
-from shardkit.writers.inputs.chat_template import ChatTemplate
-from shardkit.writers.inputs.chat_work import Work
+from shardkit.tokens.chat import ChatError, ChatFormat, compile_template, render_chat
+from shardkit.tokens.chat_template import ChatTemplate
+from shardkit.tokens.chat_work import Work
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -172,7 +172,7 @@ def test_variables_come_from_the_recipe_and_before_them_from_the_record() -> Non
 
 
 def parts(rendered: Any) -> list[tuple[str, int]]:
-    from shardkit.writers.inputs.chat import parts_of
+    from shardkit.tokens.chat import parts_of
 
     return parts_of(rendered.text, rendered.marks)
 

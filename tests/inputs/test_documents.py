@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardkit.hashing import keyed_hashes, keyed_id_hashes
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.writers.rows.documents import (
     content_ranks,
     document_ids,

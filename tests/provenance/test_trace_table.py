@@ -21,11 +21,11 @@ from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.hashing import keyed_hashes
 from shardkit.order.exclusions import Exclusions
+from shardkit.tokens.packing import pack_best_fit
 from shardkit.writers.rows.documents import document_ids
 from shardkit.writers.stages import provenance
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
-from shardkit.writers.tokens.packing import pack_best_fit
 from support.small_dataset import renumbered
 
 LENGTH, SEED = 16, 5

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from statistics import median
 
+from shardkit.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
 from shardkit.writers.kernels.dolma_statistics import LONGEST
 from shardkit.writers.kernels.lines import ALL_LINES, PARAGRAPHS, LineStatistics
 from shardkit.writers.kernels.ngrams import COPIES, TOP
 from shardkit.writers.kernels.shingles import text_units
-from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
 from shardkit.writers.kernels.word_statistics import WordStatistics
 from shardkit.writers.kernels.words import normalized_words
 

@@ -26,12 +26,12 @@ from typing import Annotated, Self
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.population import PAIR, Population, PopulationFile
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
 from shardkit.writers.kernels.sorting import sort_keys
 
 _SIDE = np.dtype([("key", "<u8"), ("other", "<u8")])

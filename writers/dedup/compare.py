@@ -26,10 +26,10 @@ from typing import Annotated, Self
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import Sets
 from shardkit.writers.execution.digests import RecipeKey
-from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
 _NEVER = 2.0  # a containment threshold that no pair reaches
 _SEARCH_RATIO = 16  # a set more than this many times larger than the other is searched, not merged

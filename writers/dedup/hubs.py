@@ -50,10 +50,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Population, priority
 from shardkit.writers.dedup.tables import RowFile, read_header
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.sorting import argsort_keys
 
 INDEX, INPUT = 0, 1  # kinds of documents; those of an index have the higher priority

@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shardkit.kernels.text_arrays import text_offsets, text_pieces
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
@@ -60,7 +61,6 @@ from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.kernels.line_units import Units, cut_spans, cut_units, find_spans, find_units
-from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
 from shardkit.writers.rows.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,

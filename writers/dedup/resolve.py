@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.kernels.numba_support import Bools, Int64s, kernel
 from shardkit.writers.dedup.outcomes import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
@@ -47,7 +48,6 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage
-from shardkit.writers.kernels.numba_support import Bools, Int64s, kernel
 
 LOSERS_FILE = "losers.npy"
 

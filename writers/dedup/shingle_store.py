@@ -41,6 +41,8 @@ import pyarrow as pa
 import zstandard
 
 from shardkit.errors import BuildError
+from shardkit.kernels.numba_support import Int64s, UInt64s, kernel
+from shardkit.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, priority
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
@@ -48,10 +50,8 @@ from shardkit.writers.exchange.sorted_runs import Batch, payload_ends
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import NgramUnits, shingle_batch
 from shardkit.writers.kernels.sorting import distinct_hashes, sort_pairs
-from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 
 SETS_FILE = "sets.npy"
 SHINGLES_FILE = "shingles.bin"

@@ -32,6 +32,8 @@ import orjson
 import pyarrow as pa
 import xxhash
 
+from shardkit.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
 from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupConfig, Scope
 from shardkit.writers.dedup.exact import KEYS
@@ -49,9 +51,7 @@ from shardkit.writers.exchange.exchange import RunWriter, Slice, StepReader, Tab
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, character_tables, composed
 from shardkit.writers.rows.documents import content_ranks, metadata_values, text_digests
 

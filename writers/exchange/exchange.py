@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
+from shardkit.kernels.text_arrays import copy_texts
 from shardkit.storage.threads import Workers
 from shardkit.writers.exchange.sorted_runs import (
     DEFAULT_LIMITS,
@@ -58,7 +59,6 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.sorting import argsort_keys
-from shardkit.writers.kernels.text_arrays import copy_texts
 
 __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "StepReader", "Table", "exchange"]
 

@@ -32,13 +32,13 @@ from typing import Any, Protocol
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.files import Closing
+from shardkit.kernels.numba_support import CompilationWatch, kernel_cache, start_numba
 from shardkit.lazy import collector_paused
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digest_cache import worker_variable
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache, start_numba
 
 ONE_THREAD = dict.fromkeys(
     (

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardkit.errors import BuildError
+from shardkit.kernels.numba_support import CompilationWatch, kernel_cache
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.digest_cache import worker_variable
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.processes import answer, give_back_memory, time_limit
 from shardkit.writers.execution.work import Work
-from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 
 
 @dataclass(frozen=True)

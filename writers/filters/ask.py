@@ -509,7 +509,7 @@ class AskEditor:
 
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit. Counts: the documents that were rewritten."""
-        from shardkit.writers.kernels.text_arrays import replace_texts
+        from shardkit.kernels.text_arrays import replace_texts
 
         outcomes, new = _Outcomes(len(batch)), {}
         results, keys = self._asker.ask(batch)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.settings import WHITE_SPACE
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
 from shardkit.writers.rows.documents import metadata_values, numbers_of, with_metadata
 

@@ -69,7 +69,7 @@ class RatiosFilter(FilterSettings):
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        from shardkit.writers.kernels.utf8 import count_kinds
+        from shardkit.kernels.utf8 import count_kinds
 
         counts = count_kinds(batch.data, batch.offsets, batch.wanted)
         characters = counts.characters

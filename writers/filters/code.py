@@ -126,7 +126,7 @@ class CodeQualityFilter(FilterSettings):
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        from shardkit.writers.kernels.utf8 import count_kinds
+        from shardkit.kernels.utf8 import count_kinds
 
         kinds = count_kinds(batch.data, batch.offsets, batch.wanted)
         count = len(batch)

@@ -32,9 +32,9 @@ from shardkit.settings import FieldName, Listed, Ratio
 from shardkit.writers.filters.base import FilterSettings, Rule, version_of
 
 if TYPE_CHECKING:
+    from shardkit.kernels.numba_support import Float32s, Int64s
     from shardkit.writers.filters.batch import TextBatch
     from shardkit.writers.kernels.fasttext import FastTextScorer
-    from shardkit.writers.kernels.numba_support import Float32s, Int64s
 
 
 # xxh3_128 hash of the lid.176.ftz that fastText's authors published in 2017. It is checked so that a recipe

@@ -85,7 +85,7 @@ class PerplexityFilter:
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+        from shardkit.kernels.text_arrays import text_bytes, text_offsets
         from shardkit.writers.kernels.words import composed
 
         data, offsets = batch.data, batch.offsets

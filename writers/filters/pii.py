@@ -146,7 +146,7 @@ def _redact(
     """Replace the matches of a kind; per document, set `cut` (bytes removed) and `counts` (matches)."""
     import pyarrow.compute as pc
 
-    from shardkit.writers.kernels.text_arrays import replace_texts
+    from shardkit.kernels.text_arrays import replace_texts
 
     hits = pc.match_substring_regex(texts, kind.candidate).to_numpy(zero_copy_only=False)
     changed = {}

@@ -37,8 +37,8 @@ class RepeatedLinesEditor(FilterSettings):
 
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit."""
+        from shardkit.kernels.text_arrays import text_offsets
         from shardkit.writers.kernels.line_units import cut_units, find_units
-        from shardkit.writers.kernels.text_arrays import text_offsets
 
         units = find_units(batch.texts, batch.wanted, self)
         again = _repeated(units)

@@ -30,7 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import RecipeError, naming_extras
-from shardkit.writers.kernels.text_arrays import Chunks, offset_pieces, split_chunks, text_bytes, text_offsets
+from shardkit.kernels.text_arrays import Chunks, offset_pieces, split_chunks, text_bytes, text_offsets
 
 PART_CHARACTERS = 1000
 _MOST_KNOWN = 1 << 17  # maximum chunks in one generation of the cache; its two generations take 60 MB

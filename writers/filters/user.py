@@ -435,7 +435,7 @@ class UserEditor(UserStep):
 
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit."""
-        from shardkit.writers.kernels.text_arrays import replace_texts
+        from shardkit.kernels.text_arrays import replace_texts
 
         rules, changed = self._decide(batch)
         cut = np.zeros(len(batch), np.int64)

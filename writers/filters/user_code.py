@@ -16,9 +16,9 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion
+from shardkit.kernels.numba_support import load_extensions
 from shardkit.settings import FieldName, StrictModel
 from shardkit.writers.filters.base import version_of
-from shardkit.writers.kernels.numba_support import load_extensions
 
 _KEPT = 16  # maximum number of loaded functions and instances that a process keeps
 

@@ -22,11 +22,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.lines import Lines
+from shardkit.writers.inputs.masking import Masking
 from shardkit.writers.inputs.read_by_function import UserReader, read_by_function
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from shardkit.encodings import GUESS, REPLACEMENT, encoding_of, to_utf8
-from shardkit.writers.inputs.chat import ChatError, Masking
+from shardkit.kernels.text_arrays import text_offsets
+from shardkit.tokens.chat import ChatError
 from shardkit.writers.inputs.decompress import (
     ConfirmedMembers,
     ContainerError,
@@ -26,9 +27,9 @@ from shardkit.writers.inputs.decompress import (
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at, field_text
 from shardkit.writers.inputs.files import fields_of_path
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in, look, raise_if_pointer
+from shardkit.writers.inputs.masking import Masking
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.inputs import ExtractConfig, InputConfig, ResiliparseOptions
 from shardkit.writers.rows.documents import (
     BATCH_DOCUMENTS,
@@ -169,7 +170,7 @@ class RecordSink:
     ) -> None:
         """Add a document to the batch; `bytes` is its size as read, which decides when a batch is full.
 
-        `marks` say which parts are trained on (shardkit.writers.inputs.chat). If the recipe sets `extract`,
+        `marks` say which parts are trained on (shardkit.tokens.chat). If the recipe sets `extract`,
         text that is `markup` is replaced by the main text of the page.
         """
         replaced = self._replaced

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import UInt8s, int64, kernel
-from shardkit.writers.kernels.simd import range_mask, trailing_zeros
-from shardkit.writers.kernels.utf8 import ALPHA, PUNCTUATION, SPACE, next_character
+from shardkit.kernels.numba_support import UInt8s, int64, kernel
+from shardkit.kernels.simd import range_mask, trailing_zeros
+from shardkit.kernels.utf8 import ALPHA, PUNCTUATION, SPACE, next_character
 
 BLOCK_BYTES = 64
 TAIL_BYTES = 72  # size of a block plus 8 bytes, because kernels load 8 bytes from any position in a block

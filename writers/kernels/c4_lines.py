@@ -15,6 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, kernel
+from shardkit.kernels.simd import range_mask, trailing_zeros
+from shardkit.kernels.utf8 import (
+    LINE_END,
+    SPACE,
+    character_at,
+    character_flags,
+    strip_space,
+)
 from shardkit.writers.kernels.blocks import (
     BLOCK_BYTES,
     TAIL_BYTES,
@@ -24,16 +33,7 @@ from shardkit.writers.kernels.blocks import (
     find_line_mark,
     lowest_bits,
 )
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.sentences import SentenceTables, count_sentences, sentence_tables
-from shardkit.writers.kernels.simd import range_mask, trailing_zeros
-from shardkit.writers.kernels.utf8 import (
-    LINE_END,
-    SPACE,
-    character_at,
-    character_flags,
-    strip_space,
-)
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
 # Row numbers in the kernel's counts. Rows 0 to 4 count the bytes of the lines that rules 0 to 4 cut.

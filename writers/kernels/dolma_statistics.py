@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
-from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, find_run, join_runs, next_character
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, kernel
+from shardkit.kernels.utf8 import ALPHA, SPACE, character_flags, find_run, join_runs, next_character
 
 LONGEST = 4096  # maximum word length in characters; longer words are counted as this long
 _ELLIPSIS = 0x2026

@@ -16,10 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits
-from shardkit.writers.kernels.fasttext_losses import activate, descend, products
-from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, FastTextModel, aligned
-from shardkit.writers.kernels.numba_support import (
+from shardkit.kernels.numba_support import (
     Bools,
     Float32s,
     Float64s,
@@ -30,7 +27,7 @@ from shardkit.writers.kernels.numba_support import (
     int64,
     kernel,
 )
-from shardkit.writers.kernels.simd import (
+from shardkit.kernels.simd import (
     LANES,
     add_rows,
     add_vector,
@@ -41,7 +38,10 @@ from shardkit.writers.kernels.simd import (
     range_mask,
     trailing_zeros,
 )
-from shardkit.writers.kernels.utf8 import next_character, pack_bytes, same_runs
+from shardkit.kernels.utf8 import next_character, pack_bytes, same_runs
+from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits
+from shardkit.writers.kernels.fasttext_losses import activate, descend, products
+from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, FastTextModel, aligned
 
 
 class _Tables(NamedTuple):

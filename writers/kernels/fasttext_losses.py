@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from shardkit.writers.kernels.numba_support import Float32s, Float64s, Int32s, kernel
+from shardkit.kernels.numba_support import Float32s, Float64s, Int32s, kernel
 
 _EPSILON = 1e-5  # fastText adds this to every probability before it takes the logarithm
 

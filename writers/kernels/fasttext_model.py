@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shardkit.errors import RecipeError
 from shardkit.files import LACKING
-from shardkit.writers.kernels.utf8 import join_runs
+from shardkit.kernels.utf8 import join_runs
 
 LABEL_PREFIX = "__label__"
 _MAGIC, _VERSIONS = 793712314, (11, 12)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Float64s, Int64s, UInt64s, int64, kernel
+from shardkit.kernels.numba_support import Float64s, Int64s, UInt64s, int64, kernel
 
 _BLOCK, _FIRST_ROOM = 1024, 256  # number of hashes filtered before the lookups; initial rows of the result
 

@@ -16,6 +16,26 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from shardkit.errors import RecipeError
+from shardkit.kernels.numba_support import (
+    Bools,
+    Float32s,
+    Float64s,
+    Int64s,
+    UInt8s,
+    UInt32s,
+    UInt64s,
+    boolean,
+    int64,
+    kernel,
+)
+from shardkit.kernels.simd import load_8_bytes, prefetch
+from shardkit.kernels.utf8 import (
+    LINE_END,
+    SPACE,
+    character_flags,
+    next_character,
+    utf8_bytes,
+)
 from shardkit.writers.kernels.kenlm_tables import (
     COUNT,
     NO_EXTENSION,
@@ -33,26 +53,6 @@ from shardkit.writers.kernels.kenlm_tables import (
     trie_children,
     trie_search,
     trie_weights,
-)
-from shardkit.writers.kernels.numba_support import (
-    Bools,
-    Float32s,
-    Float64s,
-    Int64s,
-    UInt8s,
-    UInt32s,
-    UInt64s,
-    boolean,
-    int64,
-    kernel,
-)
-from shardkit.writers.kernels.simd import load_8_bytes, prefetch
-from shardkit.writers.kernels.utf8 import (
-    LINE_END,
-    SPACE,
-    character_flags,
-    next_character,
-    utf8_bytes,
 )
 from shardkit.writers.kernels.words import WORD, character_tables
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.kernels.numba_support import Bools, UInt8s, UInt32s, UInt64s, int64, kernel
+from shardkit.kernels.simd import load_8_bytes, store_8_bytes
 from shardkit.writers.kernels.kenlm_lines import UNKNOWN, UNKNOWN_TOO, ArpaLines
 from shardkit.writers.kernels.kenlm_tables import (
     COUNT,
@@ -34,8 +36,6 @@ from shardkit.writers.kernels.kenlm_tables import (
     reciprocal_64,
     remainder_64,
 )
-from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt32s, UInt64s, int64, kernel
-from shardkit.writers.kernels.simd import load_8_bytes, store_8_bytes
 
 _WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # bytes per entry of the four kinds of tables
 _UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # weights of <unk> if the file lacks it

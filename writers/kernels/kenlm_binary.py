@@ -19,6 +19,7 @@ from typing import NoReturn
 import numpy as np
 
 from shardkit.files import map_path
+from shardkit.kernels.numba_support import Int64s, UInt8s
 from shardkit.writers.kernels.kenlm_tables import (
     ARRAY,
     ARRAY_COUNT,
@@ -33,7 +34,6 @@ from shardkit.writers.kernels.kenlm_tables import (
     KenlmModel,
     reciprocal_64,
 )
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s
 
 BINARY_MAGIC = b"mmap lm http://kheafield.com/code"
 _MAGIC = BINARY_MAGIC + b" format version 5\n\0\0"

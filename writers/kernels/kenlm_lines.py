@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shardkit.kernels.numba_support import Float64s, UInt8s, UInt32s, UInt64s, boolean, int64, kernel
 from shardkit.writers.kernels.kenlm_binary import is_binary
 from shardkit.writers.kernels.kenlm_tables import (
     MAX_ORDER,
@@ -20,7 +21,6 @@ from shardkit.writers.kernels.kenlm_tables import (
     find_word,
     murmur_hash,
 )
-from shardkit.writers.kernels.numba_support import Float64s, UInt8s, UInt32s, UInt64s, boolean, int64, kernel
 
 # Hashes of <unk> and <UNK>, the names of the unknown word.
 UNKNOWN, UNKNOWN_TOO = np.uint64(0xEA91E7561F5B392B), np.uint64(0x7E163219007D2F54)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.kernels.simd import load_8_bytes, multiply_high
 from shardkit.writers.kernels.blocks import lowest_bits
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.kernels.simd import load_8_bytes, multiply_high
 
 # Columns of KenlmModel.tables: a table's start, its number of buckets or records, and their size in bytes (in
 # bits for a trie's n-grams of two or more words), bits of a word and of a pointer. A trie's record is a word,

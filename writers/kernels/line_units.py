@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, kernel
-from shardkit.writers.kernels.simd import load_8_bytes
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import (
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, kernel
+from shardkit.kernels.simd import load_8_bytes
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.kernels.utf8 import (
     SPACE,
     character_at,
     character_flags,

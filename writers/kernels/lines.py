@@ -21,10 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.blocks import find_byte
-from shardkit.writers.kernels.hash_tables import table_slots
-from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, int64, kernel
-from shardkit.writers.kernels.utf8 import (
+from shardkit.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, int64, kernel
+from shardkit.kernels.utf8 import (
     TERMINAL,
     character_before,
     character_flags,
@@ -34,6 +32,8 @@ from shardkit.writers.kernels.utf8 import (
     skip_space,
     strip_space,
 )
+from shardkit.writers.kernels.blocks import find_byte
+from shardkit.writers.kernels.hash_tables import table_slots
 
 _NEWLINE = 10
 

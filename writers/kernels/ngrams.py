@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.kernels.simd import count_ones, load_8_bytes, range_mask, store_8_bytes, trailing_zeros
+from shardkit.kernels.utf8 import character_flags, same_runs
 from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits, space_mask
 from shardkit.writers.kernels.hash_tables import table_slots
-from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.kernels.simd import count_ones, load_8_bytes, range_mask, store_8_bytes, trailing_zeros
-from shardkit.writers.kernels.utf8 import character_flags, same_runs
 
 TOP, EXCESS, COPIES = 0, 1, 2
 _BASE = np.uint64(0xD6E8FEB86659FD93)

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import join_runs, next_character, same_runs
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.kernels.utf8 import join_runs, next_character, same_runs
 from shardkit.writers.kernels.words import WORD, character_tables
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Int64s, UInt64s, int64, kernel
+from shardkit.kernels.numba_support import Int64s, UInt64s, int64, kernel
 
 _FIRST_ROOM = 64  # initial number of rows of the result
 

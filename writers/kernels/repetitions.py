@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.kernels.numba_support import Int64s, UInt8s, kernel
 from shardkit.order.token_mask import LONGEST_PERIOD
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
 
 _Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 

@@ -16,10 +16,9 @@ from functools import cache
 
 import numpy as np
 
-from shardkit.writers.kernels.blocks import BLOCK_BYTES
-from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt16s, UInt64s, boolean, int64, kernel
-from shardkit.writers.kernels.simd import range_mask, trailing_zeros
-from shardkit.writers.kernels.utf8 import (
+from shardkit.kernels.numba_support import Bools, UInt8s, UInt16s, UInt64s, boolean, int64, kernel
+from shardkit.kernels.simd import range_mask, trailing_zeros
+from shardkit.kernels.utf8 import (
     ASSIGNED,
     CODE_POINTS,
     TERMINAL,
@@ -31,6 +30,7 @@ from shardkit.writers.kernels.utf8 import (
     pack_bytes,
     signs,
 )
+from shardkit.writers.kernels.blocks import BLOCK_BYTES
 
 _SPACE, _END, _PUNCTUATION, _AFFIX, _PREFIX, _BEFORE_STOP, _LOWER, _UPPER, _QUOTE = (
     1 << bit for bit in range(9)

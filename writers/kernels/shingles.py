@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import character_before, next_character
+from shardkit.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.kernels.utf8 import character_before, next_character
 from shardkit.writers.kernels.words import (
     SCRATCH_WORDS,
     SEGMENT_BYTES,

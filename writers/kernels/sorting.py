@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt64s, int64, kernel
+from shardkit.kernels.numba_support import Int32s, Int64s, UInt64s, int64, kernel
 
 _MOST_BUCKET_BITS = 16  # at most 2**16 buckets, so that the bucket counts (256 KiB) fit in the L2 cache
 _MOST_IN_BUCKET = 32  # maximum number of hashes in a bucket for an insertion sort

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import (
+from shardkit.kernels.numba_support import (
     Bools,
     Float32s,
     Float64s,

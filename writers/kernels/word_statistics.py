@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits, word_masks
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.kernels.simd import count_ones, leading_zeros, load_8_bytes, range_mask, trailing_zeros
-from shardkit.writers.kernels.utf8 import (
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.kernels.simd import count_ones, leading_zeros, load_8_bytes, range_mask, trailing_zeros
+from shardkit.kernels.utf8 import (
     LINE_END,
     SPACE,
     character_flags,
@@ -25,6 +24,7 @@ from shardkit.writers.kernels.utf8 import (
     next_character,
     pack_bytes,
 )
+from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits, word_masks
 
 _ELLIPSIS = 0x2026
 _BULLET = 0x2022

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import (
+from shardkit.kernels.numba_support import (
     Bools,
     Int32s,
     Int64s,
@@ -36,9 +36,9 @@ from shardkit.writers.kernels.numba_support import (
     int64,
     kernel,
 )
-from shardkit.writers.kernels.simd import count_ones, load_8_bytes, range_mask, trailing_zeros, word_mask
-from shardkit.writers.kernels.text_arrays import replace_texts, text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import (
+from shardkit.kernels.simd import count_ones, load_8_bytes, range_mask, trailing_zeros, word_mask
+from shardkit.kernels.text_arrays import replace_texts, text_bytes, text_offsets
+from shardkit.kernels.utf8 import (
     ASSIGNED,
     CODE_POINTS,
     IDEOGRAPHS,

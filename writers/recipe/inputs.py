@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateA
 from shardkit.encodings import GUESS, encoding_of
 from shardkit.errors import RecipeError
 from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
+from shardkit.tokens.chat import misused_variables
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.filters.user_code import UserCode
 
@@ -33,21 +34,6 @@ FILE_KEYS = (
     *_FORMAT_KEYS,
 )  # keys that are about files only
 READER = "reader"  # format of files that the user's function reads
-
-
-_OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
-
-
-def misused_variables(given: Mapping[str, Any]) -> str | None:
-    """Return a message if variables of a chat template, from a recipe or record, are invalid; else None."""
-    if taken := [name for name in _OF_CONVERSATIONS if name in given]:
-        return f"{taken[0]} cannot be set here: it comes from the conversation"
-    if "strftime_now" in given:
-        try:
-            date.fromisoformat(given["strftime_now"])
-        except (TypeError, ValueError):
-            return f"strftime_now is not a date such as 2026-01-31: {given['strftime_now']!r}"
-    return None
 
 
 def _template_variables(given: dict[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ with naming_extras("shardkit.writers.rows.annotations"):
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.settings import ANNOTATIONS_FOLDER
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.rows.filtered import Filtered
 from shardkit.writers.rows.ledger import Count
 

@@ -24,7 +24,7 @@ import orjson
 import pyarrow as pa
 import xxhash
 
-from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
+from shardkit.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 
 DOCUMENTS_FILE = "documents.arrow"  # the documents of a split, an output of the task that cleaned the split
 

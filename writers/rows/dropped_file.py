@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardkit.formats.dropped_table import DROPPED_SCHEMA, TEXT_CHARACTERS
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.writers.rows.filtered import Dropped
 
 DROPPED_FILE = "dropped.parquet"

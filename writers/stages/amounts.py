@@ -41,6 +41,7 @@ import xxhash
 
 from shardkit.card import AmountFacts, Count
 from shardkit.errors import BuildError, warn_user
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.writers.dedup.outcomes import AMOUNT, NOTHING, OUTCOME, SplitRemovals, SplitTable
 from shardkit.writers.dedup.population import LanguageLabels
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
@@ -48,7 +49,6 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage, partition_name
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.inputs import GroupConfig
 from shardkit.writers.recipe.outputs import ChoiceConfig
 from shardkit.writers.recipe.recipe import Recipe

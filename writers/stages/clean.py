@@ -34,9 +34,9 @@ from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, Recip
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Fallback, RunTasks, Stage
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields, check_named_fields, warn_of_notes
 from shardkit.writers.inputs.files import version_now
+from shardkit.writers.inputs.masking import Masking
 from shardkit.writers.inputs.read_by_function import UserReader
 from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError, read_parts
 from shardkit.writers.inputs.scan import Split, hash_split, parts_of

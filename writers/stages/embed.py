@@ -31,6 +31,9 @@ import pyarrow as pa
 from shardkit.errors import BuildError, RecipeError
 from shardkit.files import FileVersion
 from shardkit.formats.tokenizer_file import tokenizer_config
+from shardkit.kernels.numba_support import Float32s, Int64s
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.tokens.engines import HuggingFace
 from shardkit.writers.dedup.config import EmbedConfig
 from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE
@@ -41,13 +44,10 @@ from shardkit.writers.execution.digests import DecidesNoByte, RecipeKey
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.filters.base import version_of
 from shardkit.writers.filters.user_code import UserCode
-from shardkit.writers.kernels.numba_support import Float32s, Int64s
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.token_means import Words, add_rows, add_tokens, byte_classes, insert_words
 from shardkit.writers.rows.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
 from shardkit.writers.stages.id_tables import id_text
 from shardkit.writers.stages.vectors import KEY, MOST_DIMENSIONS, JoinedVectors, unit_vectors
-from shardkit.writers.tokens.engines import HuggingFace
 
 _MOST_WORDS, _WORD_BYTES = 1 << 21, 64 << 20  # a table of words that exceeds one of these is made anew
 _NOTED = 1 << 14  # unknown words that a call of the kernel notes

@@ -23,12 +23,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.hashing import keyed_hashes
+from shardkit.kernels.numba_support import Int64s, UInt64s
 from shardkit.writers.dedup.outcomes import SplitRemovals, document_keys, write_tables
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.kernels.numba_support import Int64s, UInt64s
 from shardkit.writers.rows.documents import DOCUMENT_SCHEMA
 from shardkit.writers.stages.labels import Labels, marked_batches
 from shardkit.writers.tokens.groups import metadata_field

@@ -14,13 +14,14 @@ from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, ow
 from shardkit.hashing import digest_of, hash_file
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
+from shardkit.tokens.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
 from shardkit.writers.dedup.config import EmbedConfig
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import DecidesNoByte, RecipeKey
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.inputs.chat import Masking
+from shardkit.writers.inputs.masking import Masking
 from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
 from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.recipe.inputs import InputConfig
@@ -28,7 +29,6 @@ from shardkit.writers.recipe.outputs import TiktokenConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import FilterPass
 from shardkit.writers.stages.vectors import dimensions_of
-from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
 
 
 @dataclass(frozen=True)

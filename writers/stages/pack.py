@@ -31,6 +31,15 @@ from shardkit.formats.trainers import MAX_FILE_TOKENS, stream_info, trainer_dtyp
 from shardkit.hashing import hash_file
 from shardkit.manifest import LOSS_MASK, FileInfo, ShardInfo
 from shardkit.order.permutation import Permutation
+from shardkit.tokens.packing import (
+    Placement,
+    fill_rows,
+    pack_best_fit,
+    pack_best_fit_crop,
+    pack_best_fit_truncate,
+    pack_concat,
+)
+from shardkit.tokens.tokenizer import Tokens
 from shardkit.writers.exchange.exchange import Exchanged, Slice
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.stage import Stage, Task, partition_name
@@ -40,15 +49,6 @@ from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
 from shardkit.writers.tokens.groups import Groups, Joined, join_groups
-from shardkit.writers.tokens.packing import (
-    Placement,
-    fill_rows,
-    pack_best_fit,
-    pack_best_fit_crop,
-    pack_best_fit_truncate,
-    pack_concat,
-)
-from shardkit.writers.tokens.tokenizer import Tokens
 
 TAR_KEY_STEP = 10**8  # a partition's keys begin at partition * TAR_KEY_STEP: unique in the dataset
 _WIDE_KEY_DIGITS = 14  # digits of keys in datasets with too many partitions for KEY_DIGITS

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
@@ -37,7 +38,6 @@ from shardkit.writers.execution.resources import Resources
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import FilterPass, GlobalStep

@@ -23,6 +23,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.hashing import keyed_id_hashes
+from shardkit.kernels.numba_support import Bools, Int32s, Int64s, UInt64s, kernel
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table
@@ -30,9 +32,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.hash_tables import fill_places, find_matches, table_slots
-from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.rows.documents import id_bytes
 from shardkit.writers.stages.families import CANDIDATES, FITTED, Families, remaining_batches
 

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
+from shardkit.tokens.packing import Placement
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Stage, Task
-from shardkit.writers.tokens.packing import Placement
 
 PROVENANCE_NAME = "provenance.parquet"
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")

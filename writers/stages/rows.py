@@ -14,6 +14,7 @@ from typing import Any
 
 from shardkit.errors import BuildError, warn_user
 from shardkit.formats.tokenizer_file import Engine
+from shardkit.tokens.parity import PARITY_BYTES
 from shardkit.writers.exchange.exchange import exchange
 from shardkit.writers.exchange.sorted_runs import EMPTY_BYTES
 from shardkit.writers.execution.commit import Commit
@@ -28,7 +29,6 @@ from shardkit.writers.stages.pack import PACK
 from shardkit.writers.stages.provenance import PROVENANCE
 from shardkit.writers.stages.selection import Selection
 from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
-from shardkit.writers.tokens.tokenizer import PARITY_BYTES
 
 PARTITION_TEXT_BYTES = 256_000_000  # maximum text per task of `pack`, so that several workers have tasks
 _TEXT_OF_FILE = 2  # bytes of text whose tokens take a byte: a task makes at least a file for another trainer

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.settings import Bounds
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import Removed
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.documents import metadata_values, numbers_of
 from shardkit.writers.rows.ledger import Count, Ledger

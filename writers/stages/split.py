@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import RecipeError, warn_user
+from shardkit.kernels.numba_support import Bools, Int32s, Int64s, UInt64s
 from shardkit.settings import TRAIN
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.outcomes import (
@@ -51,7 +52,6 @@ from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, 
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Stage, Task, partition_name
-from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s
 from shardkit.writers.recipe.outputs import SplitConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.families import (

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.hashing import hash_file
+from shardkit.kernels.text_arrays import text_offsets
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import SplitRemovals
@@ -34,7 +35,6 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Stage, Task
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.outputs import OutputConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import annotation_values

@@ -15,7 +15,7 @@ into a separate run (dedup/duplicates.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,16 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.formats.tokenizer_file import Engine
 from shardkit.formats.trainers import trainer_dtype
 from shardkit.hashing import digest_of, keyed_hashes
+from shardkit.kernels.text_arrays import text_offsets
+from shardkit.tokens.parity import Parity, check_parity, sample_bytes, sample_texts, unlike_characters
+from shardkit.tokens.tokenizer import (
+    Encoder,
+    EncodingError,
+    Ranges,
+    Tokens,
+    load_encoder,
+    tokenizer_digest,
+)
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import LanguageLabels
@@ -44,7 +54,6 @@ from shardkit.writers.execution.digest_cache import remembered
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey, plain
 from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Stage, Task
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.recipe.inputs import FimConfig, GroupConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.documents import DOCUMENTS_FILE, pack_strings, unpack_strings
@@ -56,18 +65,6 @@ from shardkit.writers.stages.languages import LanguageCounts
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokens.fim import encode_fim
 from shardkit.writers.tokens.groups import encode_grouped, order_hashes
-from shardkit.writers.tokens.tokenizer import (
-    Encoder,
-    EncodingError,
-    Parity,
-    Ranges,
-    Tokens,
-    check_parity,
-    load_encoder,
-    sample_bytes,
-    tokenizer_digest,
-    unlike_characters,
-)
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """The loss masks of all tokens of texts, and of the eos of each document."""
@@ -263,17 +260,25 @@ def compare_engines(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return check_parity(
-            documents,
+            sample_texts([_texts_of(file) for file in documents], sample_bytes),
             tokenizer.file.local(),
             tokenizer.eos,
             tokenizer.unlike,
             bos=tokenizer.bos,
             encoding=tokenizer.encoding,
-            sample_bytes=sample_bytes,
         )
 
 
 PARITY = Stage("parity", "tokenize", compare_engines, cost=3)
+
+
+def _texts_of(file: Artifact) -> Iterator[str]:
+    with file.open_arrow(mapped=True) as source:
+        column = pa.ipc.open_file(source).schema.get_field_index("text")
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[column]))
+        for batch in range(reader.num_record_batches):
+            for text in reader.get_batch(batch).column(0):
+                yield text.as_py()
 
 
 def tasks(

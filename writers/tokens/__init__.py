@@ -1,1 +1,1 @@
-"""Texts to tokens, and tokens to rows of one length."""
+"""Documents of a group as one text, and fill-in-the-middle: what a build does around `shardkit.tokens`."""

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.hashing import keyed_hashes
+from shardkit.tokens.tokenizer import Encoder, EncodingError, Tokens
 from shardkit.writers.recipe.inputs import FimConfig
-from shardkit.writers.tokens.tokenizer import Encoder, EncodingError, Tokens
 
 Cuts = npt.NDArray[np.int64]
 _WHOLE = float(1 << 64)

@@ -24,10 +24,10 @@ import orjson
 import pyarrow as pa
 
 from shardkit.hashing import keyed_hashes
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
+from shardkit.kernels.numba_support import Bools, Int64s, UInt64s, kernel
+from shardkit.tokens.tokenizer import Encoder, EncodingError, Tokens
 from shardkit.writers.recipe.inputs import GroupConfig
 from shardkit.writers.rows.documents import metadata_values
-from shardkit.writers.tokens.tokenizer import Encoder, EncodingError, Tokens
 
 _WHOLE = float(1 << 64)
 Encode = Callable[[pa.RecordBatch, Sequence[str]], tuple[Tokens, npt.NDArray[np.int64]]]

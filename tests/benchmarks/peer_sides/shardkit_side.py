@@ -86,7 +86,7 @@ def keys(batches: list[pa.RecordBatch], request: Request) -> int:
 
 @cache
 def encoder(path: str, eos: str, engine: Any) -> Any:
-    from shardkit.writers.tokens.tokenizer import Encoder
+    from shardkit.tokens.tokenizer import Encoder
 
     return Encoder(Path(path), eos, engine=engine)
 

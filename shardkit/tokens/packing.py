@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.tokens.tokenizer import Tokens
+from shardkit.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.tokens.tokenizer import Tokens
 
 WINDOW_PIECES = 10_000
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
-from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, kernel
+from shardkit.kernels.utf8 import SPACE, character_flags, next_character
 
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:

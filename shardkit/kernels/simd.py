@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from shardkit.writers.kernels.numba_support import UInt8s
+from shardkit.kernels.numba_support import UInt8s
 
 LANES = 16  # number of columns that `add_rows` and `add_vector` add at once
 

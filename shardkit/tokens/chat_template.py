@@ -33,7 +33,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from shardkit.errors import RecipeError
-from shardkit.writers.inputs.chat_work import (
+from shardkit.tokens.chat_work import (
     CHARACTERS_PER_STEP_BITS,
     TemplateLimitError,
     Work,

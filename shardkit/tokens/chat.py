@@ -26,6 +26,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,14 +35,11 @@ import numpy as np
 
 from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.files import load_json
-from shardkit.formats.tokenizer_file import find_tokenizer, special_tokens, tokenizer_config
+from shardkit.formats.tokenizer_file import special_tokens, tokenizer_config
 from shardkit.hashing import digest_of
-from shardkit.writers.inputs.fields import MISSING, field_at
-from shardkit.writers.recipe.inputs import InputConfig, misused_variables
-from shardkit.writers.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from shardkit.writers.inputs.chat_prefixes import Prefixes
+    from shardkit.tokens.chat_prefixes import Prefixes
 
 
 MARK = np.dtype([("bytes", "<u4"), ("flags", "u1")])
@@ -50,6 +48,7 @@ SPECIAL, TRAINED = 1, 2  # bits of the field "flags" of MARK
 _OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters; messages may not have them
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
+_OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -83,12 +82,20 @@ class ChatFormat:
         return digest_of(facts)
 
     @classmethod
-    def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """Return a recipe's chat format, None without conversations; raise RecipeError without a template."""
-        if not any(config.messages for config in recipe.inputs):
-            return None
-        assert recipe.tokenizer is not None
-        path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
+    def of(
+        cls,
+        path: Path,
+        eos: str,
+        *,
+        bos: str | None = None,
+        template: Path | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatFormat:
+        """Return the chat format of a tokenizer.json. `template` is a Jinja file.
+
+        Without one, it is chat_template.jinja or in tokenizer_config.json, in the tokenizer's folder. Raises
+        RecipeError if there is no template, or the files cannot be used.
+        """
         if path.suffix != ".json":
             raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json, but {path} is not one")
         try:
@@ -98,15 +105,15 @@ class ChatFormat:
         beside = path.with_name("tokenizer_config.json")
         facts = _facts(beside)
         tokens = {name: _content(facts[name], name, beside) for name in _TOKENS if facts.get(name)}
-        template, given = _template(recipe, path, facts), recipe.tokenizer
-        compile_template(template)
-        return cls(template, tuple(special), tokens, given.eos, given.bos, given.chat_template_kwargs)
+        source = _template(path, template, facts)
+        compile_template(source)
+        return cls(source, tuple(special), tokens, eos, bos, variables or {})
 
 
 def compile_template(source: str) -> None:
     """Raise RecipeError unless `source` compiles as a chat template, or MissingExtraError without Jinja2."""
     try:
-        from shardkit.writers.inputs.chat_template import ChatTemplate
+        from shardkit.tokens.chat_template import ChatTemplate
     except ModuleNotFoundError as error:
         raise MissingExtraError("jinja2", "chat", "chat templates") from error
     ChatTemplate(source)
@@ -132,10 +139,8 @@ def _content(token: object, name: str, path: Path) -> str:
     return text
 
 
-def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
-    assert recipe.tokenizer is not None
-    named = recipe.tokenizer.chat_template
-    file = tokenizer.with_name("chat_template.jinja") if named is None else recipe.resolve(named)
+def _template(tokenizer: Path, named: Path | None, facts: Mapping[str, Any]) -> str:
+    file = tokenizer.with_name("chat_template.jinja") if named is None else named
     if file.is_file() and file.stat().st_size <= _MAX_TEMPLATE_BYTES:
         try:
             return file.read_text(encoding="utf-8")
@@ -235,9 +240,9 @@ def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
 
 def _prefixes(chat: ChatFormat, messages: list[Any], variables: Mapping[str, Any]) -> Prefixes:
     """Render the conversation with a limit of steps that grows with the size of the record."""
-    from shardkit.writers.inputs.chat_prefixes import Prefixes
-    from shardkit.writers.inputs.chat_template import date_of
-    from shardkit.writers.inputs.chat_work import Work
+    from shardkit.tokens.chat_prefixes import Prefixes
+    from shardkit.tokens.chat_template import date_of
+    from shardkit.tokens.chat_work import Work
 
     if "strftime_now" in variables:
         variables = {**variables, "strftime_now": date_of(variables["strftime_now"])}
@@ -250,7 +255,7 @@ def _refusals() -> Iterator[None]:
     """Context manager that turns an exception of the chat template into a ChatError for the record."""
     from jinja2 import TemplateError
 
-    from shardkit.writers.inputs.chat_work import TemplateLimitError
+    from shardkit.tokens.chat_work import TemplateLimitError
 
     try:
         yield
@@ -261,6 +266,18 @@ def _refusals() -> Iterator[None]:
     except Exception as error:
         what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise ChatError("bad_messages", f"the chat template refuses the conversation: {what}") from error
+
+
+def misused_variables(given: Mapping[str, Any]) -> str | None:
+    """Return a message if variables of a chat template, from a recipe or record, are invalid; else None."""
+    if taken := [name for name in _OF_CONVERSATIONS if name in given]:
+        return f"{taken[0]} cannot be set here: it comes from the conversation"
+    if "strftime_now" in given:
+        try:
+            date.fromisoformat(given["strftime_now"])
+        except (TypeError, ValueError):
+            return f"strftime_now is not a date such as 2026-01-31: {given['strftime_now']!r}"
+    return None
 
 
 def _variables(given: Any) -> dict[str, Any]:
@@ -370,45 +387,3 @@ def parts_of(text: str, marks: bytes) -> list[tuple[str, int]]:
         at += size
     assert at == len(data), "the marks belong to another text"
     return parts
-
-
-def without_nulls(value: Any) -> Any:
-    """Return the value without null fields: in a table, a message has null for the keys that it lacks."""
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-@dataclass(frozen=True)
-class Masking:
-    """Renders records as documents with marks, in a build with a loss mask; plain data to pass to tasks."""
-
-    chat: ChatFormat | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Masking | None:
-        """Return a recipe's Masking, None if it has no loss mask; raise RecipeError as `ChatFormat.of`."""
-        return cls(ChatFormat.of(recipe)) if recipe.is_masked else None
-
-    def of_input(self, config: InputConfig) -> Masking:
-        """Return the Masking for one input: without the chat template if the input has no conversations."""
-        return self if config.messages is not None else Masking()
-
-    def render(self, config: InputConfig, fields: Mapping[str, Any]) -> Rendered:
-        """Render the document of a record; raise ChatError if the record cannot be rendered."""
-        if config.messages is not None:
-            assert self.chat is not None
-            messages, tools = field_at(fields, config.messages), field_at(fields, config.tools)
-            if messages is MISSING:
-                raise ChatError("no_text", f"no field {config.messages!r}; its fields: {', '.join(fields)}")
-            given = None if tools is MISSING or not tools else tools
-            variables = field_at(fields, config.chat_template_kwargs)
-            variables = None if variables is MISSING else variables
-            return render_chat(self.chat, messages, given, variables, train_on=config.train_on)
-        assert config.prompt is not None
-        assert config.completion is not None
-        texts = [field_at(fields, path) for path in (config.prompt, config.completion)]
-        for path, text in zip((config.prompt, config.completion), texts, strict=True):
-            if not isinstance(text, str):
-                raise ChatError("no_text", f"field {path!r} is not text; its fields: {', '.join(fields)}")
-        return pair_of(str(texts[0]), str(texts[1]))

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
-from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
+from shardkit.kernels.simd import load_8_bytes
 
 SPACE = 1
 ALPHA = 2

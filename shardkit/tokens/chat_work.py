@@ -1,6 +1,6 @@
 """Limits on the work of rendering one record by a chat template: a number of steps, and the sizes of values.
 
-shardkit.writers.inputs.chat_template counts the steps while a template runs.
+shardkit.tokens.chat_template counts the steps while a template runs.
 """
 
 from __future__ import annotations

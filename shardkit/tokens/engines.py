@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.formats.tokenizer_file import Encoding, read_ranks, reason_of, special_tokens
-from shardkit.writers.inputs.chat import SPECIAL, TRAINED
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.tokens.chat import SPECIAL, TRAINED
 
 Ids = npt.NDArray[np.uint32]
 

@@ -1,6 +1,6 @@
 """The texts of all prefixes of a conversation, in time linear in its length.
 
-A mask is proved by rendering the first k messages for every answer (shardkit.writers.inputs.chat). Rendered
+A mask is proved by rendering the first k messages for every answer (shardkit.tokens.chat). Rendered
 one by one, n messages take n^2 steps. But a template is a program, and its run over the first k messages does
 the same as its run over all messages, up to the first read that returns something else. So all messages are
 rendered once, in the *whole run*, with a list that notes which messages are read. A prefix is then rendered
@@ -34,8 +34,8 @@ from jinja2.runtime import LoopContext, Undefined
 from jinja2.utils import Namespace
 
 from shardkit.errors import RecipeError
-from shardkit.writers.inputs.chat_template import ChatTemplate
-from shardkit.writers.inputs.chat_work import TemplateLimitError, Work, namespace_values
+from shardkit.tokens.chat_template import ChatTemplate
+from shardkit.tokens.chat_work import TemplateLimitError, Work, namespace_values
 
 _FOLLOW = " follow"  # name of the filter that follows loops; no template can use it because of the space
 _LOOP = "_loop_"  # replaces the name `loop` in a loop that is followed
