@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardkit.datasets.dataset import Dataset
+    from shardkit.datasets.text_packer import Pack, TokenizerChoice
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
     from shardkit.order.run_settings import Tail
@@ -327,6 +328,8 @@ class LoaderOptions(TypedDict, total=False):
     cache_bytes: int | str | None
     storage: StorageOptions | None
     sequence_length: int | None
+    tokenizer: TokenizerChoice | None
+    pack: Pack
     token_dtype: str | None
     per_file: bool
     usage_log: str | os.PathLike[str] | None
@@ -383,6 +386,15 @@ class LoaderConfig(Layout, Order, Run):
 
     Paths may be files, folders and patterns. If given, all other datasets must have rows of this length;
     lists of integers in Parquet files become such rows."""
+    tokenizer: TokenizerChoice | None = None
+    """Tokenize the texts of Parquet files while loading, and pack them in rows of `sequence_length`.
+
+    A tokenizer.json, its folder or a model's name; or a mapping with the keys of `tokenizer` in a recipe:
+    {"path": …, "eos": …, "bos": …}. The text is the column of `columns`, or else "text" or "messages"
+    (conversations, rendered by the chat template, with a loss mask). The first start reads all texts once to
+    count rows; the result is kept in `cache_dir`, or in ~/.cache/shardkit."""
+    pack: Pack = "best_fit"
+    """How `tokenizer` packs documents: "best_fit" cuts only those longer than a row, "concat" at each row."""
     token_dtype: str | None = None
     """Type of the ids in flat files that do not record it (nanoGPT .bin, OLMo .npy), such as "uint32"."""
     per_file: bool = False

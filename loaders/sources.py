@@ -138,6 +138,8 @@ class _Part:
 
 def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype) -> _Part:
     token_column = _token_column(dataset)
+    if dataset.manifest.format == "text":
+        columns = None  # they name what the rows are made from
     names = _wanted_names(dataset, columns)
     token_key = token_column if token_column in names else None
     delivered: dict[str, np.dtype[np.generic]] = {}

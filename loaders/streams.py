@@ -339,6 +339,8 @@ def open_streams(
         token_dtype=config.token_dtype,
         per_file=config.per_file,
         columns=config.columns,
+        tokenizer=config.tokenizer,
+        pack=config.pack,
     )
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
         opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))

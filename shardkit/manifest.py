@@ -2,7 +2,8 @@
 
 One immutable `Manifest` describes datasets of all formats; `shardkit.formats.mds` and `shardkit.formats.tar`
 read and write the files (`index.json`, `shards.json`) that store it, `shardkit.datasets.token_rows` makes
-the manifest of flat token files, `shardkit.datasets.parquet_rows` that of Parquet files. Basenames are
+the manifest of flat token files, `shardkit.datasets.parquet_rows` that of Parquet files,
+`shardkit.datasets.text_rows` that of rows made from texts. Basenames are
 checked when they are read, so that no index can direct a reader out of the dataset's folder.
 
 Memory is O(#shards). A `ShardTable` holds the content of 450,000 `ShardInfo` objects in 25 MB instead of a
@@ -33,6 +34,7 @@ Format = Literal[
     "tar",
     "tokens",
     "row_groups",
+    "text",
     "parquet",
     "jsonl",
     "megatron",

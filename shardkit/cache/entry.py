@@ -65,6 +65,8 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
     if version is None:
         return None
     origin = f"{url}/{info.stored.basename}\0{version}\0{info.stored.bytes}"
+    if info.compression is not None:  # rows made from texts differ by tokenizer and length
+        origin += f"\0{info.compression}"
     # "surrogatepass": names from JSON may have lone surrogates, which are not valid Unicode.
     digest = hashlib.blake2b(origin.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return f"{max(info.stored.bytes, 0):x}-object-{digest}"

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -92,12 +92,15 @@ class CachedShards:
         *,
         objects: Mapping[int, tuple[int, str]] | None = None,
         blocks: FileInfo | None = None,
+        unpack_rows: Callable[[int, Bytes, str], Bytes] | None = None,
     ) -> None:
         """Read the shards in `manifest` through `cache`.
 
         `objects`: size and version of objects, by shard; no other version of these is read. `blocks`: the
-        card's entry for the dataset's blocks.bin.
+        card's entry for the dataset's blocks.bin. `unpack_rows` makes the raw bytes of a shard from its
+        number, its stored bytes and its URL; None: they are decompressed.
         """
+        self._unpack_rows = unpack_rows
         self.store, self.cache, self.fetcher = store, cache, fetcher
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
@@ -180,7 +183,7 @@ class CachedShards:
             return
         self._is_warned = True
         what, remedy = "its index has no hashes", "shardkit convert makes a dataset that has some"
-        if self.kind in ("tokens", "row_groups"):
+        if self.kind in ("tokens", "row_groups", "text"):
             files = "flat token files" if self.kind == "tokens" else "Parquet files"
             what = f"{files} have no hashes"
         warn_user(
@@ -228,7 +231,11 @@ class CachedShards:
         self._count_fetched(number)
         if not self.is_compressed(number):
             return stored
-        raw = unpack(self.kind, self.info(number), stored, self.where(number))
+        where = self.where(number)
+        if self._unpack_rows is None:
+            raw = unpack(self.kind, self.info(number), stored, where)
+        else:
+            raw = self._unpack_rows(number, stored, where)
         self.counts["decompressed_bytes"] += len(raw)
         return raw
 
@@ -316,7 +323,9 @@ class CachedShards:
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        remade = partial(CachedShards, objects=self._objects, blocks=self._blocks)
+        remade = partial(
+            CachedShards, objects=self._objects, blocks=self._blocks, unpack_rows=self._unpack_rows
+        )
         return remade, (self.store, self._manifest, self.cache, self.fetcher)
 
     @cached_property

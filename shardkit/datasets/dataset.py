@@ -14,6 +14,7 @@ import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from os import PathLike
 from typing import TYPE_CHECKING, SupportsIndex, Unpack, overload
@@ -26,11 +27,14 @@ from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
 from shardkit.datasets.parquet_rows import ParquetRows
 from shardkit.datasets.rows import RowChoice, Rows, is_single
+from shardkit.datasets.text_packer import Pack, TokenizerChoice
+from shardkit.datasets.text_rows import TextCut, TextRows, find_text_rows
 from shardkit.datasets.token_rows import RowCut
 from shardkit.display import Described, Facts, listed
 from shardkit.errors import ShardError, warn_user
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
+from shardkit.limits import usable_cores
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
@@ -141,6 +145,8 @@ def open_dataset(
     token_dtype: str | None = None,
     per_file: bool = False,
     columns: Sequence[str] | None = None,
+    tokenizer: TokenizerChoice | None = None,
+    pack: Pack = "best_fit",
 ) -> Dataset:
     """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or files by name.
 
@@ -156,6 +162,8 @@ def open_dataset(
     Parquet files (names as those of tars, such as "s3://bucket/data/*.parquet") are read in place by row
     groups, and of their columns only `columns`; in other formats, `columns` selects what samples have. If
     the lists of tokens in Parquet files have one length, `sequence_length` says so.
+    `tokenizer` makes rows of `sequence_length` tokens from the texts of Parquet files, in place, and `pack`
+    says how: see `shardkit.datasets.text_rows`. Files of tokens, and datasets that have rows, ignore both.
     `decode` selects how members of tars and Hugging Face's image columns are decoded: with True, images
     become PIL images; "basic" keeps images as bytes; webdataset's "rgb8", "torchrgb", ... give arrays and
     tensors; False keeps all members as bytes (see `shardkit.formats.tar.values`). Raises ShardError if the
@@ -166,15 +174,28 @@ def open_dataset(
     from shardkit.cache.shards import SharedCache
 
     shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
-    cut = None
+    cut, texts = None, None
+    if tokenizer is not None:
+        text = TextCut(tokenizer=tokenizer, sequence_length=sequence_length, pack=pack)
+        texts = partial(
+            find_text_rows,
+            cut=text,
+            storage=storage,
+            columns=columns,
+            indexes=shared.indexes(storage),
+            cache_folder=shared.options.folder,
+            threads=max(1, usable_cores() // shared.options.processes),
+        )
     if sequence_length is not None:
         cut = RowCut(sequence_length=sequence_length, token_dtype=token_dtype, per_file=per_file)
-    found = locate(path, storage, shared.indexes(storage), cut, columns)
+    found = locate(path, storage, shared.indexes(storage), cut, columns, texts=texts)
     manifest, shards, tar_indexes = found.manifest, None, None
     if found.store is not None:
         manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
+    if isinstance(found.rows, TextRows):
+        options = replace(options, columns=None)  # they name what the rows are made from
     card = found.card
     if verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
@@ -201,7 +222,10 @@ def _open_remote(
     cache, fetcher = shared.open()
     manifest, versions, card = found.manifest, found.versions, found.card
     if found.rows is not None:
-        return manifest, CachedShards(store, manifest, cache, fetcher, objects=found.rows.objects()), None
+        unpack = found.rows.packer.unpack if isinstance(found.rows, TextRows) else None
+        objects = found.rows.objects()
+        shards = CachedShards(store, manifest, cache, fetcher, objects=objects, unpack_rows=unpack)
+        return manifest, shards, None
     if versions is None:
         blocks = block_checksums(manifest, card)
         return manifest, CachedShards(store, manifest, cache, fetcher, blocks=blocks), None

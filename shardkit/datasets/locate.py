@@ -9,7 +9,7 @@ replaced while it is open.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ import numpy as np
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
 from shardkit.datasets.parquet_rows import find_parquet_rows, is_parquet_name
 from shardkit.datasets.range_store import RangeRows
+from shardkit.datasets.text_rows import TextRows
 from shardkit.datasets.token_rows import RowCut, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
@@ -47,6 +48,8 @@ INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files"
+
+TextRowsOf = Callable[[str | Sequence[str]], TextRows]
 
 # (modification time in ns, size in bytes). It has no inode, because file systems in user space may change it.
 FileVersion = tuple[int, int]
@@ -141,29 +144,38 @@ def locate(
     indexes: NodeIndexes | None = None,
     cut: RowCut | None = None,
     columns: Sequence[str] | None = None,
+    *,
+    texts: TextRowsOf | None = None,
 ) -> Found:
     """Locate the dataset at a path or URL, or at several paths or URLs of tars or Parquet files.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
     tokens, those that a build wrote for another trainer too. `columns`: those to read of Parquet files.
+    `texts` makes rows of tokens of these instead.
     Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
     """
+
+    def find_rows(path: str | Sequence[str]) -> Found:
+        if texts is None:
+            return _find_parquet(path, storage, indexes, cut, columns)
+        return _text_rows(texts(path))
+
     if not isinstance(path, (str, os.PathLike)):
         names = [os.fspath(name) for name in path]
         if names and all(map(is_parquet_name, names)):
-            return _find_parquet(names, storage, indexes, cut, columns)
+            return find_rows(names)
         return _find_tars(names, storage)
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
     if is_parquet_name(text):
-        return _find_parquet(text, storage, indexes, cut, columns)
+        return find_rows(text)
     try:
         found = _locate(text, storage, indexes)
     except ShardNotFoundError as error:
         if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
             with suppress(ShardNotFoundError):
-                return _find_parquet(text, storage, indexes, cut, columns)
+                return find_rows(text)
         if cut is None:
             raise
         return _find_rows(text, cut, storage)
@@ -194,6 +206,10 @@ def _find_parquet(
 
 def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
     return _rows(find_token_rows(path, cut, storage))
+
+
+def _text_rows(rows: TextRows) -> Found:
+    return Found(None, rows.manifest, rows.card, store=rows.store, rows=rows)
 
 
 def _rows(rows: RangeRows) -> Found:

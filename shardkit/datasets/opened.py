@@ -160,11 +160,16 @@ class OpenDataset(Closing):
             self.fingerprint,
             manifest.shard_samples,
             int(manifest.raw_bytes.clip(0).sum()),
-            self._parquet is not None or any(kind.compression for kind in manifest.kinds),
+            self._parquet is not None or self._is_compressed,
             excluded,
             limit,
             0 if self._parquet is None else self._parquet.decoded_bytes,
         )
+
+    @property
+    def _is_compressed(self) -> bool:
+        # Rows that are made from texts are cached as they are read, as if they had been built.
+        return self.manifest.format != "text" and any(kind.compression for kind in self.manifest.kinds)
 
     def __len__(self) -> int:
         return self.manifest.samples
@@ -395,7 +400,7 @@ class OpenDataset(Closing):
             from shardkit.formats import mds
 
             return mds.shard_from_raw(where, info, raw, allow_pickle=options.allow_pickle)
-        if self.manifest.format == "tokens":
+        if self.manifest.format in ("tokens", "text"):
             from shardkit.formats.tokens import TokenShard
 
             return TokenShard(where, info, raw)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,9 @@ _GAP_BYTES = 64 << 10  # ranges that are closer are read as one: faster than a s
 _OFFSET_BYTES = 4  # memory of a value of varying size, at least
 _THREADS = 32
 _SUFFIXES = (".parquet", ".pq")
+ChooseColumns = Callable[[Mapping[str, str]], Sequence[str]]
+"""Returns the columns to read, of the names and encodings of a file's columns."""
+
 _SPLITS = ({"train", "training"}, {"val", "valid", "validation", "dev", "eval"}, {"test", "testing"})
 
 
@@ -105,7 +108,7 @@ def find_parquet_rows(
     path: str | Sequence[str],
     storage: StorageOptions | None = None,
     *,
-    columns: Sequence[str] | None = None,
+    columns: Sequence[str] | ChooseColumns | None = None,
     sequence_length: int | None = None,
     indexes: NodeIndexes | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -114,10 +117,10 @@ def find_parquet_rows(
 
     The path may be a brace list ("part-{00..31}.parquet"), or several paths, whose rows come in their order.
 
-    `columns`: the columns to read (None: all). `sequence_length`: the length of the lists in the column of
-    tokens, which footers do not tell. `indexes` keeps the footers of remote files on this node. Raises
-    ShardNotFoundError if there are no Parquet files, ShardError if one is malformed or has other columns than
-    the first, and StoreError if a store fails.
+    `columns`: the columns to read (None: all), or a function that returns them. `sequence_length`: the length
+    of the lists in the column of tokens, which footers do not tell. `indexes` keeps the footers of remote
+    files on this node. Raises ShardNotFoundError if there are no Parquet files, ShardError if one is
+    malformed or has other columns than the first, and StoreError if a store fails.
     """
     names = expand([path] if isinstance(path, str) else path, lambda name: is_there(name, storage))
     path = names[0]
@@ -243,10 +246,15 @@ def _look(store: AnyStore, info: ObjectInfo, data: bytes) -> _File:
 
 
 def _columns(
-    path: str, files: Sequence[_File], wanted: Sequence[str] | None, sequence_length: int | None
+    path: str,
+    files: Sequence[_File],
+    wanted: Sequence[str] | ChooseColumns | None,
+    sequence_length: int | None,
 ) -> tuple[Column, ...]:
     """Return the wanted columns in the order of the first file. Raises ShardError if files differ in them."""
     names = list(files[0].encodings)
+    if callable(wanted):
+        wanted = wanted(files[0].encodings)
     if wanted is not None:
         if unknown := [name for name in wanted if name not in names]:
             raise ValueError(f"{path} has no column {unknown[0]!r}; it has {', '.join(names)}")

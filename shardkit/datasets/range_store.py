@@ -179,11 +179,15 @@ class _Range(BaseBody):
 AnyStore = RangeStore | ResilientStore
 
 
-def connect_ranges(folder: str, storage: StorageOptions | None) -> AnyStore:
-    """Return a store of byte ranges of the files in a folder or at a URL; remote requests are retried."""
+def connect_ranges(folder: str, storage: StorageOptions | None, *, is_cached: bool = False) -> AnyStore:
+    """Return a store of byte ranges of the files in a folder or at a URL; remote requests are retried.
+
+    `is_cached`: the caller reads local files through a cache, too, which needs the store that retries.
+    """
     options = storage or StorageOptions()
     if not is_remote(folder):
-        return RangeStore(open_store(folder or ".", options))
+        ranges = RangeStore(open_store(folder or ".", options))
+        return ResilientStore(ranges, RetryPolicy.of(options)) if is_cached else ranges
     ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # pins branches
     policy = RetryPolicy.of(options)
     return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)

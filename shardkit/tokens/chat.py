@@ -387,3 +387,10 @@ def parts_of(text: str, marks: bytes) -> list[tuple[str, int]]:
         at += size
     assert at == len(data), "the marks belong to another text"
     return parts
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without null fields: in a table, a message has null for the keys that it lacks."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,11 @@ __all__ = [
     "Tokens",
     "load_encoder",
     "tokenizer_digest",
+    "with_marks",
 ]
 
 Tokens = npt.NDArray[np.uint16 | np.uint32]
+Value = TypeVar("Value", bound=np.generic)
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of code points as (first, last), inclusive."""
 
@@ -251,6 +253,25 @@ class Encoder:
                     f"would be ambiguous; set tokenizer.{key} to a special token that text cannot produce",
                     first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
                 )
+
+
+def with_marks(
+    values: npt.NDArray[Value],
+    lengths: npt.NDArray[np.int64],
+    begin: int | None,
+    end: int | npt.NDArray[np.uint8],
+) -> npt.NDArray[Value]:
+    """Insert `begin` before (unless None) and `end` after the values of each document."""
+    marks = 1 if begin is None else 2
+    marked = np.zeros(len(values) + marks * len(lengths), values.dtype)
+    is_text = np.ones(len(marked), np.bool_)
+    ends = np.cumsum(lengths + marks)
+    is_text[ends - 1], marked[ends - 1] = False, end
+    if begin is not None:
+        begins = ends - lengths - marks
+        is_text[begins], marked[begins] = False, begin
+    marked[is_text] = values
+    return marked
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.tokens.chat import without_nulls
 from shardkit.writers.inputs.fields import (
     MISSING,
     NamedFields,
@@ -32,7 +33,6 @@ from shardkit.writers.inputs.fields import (
     json_of,
     type_at,
 )
-from shardkit.writers.inputs.masking import without_nulls
 from shardkit.writers.inputs.read_columnar import python_values
 from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES

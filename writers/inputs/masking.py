@@ -13,13 +13,6 @@ from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 
 
-def without_nulls(value: Any) -> Any:
-    """Return the value without null fields: in a table, a message has null for the keys that it lacks."""
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
 @dataclass(frozen=True)
 class Masking:
     """Renders records as documents with marks, in a build with a loss mask; plain data to pass to tasks."""

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from shardkit.tokens.chat import without_nulls
 from shardkit.writers.inputs.fields import column_at, type_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
-from shardkit.writers.inputs.masking import without_nulls
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ from shardkit.tokens.tokenizer import (
     Tokens,
     load_encoder,
     tokenizer_digest,
+    with_marks,
 )
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
@@ -69,7 +70,6 @@ from shardkit.writers.tokens.groups import encode_grouped, order_hashes
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """The loss masks of all tokens of texts, and of the eos of each document."""
 _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
-_Kind = TypeVar("_Kind", bound=np.generic)
 
 
 _FIRST = 1 << 60  # a task weight above all others, so that the task is scheduled first
@@ -375,7 +375,7 @@ def tokenize_split(
                 batch, part, encoder, found.ledger, twins, encode, others
             )
             if kept.num_rows:
-                ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
+                ended = with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
                 mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
                 _write_copies(run, (kept, copies, ended, tokens + marks, mask), settings, found, counts)
             PULSE.tell(found.ledger)
@@ -499,26 +499,7 @@ def _tokenize_batch(
 
 def _mask_of_marks(masks: _Masks, lengths: npt.NDArray[np.int64], encoder: Encoder) -> npt.NDArray[np.uint8]:
     """Return the loss masks of texts with entries inserted for each bos (never trained on) and each eos."""
-    return _with_marks(masks[0], lengths, None if encoder.bos_id is None else 0, masks[1])
-
-
-def _with_marks(
-    values: npt.NDArray[_Kind],
-    lengths: npt.NDArray[np.int64],
-    begin: int | None,
-    end: int | npt.NDArray[np.uint8],
-) -> npt.NDArray[_Kind]:
-    """Insert `begin` before (unless None) and `end` after the values of each document."""
-    marks = 1 if begin is None else 2
-    marked = np.zeros(len(values) + marks * len(lengths), values.dtype)
-    is_text = np.ones(len(marked), np.bool_)
-    ends = np.cumsum(lengths + marks)
-    is_text[ends - 1], marked[ends - 1] = False, end
-    if begin is not None:
-        begins = ends - lengths - marks
-        is_text[begins], marked[begins] = False, begin
-    marked[is_text] = values
-    return marked
+    return with_marks(masks[0], lengths, None if encoder.bos_id is None else 0, masks[1])
 
 
 def document_rows(

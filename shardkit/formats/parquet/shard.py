@@ -272,6 +272,20 @@ class ParquetShard:
         found = self._decoded(column)
         return found if isinstance(found, np.ndarray) else None
 
+    def arrow(self, column: str) -> Any:
+        """Return a column as one Arrow array, strings as large_string. Raises ShardError if it is damaged."""
+        import pyarrow as pa
+
+        found = self._column(column)
+        if pa.types.is_dictionary(found.type):
+            found = found.cast(found.type.value_type)
+        if self._encodings[column] == "str":
+            found = found.cast(pa.large_string())
+        array = found.combine_chunks()
+        if not isinstance(array, pa.ChunkedArray):
+            return array
+        return pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], found.type)
+
     def close(self) -> None:
         """Drop the decoded columns and the map; arrays returned earlier stay readable."""
         with self._lock:
@@ -322,6 +336,14 @@ class ParquetShard:
 
     def _read(self, name: str) -> Any:
         """Decode a column to an array, `_Ragged`, or an Arrow array. Raises ShardError if it is damaged."""
+        column = self._column(name)
+        try:
+            return self._converted(name, column)
+        except (ArithmeticError, ValueError) as error:  # pyarrow's errors are ValueErrors, too
+            raise self._unreadable(error) from error
+
+    def _column(self, name: str) -> Any:
+        """Return a column as Arrow's `ChunkedArray`. Raises ShardError if it is damaged."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -335,10 +357,14 @@ class ParquetShard:
             column = self._file.read_row_groups(groups, columns=[name], use_threads=False).column(name)
             if len(column) != len(self):
                 raise ValueError(f"column {name!r} has {len(column):,} rows, the footer states {len(self):,}")
-            return self._converted(name, column)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-            problem = f"{_groups(part.first, part.stop)} cannot be read: {' '.join(str(error).split())}"
-            raise ShardError(self._where, f"{problem}; fetch the file again") from error
+            raise self._unreadable(error) from error
+        return column
+
+    def _unreadable(self, error: Exception) -> ShardError:
+        groups = _groups(self._part.first, self._part.stop)
+        problem = f"{groups} cannot be read: {' '.join(str(error).split())}; fetch the file again"
+        return ShardError(self._where, problem)
 
     def _converted(self, name: str, column: Any) -> Any:
         import pyarrow as pa

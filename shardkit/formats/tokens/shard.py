@@ -55,15 +55,19 @@ def pieces_of(name: str) -> list[Piece]:
 
 
 class TokenShard:
-    """An open shard of token rows: contiguous ids without headers."""
+    """An open shard of token rows: contiguous ids without headers; with loss masks, these follow each row."""
 
     def __init__(self, where: str | PathLike[str], info: ShardInfo, data: Bytes) -> None:
         """Check the size of the shard's bytes `data`; errors name `where`."""
         self.info = info
         self._where, self._data = where, data
-        [column] = info.columns
-        _, dtype, length = column.encoding.split(":")
-        self._dtype, self._length = np.dtype(dtype).newbyteorder("<"), int(length)
+        self._places: dict[str, tuple[int, np.dtype[Any], int]] = {}
+        """By column: its first byte in a row, and the type and number of its values."""
+        self._row_bytes = 0
+        for column in info.columns:
+            _, dtype, length = column.encoding.split(":")
+            self._places[column.name] = self._row_bytes, np.dtype(dtype).newbyteorder("<"), int(length)
+            self._row_bytes += int(length) * np.dtype(dtype).itemsize
         if len(data) != info.raw.bytes:
             raise ShardError(where, f"has {len(data):,} bytes, expected {info.raw.bytes:,}; fetch it again")
 
@@ -75,28 +79,28 @@ class TokenShard:
         return self.info.columns
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """Return {"tokens": ids} of one row. Raises IndexError unless 0 <= row < len."""
+        """Return {"tokens": ids, …} of one row. Raises IndexError unless 0 <= row < len."""
         if not 0 <= row < len(self):
             raise IndexError(f"{os.fspath(self._where)}: no row {row}; the shard has {len(self)} rows")
-        [column] = self.info.columns
-        if columns is not None and column.name not in columns:
-            return {}
-        return {column.name: self._rows()[row].astype(self._dtype.newbyteorder("="))}
+        wanted = [name for name in self._places if columns is None or name in columns]
+        rows = {name: self._rows(name)[row] for name in wanted}
+        return {name: values.astype(values.dtype.newbyteorder("=")) for name, values in rows.items()}
 
     def fixed_rows(self, column: str) -> npt.NDArray[Any]:
         """Return a read-only view (samples, length) of all rows, without a copy; values may be unaligned."""
-        if column != self.info.columns[0].name:
-            raise KeyError(
-                f"{os.fspath(self._where)}: no column {column!r}, only {self.info.columns[0].name}"
-            )
-        return self._rows()
+        if column not in self._places:
+            only = ", ".join(self._places)
+            raise KeyError(f"{os.fspath(self._where)}: no column {column!r}, only {only}")
+        return self._rows(column)
 
     def close(self) -> None:
         """Drop the memory map; views returned earlier stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
 
-    def _rows(self) -> npt.NDArray[Any]:
-        return self._data.view(self._dtype).reshape(-1, self._length)
+    def _rows(self, column: str) -> npt.NDArray[Any]:
+        first, dtype, length = self._places[column]
+        rows = self._data.reshape(-1, self._row_bytes)[:, first : first + length * dtype.itemsize]
+        return rows.view(dtype)
 
 
 def open_shard(folder: Path, info: ShardInfo, dates: Mapping[str, tuple[int, int]]) -> TokenShard:
