@@ -8,11 +8,14 @@ documents are packed, and on no other shard. Plain data: other processes load th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,7 +26,9 @@ from shardkit.datasets.parquet_rows import ParquetRows
 from shardkit.errors import MissingExtraError, ShardError
 from shardkit.formats.tokenizer_file import Encoding, Engine, end_token, find_tokenizer
 from shardkit.formats.tokens import pieces_of
+from shardkit.limits import usable_cores
 from shardkit.manifest import LOSS_MASK, TOKENS, Column
+from shardkit.storage.threads import remake_after_fork
 
 if TYPE_CHECKING:
     from shardkit.formats.parquet import ParquetShard
@@ -35,6 +40,39 @@ Pack = Literal["best_fit", "concat"]
 TokenizerChoice = str | PathLike[str] | Mapping[str, Any]
 
 TOKENIZER_KEYS = ("path", "eos", "bos", "encoding", "chat_template", "chat_template_kwargs", "train_on")
+
+
+class _Encoders:
+    """Loaded tokenizers of this process, lent to one thread at a time: gigatoken's cannot be shared.
+
+    Each takes memory, and a core while it encodes, so there are as many at a time as there are cores.
+    """
+
+    def __init__(self) -> None:
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Reset in a forked child: threads of its parent may have borrowed tokenizers."""
+        self._free: dict[tuple[object, ...], list[Encoder]] = {}
+        self._lent = BoundedSemaphore(usable_cores())
+
+    @contextmanager
+    def borrow(self, key: tuple[object, ...], load: Callable[[], Encoder]) -> Iterator[Encoder]:
+        """Context manager that lends a tokenizer, loaded by `load` unless one of this key is free."""
+        with self._lent:
+            free = self._free.setdefault(key, [])
+            try:
+                encoder = free.pop()
+            except IndexError:
+                encoder = load()
+            try:
+                yield encoder
+            finally:
+                free.append(encoder)
+
+
+_encoders = cache(_Encoders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +141,21 @@ class TextTokenizer:
         """The stored type of ids, as in a build."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
-    def encoder(self) -> Encoder:
-        """Return the loaded tokenizer, which the process keeps."""
-        from shardkit.tokens.tokenizer import load_encoder
+    def encoder(self) -> AbstractContextManager[Encoder]:
+        """Return a context manager that lends the loaded tokenizer to this thread."""
+        key = self.path, self.digest, self.eos, self.bos, self.encoding, self.engine, self.unlike
+        return _encoders().borrow(key, self._load)
+
+    def _load(self) -> Encoder:
+        from shardkit.tokens.tokenizer import Encoder
 
         assert self.engine is not None
-        return load_encoder(self.path, self.eos, self.engine, self.unlike, self.bos, self.encoding)
+        given, engine = (self.path, self.eos), self.engine
+        encoder = Encoder(*given, bos=self.bos, encoding=self.encoding, engine=engine, unlike=self.unlike)
+        if encoder.digest != self.digest:
+            problem = "the tokenizer changed since the dataset was opened; open it again"
+            raise ShardError(self.path, problem)
+        return encoder
 
     def chosen(self, sample: Sequence[str]) -> TextTokenizer:
         """Return a copy with the engine to use, which is compared with the reference on a sample of texts."""
@@ -205,24 +252,27 @@ class TextPacker:
         rows = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
         nulls = len(values) - len(rows)
         texts = values.filter(pa.array(values.is_valid())) if nulls else values
-        encoder, masks = self.tokenizer.encoder(), None
+        masks = None
         try:
             if self.tokenizer.chat is None:
-                ids, lengths = encoder.encode(texts)
+                with self.tokenizer.encoder() as encoder:
+                    ids, lengths = encoder.encode(texts)
             else:
                 texts, marks = self._rendered(texts, rows)
-                ids, lengths, mask, last = encoder.encode_marked(texts, marks)
+                with self.tokenizer.encoder() as encoder:
+                    ids, lengths, mask, last = encoder.encode_marked(texts, marks)
                 masks = mask, last.astype(np.uint8)
         except EncodingError as error:
             raise self._error(number, rows[error.row], where, str(error)) from error
         except _RecordError as error:
             raise self._error(number, error.row, where, error.problem) from error
         is_there = lengths > 0
-        bos = None if encoder.bos_id is None else 0
+        bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
+        bos = None if bos_id is None else 0
         if masks is not None:
             masks = with_marks(masks[0], lengths[is_there], bos, masks[1][is_there]), masks[1]
-        ids = with_marks(ids, lengths[is_there], encoder.bos_id, encoder.eos_id)
-        lengths = lengths[is_there] + (1 if encoder.bos_id is None else 2)
+        ids = with_marks(ids, lengths[is_there], bos_id, eos_id)
+        lengths = lengths[is_there] + (1 if bos_id is None else 2)
         return Documents(ids, lengths, rows[is_there], None if masks is None else masks[0], nulls)
 
     def shard(self, number: int, stored: Bytes, where: str) -> ParquetShard:

@@ -117,7 +117,7 @@ class TokenizerConfig(StrictModel):
 class PackConfig(StrictModel):
     """How documents are packed into sequences of equal length."""
 
-    omitted_at_default = frozenset({"row_bos", "max_repetitions"})
+    omitted_at_default = frozenset({"row_bos", "max_repetitions", "order"})
 
     sequence_length: int = Field(default=2048, ge=2, le=1 << 24, description="Tokens per sequence.")
     strategy: Literal["best_fit", "concat", "best_fit_truncate", "best_fit_crop"] = Field(
@@ -126,6 +126,12 @@ class PackConfig(StrictModel):
         "others begin every row with a document and drop tokens: best_fit_truncate cuts documents at the "
         "row length, as TRL does; best_fit_crop drops all that does not fit, so no row is padded, as "
         "nanochat does.",
+    )
+    order: Literal["shuffled", "source"] = Field(
+        default="shuffled",
+        description="shuffled: documents and rows are in random order; source: in the order of the inputs, "
+        "packed in units of consecutive documents (row groups of Parquet files), as a loader with a "
+        "tokenizer makes them; the loader shuffles them.",
     )
     row_bos: bool = Field(
         default=False,

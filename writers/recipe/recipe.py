@@ -249,6 +249,11 @@ class Recipe(StrictModel):
             raise ValueError(
                 "pack.row_bos: tokenizer.bos is missing; set it to the token that rows begin with"
             )
+        if any(pack.order == "source" for pack in packs):
+            stores = any(output.format == "tokens" for output in self._all())
+            if self.group is not None or self.repeats or stores:
+                what = "output.format: tokens" if stores else "amounts.repeat" if self.repeats else "group"
+                raise ValueError(f"pack.order: source cannot be used with {what}, which orders documents")
         if self.tokenizer is None and not all(output.is_text for output in self._all()):
             raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl do not need it")
         return self

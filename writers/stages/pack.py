@@ -223,8 +223,10 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
         part, repeated = _without_repetitions(part, pack.max_repetitions)
     texts = part.lengths if part.joined is None else np.add.reduceat(part.lengths, part.joined.firsts)
     placement = _place(texts, pack)
-    shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
-    placement = placement.moved(shuffle(np.arange(placement.rows)))
+    rows = np.arange(placement.rows)
+    if pack.order == "shuffled":
+        rows = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())(rows)
+    placement = placement.moved(rows)
     if part.joined is None:
         result = _count(placement, part.lengths, pack, repeated)
     else:
@@ -253,7 +255,8 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
         write_blocks(folder, result.shards)
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
-    hashed_with = None if part.joined is not None or settings.repeats else seed
+    has_hashes = part.joined is None and not settings.repeats and pack.order == "shuffled"
+    hashed_with = seed if has_hashes else None
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=hashed_with)
     return result
 

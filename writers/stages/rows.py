@@ -29,6 +29,7 @@ from shardkit.writers.stages.pack import PACK
 from shardkit.writers.stages.provenance import PROVENANCE
 from shardkit.writers.stages.selection import Selection
 from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
+from shardkit.writers.tokens.source_order import Units
 
 PARTITION_TEXT_BYTES = 256_000_000  # maximum text per task of `pack`, so that several workers have tasks
 _TEXT_OF_FILE = 2  # bytes of text whose tokens take a byte: a task makes at least a file for another trainer
@@ -56,15 +57,15 @@ def write_rows(documents: Documents, build: Build) -> Documents:
     tokenizer, [checked] = build.inputs.tokenizer, documents.beside
     assert tokenizer is not None
     facts = TOKENIZER.result(checked)
-    tokenized: dict[tuple[str | None, Selection | None], tuple[list[Commit], Engine]] = {}
+    tokenized: dict[tuple[object, ...], tuple[list[Commit], Engine]] = {}
     outputs = []
     for one in documents.outputs:
         if not one.recipe.output.is_text:
-            wanted = one.recipe.part, Selection.of(one.recipe)
+            wanted = one.recipe.part, Selection.of(one.recipe), one.recipe.pack.order
+            own = documents.of_part(one.recipe.part)
             if wanted not in tokenized:
-                own = documents.of_part(one.recipe.part)
                 tokenized[wanted] = _tokenize(one.recipe, own, build, tokenizer, facts)
-            one = _pack(one, *tokenized[wanted], build, tokenizer, facts)
+            one = _pack(one, own, *tokenized[wanted], build, tokenizer, facts)
         outputs.append(one)
     return replace(documents, outputs=outputs)
 
@@ -92,6 +93,7 @@ def _tokenize(
 
 def _pack(
     one: Outputs,
+    documents: Documents,
     tokenized: Sequence[Commit],
     engine: Engine,
     build: Build,
@@ -101,6 +103,8 @@ def _pack(
     kept = sum((commit.ledger().kept for commit in tokenized), Count())
     kept = sum((TOKENIZE.result(commit).repeated for commit in tokenized), kept)
     partitions = count_partitions(one.recipe, kept)
+    if one.recipe.pack.order == "source":
+        partitions = Units.of(one.recipe, documents.splits).count
     tokens = exchange(build.run, PACK, tokenize.TOKENS, tokenized, readers=partitions, limits=build.limits)
     [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions))
     shards = [len(PACK.result(commit).shards) for commit in packed]

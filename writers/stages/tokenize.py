@@ -15,7 +15,7 @@ into a separate run (dedup/duplicates.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ from shardkit.writers.stages.languages import LanguageCounts
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokens.fim import encode_fim
 from shardkit.writers.tokens.groups import encode_grouped, order_hashes
+from shardkit.writers.tokens.source_order import FileUnits, Units, source_keys
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """The loss masks of all tokens of texts, and of the eos of each document."""
@@ -292,6 +293,7 @@ def tasks(
     """Return one task per split, which tokenizes its remaining documents for the dataset of `recipe`."""
     tokenizer = replace(tokenizer, engine=engine, unlike=unlike)
     selection, made = Selection.of(recipe), []
+    units = Units.of(recipe, documents.splits) if recipe.pack.order == "source" else None
     for number, split in enumerate(documents.splits):
         source = None if selection is None else recipe.sources[split.source]
         settings = TokenSettings(
@@ -301,6 +303,7 @@ def tasks(
             selection,
             source,
             recipe.repeat_of(split.source),
+            None if units is None else (units.of_splits[number], units.count),
         )
         made.append(
             TOKENIZE.task(
@@ -323,7 +326,8 @@ def tasks(
 class TokenSettings:
     """Settings of tokenizing a split, except the tokenizer; `source` is its input's label for `selection`.
 
-    `repeat` is how often each document is written; of a fraction, some are written once more.
+    `repeat` is how often each document is written; of a fraction, some are written once more. `units` are
+    those of the split's files, and their number in all, if documents stay in the order of the inputs.
     """
 
     seed: int
@@ -332,6 +336,7 @@ class TokenSettings:
     selection: Annotated[Selection | None, RecipeKey("output")] = None
     source: str | None = None
     repeat: float = 1.0
+    units: tuple[Mapping[str, FileUnits], int] | None = None
 
 
 def tokenize_split(
@@ -442,7 +447,10 @@ def _write_copies(
             tokens, lengths, times = tokens[of_tokens], lengths[more], times[more]
             found.repeated += Count(len(lengths), int(sizes.sum()))
             found.repeated_tokens += int(lengths.sum())
-        hashes = order_hashes(documents, settings.group, settings.seed, purpose)
+        if settings.units is None:
+            hashes = order_hashes(documents, settings.group, settings.seed, purpose)
+        else:
+            hashes = source_keys(documents, *settings.units)
         run.write(*document_rows(documents, hashes, copies, tokens, lengths, mask))
         found.lengths.add(Histogram.of(lengths))
         found.tokens += len(tokens)
