@@ -476,6 +476,12 @@ class LoaderConfig(Layout, Order, Run):
         return options
 
     @property
+    def opening(self) -> dict[str, Any]:
+        """The given options of `open_dataset`, which are the same for all streams."""
+        names = ("sequence_length", "token_dtype", "per_file", "columns", "tokenizer", "pack", "verify")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def ids(self) -> DocumentIds:
         """The given ids that mark where documents begin and end."""
         return DocumentIds(self.eos_id, self.bos_id, self.pad_id)

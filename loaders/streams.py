@@ -334,13 +334,7 @@ def open_streams(
         open_dataset,
         storage=storage,
         cache=cache,
-        verify=config.verify,
-        sequence_length=config.sequence_length,
-        token_dtype=config.token_dtype,
-        per_file=config.per_file,
-        columns=config.columns,
-        tokenizer=config.tokenizer,
-        pack=config.pack,
+        **config.opening,
     )
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
         opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHOWN_OF_KIND = 5
 SHOWN_SHARDS = 8
-_OF_FLAT_FILES = ("sequence_length", "token_dtype", "per_file")
+_OF_FILES = ("sequence_length", "token_dtype", "per_file", "tokenizer", "pack")
 
 
 def _counts(text: str) -> list[int]:
@@ -107,7 +107,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workers", type=natural, default=0, metavar="K", help="DataLoader workers per rank (default: 0)"
     )
-    add_loader_arguments(group, "epoch_samples", *_OF_FLAT_FILES)
+    add_loader_arguments(group, "epoch_samples", *_OF_FILES)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
 
     options = loader_options(arguments)
     if arguments.logs is not None:  # the logs record the order, so no other option is needed
-        options = {name: options[name] for name in _OF_FLAT_FILES if name in options}
+        options = {name: options[name] for name in _OF_FILES if name in options}
     config = LoaderConfig(**options, storage=storage_options(arguments))
     opened = open_streams(_streams(arguments), config, 1)
     if arguments.logs is not None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from shardkit.cache import CacheOptions
 from shardkit.card import block_checksums
-from shardkit.datasets.locate import Found, LocalFiles, locate
+from shardkit.datasets.locate import Found, LocalFiles, TextRowsOf, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
 from shardkit.datasets.parquet_rows import ParquetRows
 from shardkit.datasets.rows import RowChoice, Rows, is_single
@@ -174,21 +174,22 @@ def open_dataset(
     from shardkit.cache.shards import SharedCache
 
     shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
-    cut, texts = None, None
-    if tokenizer is not None:
-        text = TextCut(tokenizer=tokenizer, sequence_length=sequence_length, pack=pack)
-        texts = partial(
-            find_text_rows,
-            cut=text,
-            storage=storage,
-            columns=columns,
-            indexes=shared.indexes(storage),
-            cache_folder=shared.options.folder,
-            threads=max(1, usable_cores() // shared.options.processes),
-        )
+    cut, text = None, None
     if sequence_length is not None:
         cut = RowCut(sequence_length=sequence_length, token_dtype=token_dtype, per_file=per_file)
+    if tokenizer is not None:
+        text = TextCut(tokenizer=tokenizer, sequence_length=sequence_length, pack=pack)
+    texts = None if text is None else _text_rows_of(text, storage, shared, columns)
     found = locate(path, storage, shared.indexes(storage), cut, columns, texts=texts)
+    dataset = _open(found, shared, options)
+    if cut is not None and dataset.sequence_length != cut.sequence_length:
+        length = "no one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
+        raise ShardError(dataset.location, f"has rows of {length}, not of {cut.sequence_length:,} tokens")
+    return dataset
+
+
+def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
+    """Return the dataset that was located; scans tars without a list."""
     manifest, shards, tar_indexes = found.manifest, None, None
     if found.store is not None:
         manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
@@ -197,17 +198,28 @@ def open_dataset(
     if isinstance(found.rows, TextRows):
         options = replace(options, columns=None)  # they name what the rows are made from
     card = found.card
-    if verify and card is not None:
+    if options.verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
     parquet = found.rows if isinstance(found.rows, ParquetRows) else None
-    dataset = Dataset(
+    return Dataset(
         files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, parquet=parquet
     )
-    if cut is not None and dataset.sequence_length != cut.sequence_length:
-        length = "no one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
-        raise ShardError(dataset.location, f"has rows of {length}, not of {cut.sequence_length:,} tokens")
-    return dataset
+
+
+def _text_rows_of(
+    text: TextCut, storage: StorageOptions | None, shared: SharedCache, columns: Sequence[str] | None
+) -> TextRowsOf:
+    """Return the function that makes rows of tokens from the texts of files at a path."""
+    return partial(
+        find_text_rows,
+        cut=text,
+        storage=storage,
+        columns=columns,
+        indexes=shared.indexes(storage),
+        cache_folder=shared.options.folder,
+        threads=max(1, usable_cores() // shared.options.processes),
+    )
 
 
 def _open_remote(

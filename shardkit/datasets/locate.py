@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,9 +157,17 @@ def locate(
     """
 
     def find_rows(path: str | Sequence[str]) -> Found:
-        if texts is None:
-            return _find_parquet(path, storage, indexes, cut, columns)
-        return _text_rows(texts(path))
+        if texts is not None:
+            rows = texts(path)
+            found = Found(None, rows.manifest, rows.card, store=rows.store, rows=rows)
+        else:
+            length = None if cut is None else cut.sequence_length
+            find = partial(find_parquet_rows, columns=columns, sequence_length=length, indexes=indexes)
+            found = _rows(find(path, storage))
+        if cut is not None and (cut.token_dtype is not None or cut.per_file):
+            where, problem = path if isinstance(path, str) else path[0], "apply to flat files of tokens only"
+            raise ShardError(where, f"is Parquet: token_dtype and per_file {problem}")
+        return found
 
     if not isinstance(path, (str, os.PathLike)):
         names = [os.fspath(name) for name in path]
@@ -187,29 +196,8 @@ def locate(
     return _rows(find_token_rows(folder, replace(cut, token_dtype=given), storage, names=names))
 
 
-def _find_parquet(
-    path: str | Sequence[str],
-    storage: StorageOptions | None,
-    indexes: NodeIndexes | None,
-    cut: RowCut | None,
-    columns: Sequence[str] | None,
-) -> Found:
-    length = None if cut is None else cut.sequence_length
-    rows = find_parquet_rows(path, storage, columns=columns, sequence_length=length, indexes=indexes)
-    if cut is not None and (cut.token_dtype is not None or cut.per_file):
-        raise ShardError(
-            path if isinstance(path, str) else path[0],
-            "is Parquet: token_dtype and per_file apply to flat files of tokens only",
-        )
-    return _rows(rows)
-
-
 def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
     return _rows(find_token_rows(path, cut, storage))
-
-
-def _text_rows(rows: TextRows) -> Found:
-    return Found(None, rows.manifest, rows.card, store=rows.store, rows=rows)
 
 
 def _rows(rows: RangeRows) -> Found:

@@ -38,7 +38,7 @@ _DIGEST_BYTES = 16
 
 Lengths = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Measure = Callable[[int], Lengths]
-"""Returns the number of tokens of each document of a shard, its marks included; uint32[documents]."""
+"""Returns the tokens of each document of a shard, marks included, and 0 for each null, as uint32[n]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,22 @@ class TextIndex:
     wait_seconds: float = 600.0
     """Longest wait for another process that measures a block, before this one measures it as well."""
     threads: int = 1
+    block_bytes: int = BLOCK_BYTES
 
-    def rows(self, name: str, measure: Measure, count: Callable[[Lengths], int]) -> tuple[Ints, str]:
-        """Return the number of rows of each shard, int64[shards], and a digest of all lengths.
+    def rows(self, name: str, measure: Measure, count: Callable[[Lengths], int]) -> tuple[Ints, str, int]:
+        """Return the number of rows of each shard, int64[shards], a digest of all lengths, and the nulls.
 
         `name` names what `count`, which makes rows of documents, depends on.
         """
         file = None if self.folder is None else self.folder / f"rows-{name}"
         if file is not None and (known := _read(file)) is not None:
-            found = np.frombuffer(known, "<i8", offset=_DIGEST_BYTES)
-            if len(found) == len(self.sizes):
-                return found.astype(np.int64), known[:_DIGEST_BYTES].hex()
+            found = np.frombuffer(known, "<i8", offset=_DIGEST_BYTES).astype(np.int64)
+            if len(found) == len(self.sizes) + 1:
+                return found[1:], known[:_DIGEST_BYTES].hex(), int(found[0])
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         rows, digests = np.zeros(len(self.sizes), np.int64), hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        nulls = 0
         blocks = self._blocks()
         kept = self._measure_all(blocks, measure)
         for number, block in enumerate(blocks):
@@ -73,17 +75,18 @@ class TextIndex:
                 measured = [measure(shard) for shard in block]
             for shard, lengths in zip(block, measured, strict=True):
                 digests.update(len(lengths).to_bytes(8, "little") + lengths.tobytes())
-                rows[shard] = count(lengths)
+                rows[shard] = count(lengths[lengths > 0])
+                nulls += int((lengths == 0).sum())
         if file is not None:
             with contextlib.suppress(OSError):  # a full disk: the next start counts again
-                _write(file, digests.digest() + rows.astype("<i8").tobytes())
+                _write(file, digests.digest() + np.append(nulls, rows).astype("<i8").tobytes())
             _trim(file.parent.parent, MAX_BYTES)
-        return rows, digests.hexdigest()
+        return rows, digests.hexdigest(), nulls
 
     def _blocks(self) -> list[range]:
         edges, size = [0], 0
         for number, more in enumerate(self.sizes):
-            if size + more > BLOCK_BYTES and number > edges[-1]:
+            if size + more > self.block_bytes and number > edges[-1]:
                 edges.append(number)
                 size = 0
             size += more

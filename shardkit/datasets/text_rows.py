@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from shardkit.cache.indexes import NodeIndexes
 
 TEXT, MESSAGES = "text", "messages"
+_LISTS = ("list<", "large_list<")  # how the types of conversations begin
 _LIBRARIES = ("tokenizers", "gigatoken", "sentencepiece", "tiktoken", "jinja2")
 _SAMPLED_SHARDS = 16  # whose texts the engines are compared on
 _SAMPLE_BYTES = 1 << 18
@@ -130,19 +131,17 @@ def find_text_rows(
         return np.frombuffer(store.get(name, version=objects[number][1]), np.uint8)
 
     packer = replace(packer, tokenizer=_with_engine(packer, fetch, store, folder))
-    skipped: list[int] = []
 
     def measure(number: int) -> Lengths:
         where = store.where(rows.parts[number].file)
         documents = packer.documents(number, fetch(number), where)
-        skipped.append(documents.nulls)
-        return documents.lengths.astype(np.uint32)
+        return np.append(documents.lengths, np.zeros(documents.nulls, np.int64)).astype(np.uint32)
 
     sizes = [info.stored.bytes for info in rows.manifest.shards]
     index = TextIndex(folder, sizes, threads=threads or usable_cores())
-    samples, digest = index.rows(f"{cut.sequence_length}-{cut.pack}", measure, packer.count)
-    if sum(skipped):
-        warn_user(f"{path}: {sum(skipped):,} rows have no text (null), and are left out")
+    samples, digest, nulls = index.rows(f"{cut.sequence_length}-{cut.pack}", measure, packer.count)
+    if nulls:
+        warn_user(f"{path}: {nulls:,} rows have no text (null), and are left out")
     return _text_rows(rows, store, packer, samples, digest)
 
 
@@ -153,6 +152,9 @@ def _text_column(path: object, encodings: Mapping[str, str], columns: Sequence[s
     if columns is not None:
         if columns[0] not in encodings:
             raise ValueError(f"{path} has no column {columns[0]!r}; it has {', '.join(encodings)}")
+        if not (encodings[columns[0]] == "str" or encodings[columns[0]].startswith(_LISTS)):
+            found = f"column {columns[0]!r} is {encodings[columns[0]]}"
+            raise ValueError(f"{path}: {found}, not text or conversations: name another one")
         return columns[0]
     texts = [name for name, encoding in encodings.items() if encoding == "str"]
     if TEXT in texts:

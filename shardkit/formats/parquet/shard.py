@@ -46,6 +46,8 @@ NULLABLE = "|null"
 NULL = "null"  # encoding of a column that has only nulls
 IMAGE = "image"
 _VARYING = "ndarray:"
+_STRINGS = ("string", "large_string", "string_view")
+_BINARIES = ("binary", "large_binary", "binary_view")
 _FEW_ROWS = 16  # fewer values are read one by one, because a call of Arrow takes some microseconds
 # The first bytes of image files, and the extension by which webdataset's words select a decoder.
 _IMAGE_STARTS = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
@@ -95,7 +97,7 @@ def _encoding(kind: Any) -> str:
         kind = kind.value_type
     if dtype := _dtype(kind):
         return dtype
-    for name, are in (("str", ("string", "large_string")), ("bytes", ("binary", "large_binary"))):
+    for name, are in (("str", _STRINGS), ("bytes", _BINARIES)):
         if str(kind) in are or (name == "bytes" and pa.types.is_fixed_size_binary(kind)):
             return name
     is_fixed = pa.types.is_fixed_size_list(kind)
