@@ -69,6 +69,12 @@ COMPOSER = (  # what Composer imports
 
 TRAINERS: dict[str, Trainer] = {
     "accelerate": Trainer("train_accelerate.py", ("accelerate==1.15.0",), changed_lines=3),
+    "automodel": Trainer(
+        "train_automodel.py",
+        ("transformers==5.18.0", "torchao", "torchdata", "datasets", "pyyaml", "tiktoken", "ninja"),
+        alone=("nemo-automodel==0.7.0", "flashoptim", "megatron-fsdp==0.5.0"),
+        changed_lines=10,
+    ),
     "composer": Trainer(
         "train_composer.py",
         COMPOSER,
