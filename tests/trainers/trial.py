@@ -89,6 +89,7 @@ TRAINERS: dict[str, Trainer] = {
         arguments=("--vocabulary", "256", "--layers", "1", "--width", "32"),
     ),
     "fabric": Trainer("train_fabric.py", ("lightning==2.6.6",), changed_lines=2),
+    "grpo": Trainer("train_grpo.py", ("trl==1.16.0",), changed_lines=20),
     "hugging-face": Trainer(
         "train_hugging_face.py", ("transformers==5.23.0", "accelerate==1.15.0"), changed_lines=2
     ),
