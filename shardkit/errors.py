@@ -103,6 +103,7 @@ _WITHOUT_EXTRA = {
     "litgpt": "litgpt",
     "maxtext": "git+https://github.com/AI-Hypercomputer/maxtext",
     "megatron": "megatron-core",
+    "nanotron": "git+https://github.com/huggingface/nanotron",
     "olmo_core": "ai2-olmo-core",
     "pandas": "pandas",
     "torchtitan": "torchtitan",

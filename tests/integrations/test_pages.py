@@ -14,7 +14,7 @@ import pytest
 from support.loader_data import make_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "trainers"
-SLOW = {"hugging_face"}  # imports TRL and trains
+SLOW = {"hugging_face", "ray"}  # the former imports TRL and trains, the latter starts a cluster
 PAGES = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.extended] * (page.stem in SLOW))
     for page in sorted(FOLDER.glob("*.md"))
@@ -25,7 +25,11 @@ PAGES = [
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("forgotten_modules")
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if page.stem == "ray":
+        request.getfixturevalue("ray_workers")
     make_rows(tmp_path / "data", 150, 65)
     make_rows(tmp_path / "val", 40, 65)
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,7 @@ import pytest
 
 INTERFACES = Path(__file__).resolve().parent / "interfaces"
 OURS = {
+    "nanotron.trainer": {"DistributedTrainer.train", "Group"},
     "olmo_core.train": {"Trainer.__init__", "TrainerConfig.build"},
     "torchtitan.components.checkpoint": {"CheckpointManager.__init__"},
     "torchtitan.components.validate": {"Validator.__init__", "Validator.validate"},

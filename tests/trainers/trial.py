@@ -54,7 +54,7 @@ class Trainer:
     row_tokens: int = 65
     """Tokens of a stored row."""
     launcher: str = "torchrun"
-    """"torchrun", or "plain": processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """"torchrun"; "plain": processes with RANK, WORLD_SIZE, …; "own": a script that takes `--workers`."""
     changed_lines: int = 0
     """Lines that a user of the trainer changes."""
     arguments: tuple[str, ...] = ()
@@ -69,6 +69,12 @@ COMPOSER = (  # what Composer imports
 
 TRAINERS: dict[str, Trainer] = {
     "accelerate": Trainer("train_accelerate.py", ("accelerate==1.15.0",), changed_lines=3),
+    "automodel": Trainer(
+        "train_automodel.py",
+        ("transformers==5.18.0", "torchao", "torchdata", "datasets", "pyyaml", "tiktoken", "ninja"),
+        alone=("nemo-automodel==0.7.0", "flashoptim", "megatron-fsdp==0.5.0"),
+        changed_lines=10,
+    ),
     "composer": Trainer(
         "train_composer.py",
         COMPOSER,
@@ -83,6 +89,7 @@ TRAINERS: dict[str, Trainer] = {
         arguments=("--vocabulary", "256", "--layers", "1", "--width", "32"),
     ),
     "fabric": Trainer("train_fabric.py", ("lightning==2.6.6",), changed_lines=2),
+    "grpo": Trainer("train_grpo.py", ("trl==1.16.0",), changed_lines=20),
     "hugging-face": Trainer(
         "train_hugging_face.py", ("transformers==5.23.0", "accelerate==1.15.0"), changed_lines=2
     ),
@@ -113,6 +120,7 @@ TRAINERS: dict[str, Trainer] = {
     "nanochat": Trainer("train_nanochat.py", (), changed_lines=4),
     "nanogpt": Trainer("train_nanogpt.py", (), changed_lines=6),
     "olmo-core": Trainer("train_olmo_core.py", ("ai2-olmo-core==3.0.0",), row_tokens=64, changed_lines=9),
+    "ray": Trainer("train_ray.py", ("ray[train]==2.60.0",), launcher="own", changed_lines=3),
     "torchtitan": Trainer("train_torchtitan.py", ("torchtitan==0.3.0", "triton"), changed_lines=2),
     "trl": Trainer("train_trl.py", ("trl==1.16.0",), changed_lines=4),
 }
@@ -187,6 +195,8 @@ class Job:
         if self.trainer.launcher == "torchrun":
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
             commands = [([self.python, *launcher, *script], environment)]
+        elif self.trainer.launcher == "own":
+            commands = [([self.python, *script, "--workers", str(ranks)], environment)]
         else:
             places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
             common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -258,7 +268,7 @@ def installed(name: str, trainer: Trainer) -> str:
     if not done.exists() or done.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
-        if trainer.launcher == "torchrun":
+        if trainer.launcher != "plain":
             subprocess.run([*pip, TORCH], check=True)
         if trainer.alone:
             subprocess.run([*pip, "--no-deps", *trainer.alone], check=True)
