@@ -22,7 +22,8 @@ def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None
     sizes = dataset.manifest.raw_bytes.clip(0)
     total, largest = int(sizes.sum()), int(sizes.max(initial=0))
     # A window may begin and end inside a shard, so each lane may use two more shards.
-    window_bytes = (order.window or len(dataset)) * total // max(1, len(dataset))
+    window = min(order.window or len(dataset), -(-len(dataset) // order.lanes))
+    window_bytes = window * total // max(1, len(dataset))
     needed = min(served * (window_bytes + 2 * largest), total)
     if capacity < needed:
         warn_user(

@@ -286,7 +286,7 @@ class LengthLoader:
         return f"LengthLoader({lengths}; {self.tokens_per_step:,} tokens per step, step {self._step:,})"
 
     def _adopt(self, schedule: Schedule) -> None:
-        self._mixture = Mixture(self._seed, schedule)
+        self._mixture = Mixture(self._seed, schedule, version=2)  # of states of STATE_VERSION 1
 
     def _positions(self, step: int) -> list[int]:
         """Return how many rows each stream delivers before `step`, over all ranks."""

@@ -4,8 +4,8 @@ Only `DatasetCard` reads it. Opening a dataset parses the JSON and checks nothin
 conversions, other versions and other tools have only some of the keys that builds write, and unknown keys
 stay in `data`. Values are read in two ways:
 
-    lenient   `tokenizer`, `source_labels`: None or empty where a value is missing or has the wrong type, so
-              that any dataset can be opened and trained on
+    lenient   `tokenizer`, `source_labels`, `is_shuffled`: None, empty or false where a value is missing or
+              has the wrong type, so that any dataset can be opened and trained on
     checked   `tokens`, `funnel`, `inputs` and all other keys that builds write: pydantic validates each when
               it is read; ShardError names the wrong key, and code that does not read the key is unaffected
 
@@ -451,6 +451,12 @@ class DatasetCard:
         if stated != fingerprint:
             problem = f"is the card of another dataset: fingerprint {stated}, the index has {fingerprint}"
             raise ShardError(self.where, problem)
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether samples were shuffled over all shards: as `shuffled` says, and in all builds of tokens."""
+        stated = self.data.get("shuffled")
+        return stated if isinstance(stated, bool) else isinstance(self.data.get("packing"), Mapping)
 
     @property
     def tokenizer(self) -> TokenizerFacts:

@@ -31,10 +31,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "convert",
         help="convert MDS, tars, litdata, Megatron, nanoGPT, Hugging Face, TFRecord files",
         description="Write a dataset of another format as MDS or WebDataset shards, with the same rows in "
-        "the same order. The result is read back and compared before the index is written. Sources: MDS "
-        "folders and tars; litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; "
-        "Hugging Face folders, .arrow and .parquet files; TFRecord files. Rows of one length are copied; "
-        "documents and token streams need --sequence-length or --keep-lengths. An interrupted "
+        "the same order, or shuffled. The result is read back and compared before the index is written. "
+        "Sources: MDS folders and tars; litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and "
+        "llm.c; Hugging Face folders, .arrow and .parquet files; TFRecord files. Rows of one length are "
+        "copied; documents and token streams need --sequence-length or --keep-lengths. An interrupted "
         "conversion leaves no index: run it again.",
         allow_abbrev=False,
     )
@@ -66,6 +66,14 @@ def _add_cut_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, _OUTPUT, "shard_bytes", "compression")
     parser.add_argument(
+        "--shuffle",
+        nargs="?",
+        type=int,
+        const=17,
+        metavar="SEED",
+        help="shuffle all rows with this seed (17 if none is given); takes the rows' size on disk once more",
+    )
+    parser.add_argument(
         "--hashes", default="xxh64", metavar="A,B", help="hashes in the index; '' for none (default: xxh64)"
     )
     add_options(
@@ -92,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         cut = CutOptions(**given(arguments, *settings(_CUT)))
         written = given(arguments, "format", "shard_bytes", "compression")
-        output = OutputOptions(hashes=tuple(_split(arguments.hashes)), **written)
+        output = OutputOptions(hashes=tuple(_split(arguments.hashes)), shuffle=arguments.shuffle, **written)
     except ValueError as error:
         arguments.misuse(str(error))
     result = convert(

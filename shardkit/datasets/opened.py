@@ -164,6 +164,7 @@ class OpenDataset(Closing):
             excluded,
             limit,
             0 if self._parquet is None else self._parquet.decoded_bytes,
+            self.card is not None and self.card.is_shuffled,
         )
 
     @property

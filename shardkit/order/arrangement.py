@@ -32,6 +32,7 @@ class StreamSizes:
     `shard_samples`: int64[shards], including excluded rows. `raw_bytes`: uncompressed size of all shards.
     `limit`: the maximum number of samples that the stream delivers in the run. `name` is for messages.
     `decoded_bytes`: memory that all shards take, if they are read only after they were decoded; else 0.
+    `is_shuffled`: whether samples were shuffled over all shards when they were written, as builds do.
     """
 
     name: str
@@ -42,6 +43,7 @@ class StreamSizes:
     excluded: Exclusions | None = None
     limit: int | None = None
     decoded_bytes: int = 0
+    is_shuffled: bool = True
 
     @property
     def kept(self) -> int:
@@ -57,7 +59,9 @@ class StreamSizes:
         lanes = lanes or default_lanes(shards, compressed=self.is_compressed)
         samples = int(self.shard_samples.sum())
         if window is None:
-            window = default_window(samples, shards, lanes)
+            # Compressed shards are held in memory: their windows are the small ones of shuffled data.
+            is_shuffled = self.is_shuffled or self.is_compressed
+            window = default_window(samples, shards, lanes, is_shuffled=is_shuffled)
             if self.decoded_bytes:  # the shards of all windows must fit in memory, at least two per lane
                 spanned = max(2 * lanes, _DECODED_BYTES * shards // self.decoded_bytes)
                 window = max(1, min(window, -(-samples * spanned // (max(1, shards) * lanes))))
@@ -124,7 +128,9 @@ class Arrangement:
             parts.append(StreamOrder(Order(kept, settings.order_of(number)), excluded, sizes))
         self.streams = tuple(parts)
         """The order of each stream's own samples."""
-        self.mixture = None if schedule is None else Mixture(settings.order.seed, schedule)
+        self.mixture = (
+            None if schedule is None else Mixture(settings.order.seed, schedule, settings.order.version)
+        )
         self.order: Order | StreamOrder | MixedOrder
         """The order of all streams, by positions of the run."""
         if self.mixture is not None:

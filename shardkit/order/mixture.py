@@ -1,6 +1,8 @@
 """Assigns each position to a stream of a mixture: exact proportions by arithmetic on integer weights.
 
     segment of `position` (the schedule's), n = position - its start, W = sum of its weights w_1 … w_S
+    version 3: `shardkit.order.spread` spreads the streams evenly over every W positions
+    versions 1 and 2, of which all below tells:
     after n positions: n_S = n, n_j = n_(j+1) * c_j // c_(j+1)      c_j = w_1 + … + w_j, nested floors
     stream j has had n_j - n_(j-1) of them, so the samples of each stream in a block are known at once
     block k begins at n = k * W // B                B = ceil(W / 1024) blocks of one size, or two, in W
@@ -8,14 +10,15 @@
     block, slot), take first stream 1, then stream 2, …; each stream's samples then ascend with the position
 
 Guarantees. Each stream's samples come in its own order, 0, 1, 2, …, none left out, through all epochs and
-segments. Proportions are exact in each run of W positions from the segment's start on; where W <= 1024, such
+segments. In version 3 a count is never off by a sample from its exact share if W <= 4096 (`spread`); in all
+versions, proportions are exact in each run of W positions from the segment's start on; where W <= 1024, such
 a run is one block. At the edges of other blocks, each count differs from its exact share n * w_j / W by less
 than S. The sample at a position depends only on the seed and on the segments that start at or before it, so a
 schedule may change anywhere, also inside a block, without affecting earlier positions. Integers only; golden
 vectors and a plain-Python reference in the tests pin all of it.
 
 Costs. Nothing is kept in memory between calls. Seeking costs one block (about 100 microseconds), a position
-30-50 ns in calls for thousands (tests/benchmarks/bench_mixture.py). Threads and forked processes may share a
+10-50 ns in calls for thousands (tests/benchmarks/bench_mixture.py). Threads and forked processes may share a
 `Mixture`.
 """
 
@@ -36,8 +39,9 @@ import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.errors import StateError
-from shardkit.order.order import MAX_POSITION, check_positions
+from shardkit.order.order import MAX_POSITION, VERSION, check_positions
 from shardkit.order.permutation import CHUNK, GOLDEN, ONE, mix64
+from shardkit.order.spread import Pattern, Tree, spread_of
 
 MAX_STREAMS = 4096  # far above any mixture; stream numbers fit int16, and a block's counts fit a CPU cache
 MAX_WEIGHT = 1 << 31  # limit of the sum of a segment's weights: products of two sums stay below 2**62
@@ -45,6 +49,7 @@ MAX_WEIGHT = 1 << 31  # limit of the sum of a segment's weights: products of two
 _SHARE_BITS = 30  # weights too fine for MAX_WEIGHT are rounded to multiples of 2**-30 of their sum
 
 _BLOCK = 1024  # maximum number of positions in a block: a few arrays of this size fit a core's L1 cache
+_SPREAD_AT_ONCE = 1 << 12  # positions: their arrays fit the CPU caches
 _SLOT_BITS = 10
 _SLOTS = np.arange(_BLOCK, dtype=np.uint64)
 _SLOT_MASK = np.uint64(_BLOCK - 1)
@@ -214,12 +219,17 @@ class _Segment:
     weights: Ints  # weights of these streams
     sums: Ints  # cumulative sums of the weights
     before: Ints  # number of samples of every stream (also of weight 0) before `start`
+    spread: Pattern | Tree | None  # None in versions 1 and 2
 
     @classmethod
-    def of(cls, start: int, end: int, weights: Weights, before: Ints) -> _Segment:
+    def of(cls, start: int, end: int, weights: Weights, before: Ints, key: np.uint64 | None) -> _Segment:
         streams = np.flatnonzero(weights).astype(np.int16)
         positive = np.array(weights, dtype=np.int64)[streams]
-        return cls(start, end, streams, positive, np.cumsum(positive), before)
+        spread = None
+        if key is not None:
+            word = mix64(key + GOLDEN * (np.array([start], dtype=np.uint64) + ONE))[0]
+            spread = spread_of(word, positive.tolist())
+        return cls(start, end, streams, positive, np.cumsum(positive), before, spread)
 
     @property
     def total(self) -> int:
@@ -263,7 +273,7 @@ class _Segment:
 class Mixture:
     """The assignment of positions to streams under a schedule; see the module docstring."""
 
-    def __init__(self, seed: int, schedule: Schedule) -> None:
+    def __init__(self, seed: int, schedule: Schedule, version: int = VERSION) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
         self.seed, self.schedule = seed, schedule
@@ -275,7 +285,7 @@ class Mixture:
         for (start, end), (_, weights) in zip(
             pairwise([*self._starts, MAX_POSITION]), schedule.segments, strict=True
         ):
-            segment = _Segment.of(start, end, weights, before)
+            segment = _Segment.of(start, end, weights, before, self._key if version >= 3 else None)
             self._segments.append(segment)
             before = self._counts(segment, end)
 
@@ -288,6 +298,10 @@ class Mixture:
         check_positions(start, count)
         stream, index = np.empty(count, dtype=np.int16), np.empty(count, dtype=np.int64)
         for segment, begin, end in self._pieces(start, start + count):
+            if segment.spread is not None:
+                piece = slice(begin - start, end - start)
+                stream[piece], index[piece] = _spread(segment, np.arange(begin, end, dtype=np.int64))
+                continue
             first, last = segment.block(begin - segment.start), segment.block(end - 1 - segment.start)
             streams, indices = self._blocks(segment, np.arange(first, last + 1, dtype=np.int64))
             origin = segment.start + segment.edge(first)
@@ -304,6 +318,11 @@ class Mixture:
         edges = [*np.searchsorted(positions, self._starts, sorter=ascending).tolist(), len(positions)]
         for segment, (low, high) in zip(self._segments, pairwise(edges), strict=True):
             which = ascending[low:high]
+            if segment.spread is not None:
+                for first in range(0, len(which), _SPREAD_AT_ONCE):
+                    some = which[first : first + _SPREAD_AT_ONCE]
+                    stream[some], index[some] = _spread(segment, positions[some])
+                continue
             done = positions[which] - segment.start
             blocks, of_block = np.unique(segment.block(done), return_inverse=True)
             slots = done - segment.edge(blocks)[of_block]
@@ -335,6 +354,9 @@ class Mixture:
         if not column.size:
             return None
         left = index - int(segment.before[stream])
+        if segment.spread is not None:
+            position = segment.start + segment.spread.place_of(int(column[0]), left)
+            return position if position < MAX_POSITION else None
         low = left // int(segment.weights[column[0]]) * segment.blocks  # first block of the sample's period
         if segment.start + segment.edge(low) >= MAX_POSITION:
             return None
@@ -358,14 +380,21 @@ class Mixture:
         """
         while start < end:
             segment = self._segment(start)
-            block = segment.block(start - segment.start)
-            stop = min(end, segment.end, segment.start + segment.edge(block + segment.chunk))
+            if segment.spread is not None:
+                stop = min(end, segment.end, start + _SPREAD_AT_ONCE)
+            else:
+                block = segment.block(start - segment.start)
+                stop = min(end, segment.end, segment.start + segment.edge(block + segment.chunk))
             yield segment, start, stop
             start = stop
 
     def _counts(self, segment: _Segment, position: int) -> Ints:
         """Return the samples of each stream before `position`, which is in `segment` or at its end."""
         done = position - segment.start
+        if segment.spread is not None:
+            counts = segment.before.copy()
+            counts[segment.streams] += np.array(segment.spread.counts(done), dtype=np.int64)
+            return counts
         block = segment.block(done)
         edge = segment.edge(block)
         counts = segment.before.copy()
@@ -412,3 +441,11 @@ class Mixture:
             kept = streams >= 0
             return streams[kept], indices[kept]
         return streams, indices
+
+
+def _spread(segment: _Segment, positions: Ints) -> tuple[_Streams, Ints]:
+    """Return (streams, indices) of positions in a segment of version 3."""
+    assert segment.spread is not None
+    columns, indices = segment.spread.locate(positions - segment.start)
+    streams = segment.streams[columns]
+    return streams, indices + segment.before[streams]

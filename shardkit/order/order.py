@@ -1,11 +1,13 @@
 """The order of training samples: which sample is at which position, by arithmetic on a few integers.
 
     epoch e, g = divmod(position, N)                       N samples in the dataset
-    shards of the epoch: Permutation(K, key(seed, e, "shards")), and the prefix sums of their sizes
+    shards of the epoch: Permutation(K, key(seed, e, "shards")), sorted by lane; prefix sums of their sizes
     row r, lane l = divmod(g, L)                           L lanes
     window of the lane -> Permutation(size, key(seed, e, lane, window)) -> span -> (shard, row)
 
-Lanes. The span of an epoch is its shards in that epoch's order; lanes are consecutive parts of it. Lane l has
+Lanes. The span of an epoch is its shards in that epoch's order; lanes are consecutive parts of it. A lane has
+the shards of one stratum, a part of the dataset, so that data sorted by source has all of its parts in every
+batch; which stratum changes from epoch to epoch. Versions 1 and 2 do not sort shards by lane. Lane l has
 N // L samples, one more when l < N % L, and a global batch takes samples evenly from all lanes. A lane is cut
 into windows of W samples, each shuffled inside: a lane reads only the shards under its current window. The
 first window of lane l is shorter, W - W * l // L samples, so that lanes enter their next windows, and new
@@ -25,8 +27,8 @@ Guarantees. Every epoch holds each sample exactly once. The order is a function 
 invertible (`positions_of`). Everything is exact in 64 bits: N <= 2**60, L <= 2**16, W <= 2**44. Golden
 vectors and a plain-Python reference in the tests pin all of it.
 
-Costs. O(K) memory: 8 bytes per shard, and 12 more per shard for each epoch kept (at most two): 14 MB for
-450,000 shards. A new epoch costs about 70 ns per shard; a position costs 100-150 ns in calls for thousands,
+Costs. O(K) memory: 12 bytes per shard, and 16 more per shard for each epoch kept (at most two): 20 MB for
+450,000 shards. A new epoch costs about 80 ns per shard; a position costs 100-150 ns in calls for thousands,
 at any number of samples (tests/benchmarks/bench_order.py). Threads and forked processes may share an `Order`.
 """
 
@@ -36,6 +38,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -52,15 +55,18 @@ MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
 MAX_LANES = 1 << 16  # lane numbers fit uint16, which NumPy sorts by radix
 MAX_WINDOW = 1 << 44  # window * lane stays below 2**60
 
-VERSION = 2  # version of the arithmetic; saved in the state, so that a run keeps the version it began with
-_VERSIONS = (1, VERSION)
+VERSION = 3  # version of the arithmetic; saved in the state, so that a run keeps the version it began with
+_VERSIONS = (1, 2, VERSION)
 _EPOCHS_KEPT = 2  # number of epochs kept in memory: a batch may cross into the next epoch
 
 _MANY_STARTS, _MANY_PLACES = 1 << 15, 1 << 10  # if both reach this, `_find` sorts to avoid L2 misses
+_GOLDEN_16 = 40503  # 2**16 times the golden ratio's fraction
 _NODES = 2048  # number of nodes that can each have a lane of their own, if the dataset has enough shards
 _SHARDS_OF_LANE = 32  # minimum number of shards per lane; a shard on the border of two lanes is fetched twice
 _SHARDS_OF_LONG_LANES = 128
 _SHARDS_OF_WINDOW = 2
+_UNSORTED_SAMPLES = 1 << 18  # samples under all windows of data that was never shuffled, within these limits
+_FEWEST_UNSORTED, _MOST_UNSORTED = 768, 1024  # shards
 _SHARDS_OF_WINDOWS = 64  # minimum number of shards under all lanes' windows: 4 GiB in shards of 64 MiB
 
 Shuffle = Literal["window", "global", "none"]
@@ -147,18 +153,25 @@ def default_lanes(shards: int, *, compressed: bool = False) -> int:
     return min(1 << max(0, lanes.bit_length() - 1), MAX_LANES)
 
 
-def default_window(samples: int, shards: int, lanes: int) -> int:
+def default_window(samples: int, shards: int, lanes: int, *, is_shuffled: bool = True) -> int:
     """Return the number of samples per window: the samples of two average shards.
 
-    If the windows of all lanes would then span less than 64 shards, windows are larger. Two shards keep
-    batches diverse in data that was never shuffled: each lane contributes samples from two or three shards.
-    Small datasets have few lanes and need the 64 shards. The smallest datasets fit in one window.
+    If the windows of all lanes would then span less than 64 shards, windows are larger: small datasets have
+    few lanes. The smallest datasets fit in one window. In data that was never shuffled, a shard may hold
+    samples of one kind only. There, the windows span 2**18 samples, but 512 to 1,024 shards, so that the
+    share of a kind in a batch of 256 varies hardly more than in random batches, however shards are sorted.
+    If these are at least half of the shards, a window has all of its lane.
     """
     if lanes < 1 or shards < 0 or samples < 0:
         raise ValueError(
             f"samples and shards must be at least 0, and lanes at least 1, not {samples}, {shards}, {lanes}"
         )
     spanned = max(_SHARDS_OF_WINDOW * lanes, _SHARDS_OF_WINDOWS)
+    if not is_shuffled:
+        unsorted = min(max(_UNSORTED_SAMPLES * shards // max(1, samples), _FEWEST_UNSORTED), _MOST_UNSORTED)
+        if 4 * unsorted >= 3 * shards:
+            return max(1, min(samples, MAX_WINDOW))
+        spanned = max(spanned, unsorted)
     return max(1, min(-(-samples * spanned // (max(1, shards) * lanes)), MAX_WINDOW))
 
 
@@ -173,6 +186,20 @@ def lane_keys(lanes: int, version: int = VERSION) -> npt.NDArray[np.uint16]:
             keys = (keys >> shift & mask) | (keys & mask) << shift
     found = keys.astype(np.uint16)
     found.flags.writeable = False
+    return found
+
+
+def lanes_of_strata(lanes: int, turn: int) -> npt.NDArray[np.uint16]:
+    """Return the lane of each stratum, uint16[lanes]: lane l has stratum (l * g + turn) % lanes.
+
+    g, about 0.618 * lanes and coprime to it, spreads every run of consecutive lanes, such as a batch smaller
+    than the number of lanes, over the dataset, and also the lanes of a rank, which have their low bits alike.
+    """
+    step = max(1, lanes * _GOLDEN_16 >> 16)
+    while gcd(step, lanes) > 1:
+        step += 1
+    found = np.empty(lanes, dtype=np.uint16)
+    found[(np.arange(lanes) * step + turn) % lanes] = np.arange(lanes, dtype=np.uint16)
     return found
 
 
@@ -260,9 +287,10 @@ class Located:
 class EpochOrder:
     """The shard order of one epoch, and the key that shuffles its windows."""
 
-    permutation: Permutation | None
     shards: npt.NDArray[np.int32] | None
     """Shard numbers in the epoch's order, int32[shards]; None means manifest order."""
+    slots: npt.NDArray[np.int32] | None
+    """The index of each shard in `shards`, int32[shards]."""
     starts: Ints
     """The offset in the epoch's span at which each shard of `shards` begins, int64[shards + 1]."""
     window_key: np.uint64
@@ -423,11 +451,11 @@ class Order:
         piece.sample_id[which] = self.shard_starts[shards] + rows
 
     def _find_within(self, epoch: EpochOrder, sample_ids: Ints) -> Ints:
-        if epoch.permutation is None:
+        if epoch.slots is None:
             places = sample_ids
         else:
             shards = np.searchsorted(self.shard_starts, sample_ids, side="right") - 1
-            places = epoch.starts[epoch.permutation.inverse(shards)] + sample_ids - self.shard_starts[shards]
+            places = epoch.starts[epoch.slots[shards]] + sample_ids - self.shard_starts[shards]
         if self.spec.shuffle == "none":
             return places
         lanes, rows = self.geometry.find(places)
@@ -475,9 +503,21 @@ class Order:
             return EpochOrder(None, None, self.shard_starts, window_key)
         permutation = Permutation(self.shards, self._key(number, "shards"))
         shards = permutation(np.arange(self.shards)).astype(np.int32)
+        if self.spec.version >= 3 and self.spec.lanes > 1 and self._samples:
+            turn = int.from_bytes(self._key(number, "strata"), "little") % self.spec.lanes
+            lanes = lanes_of_strata(self.spec.lanes, turn)[self._strata]
+            shards = shards[np.argsort(lanes[shards], kind="stable")]
+        slots = np.empty_like(shards)
+        slots[shards] = np.arange(self.shards, dtype=np.int32)
         starts = np.zeros(self.shards + 1, dtype=np.int64)
         np.cumsum(np.diff(self.shard_starts)[shards], out=starts[1:])
-        return EpochOrder(permutation, shards, starts, window_key)
+        return EpochOrder(shards, slots, starts, window_key)
+
+    @cached_property
+    def _strata(self) -> npt.NDArray[np.int32]:
+        """The stratum of each shard: the lane that would hold its middle if shards were in dataset order."""
+        middles = self.shard_starts[:-1] + np.diff(self.shard_starts) // 2
+        return self.geometry.find(np.minimum(middles, self._samples - 1))[0]
 
     def _key(self, epoch: int, purpose: str) -> bytes:
         text = f"{self.spec.seed}:{epoch}:{purpose}"

@@ -41,6 +41,7 @@ _MAX_PASSES = 4  # maximum of a stream's epochs per epoch of the mixture: more g
 _MAX_INTERVALS = 1 << 22  # maximum number of intervals: sorting these takes a second and 100 MB
 _MOST_BEGINS = 256  # maximum number of batches whose parts are compared; further batches add few lanes
 _MOST_KEYS = 1 << 21  # maximum number of keys sorted for that comparison: tens of milliseconds
+_SAMPLES = 2  # samples by which a stream's count may be off between two edges of blocks or periods
 _SLACK = 1024  # positions by which intervals are widened: a block, in which streams come in any order
 
 
@@ -252,6 +253,6 @@ def _of_stream(
         return ShardUses(shard, np.full(len(shard), knots[0]), np.full(len(shard), knots[-1]))
     uses = ShardUses.joined([shard_uses(order, number, lanes) for number in passes])
     uses = uses.take((uses.end > low) & (uses.begin < high))
-    begin = np.interp(uses.begin, counts, knots).astype(np.int64) - _SLACK
-    end = np.interp(uses.end, counts, knots).astype(np.int64) + 1 + _SLACK
+    begin = np.interp(uses.begin - _SAMPLES, counts, knots).astype(np.int64) - _SLACK
+    end = np.interp(uses.end + _SAMPLES, counts, knots).astype(np.int64) + 1 + _SLACK
     return ShardUses(uses.shard, np.maximum(begin, knots[0]), np.minimum(end, knots[-1]))

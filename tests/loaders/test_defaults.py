@@ -70,10 +70,21 @@ def test_lanes_and_window_follow_from_the_shards_and_samples_alone(
 ) -> None:
     """Not from cache, batch or ranks, of which nothing is known here; nor from the size of a sample."""
     dataset = large(url, 50 * SHARD_BYTES, shards=shards)
-    sizes = dataset.stream_sizes("data")
+    sizes = replace(dataset.stream_sizes("data"), is_shuffled=True)
     assert sizes.shuffle_sizes(None, None) == (lanes, window)
     assert sizes.shuffle_sizes(5, 77) == (5, 77)
     assert sizes.shuffle_sizes(1, None)[1] == max(400, 64 * 200)
+
+
+@pytest.mark.parametrize(
+    ("shards", "window"), [(20, 20 * 200), (1000, 200_000), (1366, 6400), (3200, 3200), (100_000, 400)]
+)
+def test_windows_of_data_that_was_never_shuffled_span_768_to_1024_shards(
+    url: str, shards: int, window: int
+) -> None:
+    sizes = large(url, 50 * SHARD_BYTES, shards=shards).stream_sizes("data")
+    assert sizes.shuffle_sizes(None, None)[1] == window
+    assert sizes.shuffle_sizes(5, 77) == (5, 77)
 
 
 def test_compressed_shards_make_fewer_lanes_wherever_they_are(url: str, tmp_path: Path) -> None:

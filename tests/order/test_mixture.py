@@ -21,6 +21,7 @@ from shardkit.errors import StateError
 from shardkit.order.mixture import Mixture, Schedule
 from shardkit.order.order import MAX_POSITION
 from shardkit.order.permutation import mix64
+from spec import arithmetic
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "mixture_locations.json"
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -44,7 +45,7 @@ def schedules(draw: st.DrawFn, streams: int | None = None) -> Schedule:
     return Schedule(tuple((start, draw(weights_of(streams))) for start in starts))
 
 
-# The arithmetic in plain Python: one block at a time, counted one by one
+# Versions 1 and 2 in plain Python: one block at a time, counted one by one
 
 
 def mixed(word: int) -> int:
@@ -113,7 +114,7 @@ def test_streams_and_indices_agree_with_plain_python(
     count = schedule.segments[-1][0] + data.draw(st.integers(1, 1500))
     streams = plain_streams(seed, schedule, count)
     indices = plain_indices(streams)
-    mixture = Mixture(seed, schedule)
+    mixture = Mixture(seed, schedule, 2)
     first, last = sorted(data.draw(st.tuples(*[st.integers(0, count)] * 2)))
     for start, end in ((0, count), (first, last)):
         stream, index = mixture.locate(start, end - start)
@@ -133,7 +134,7 @@ def test_streams_and_indices_agree_with_plain_python(
 @settings(max_examples=40, deadline=None)
 def test_positions_far_away_are_as_exact(seed: int, weights: Weights, near: int, data: st.DataObject) -> None:
     schedule = Schedule.of(weights)
-    reduced, mixture = schedule.weights_at(0), Mixture(seed, schedule)
+    reduced, mixture = schedule.weights_at(0), Mixture(seed, schedule, 2)
     number = (near + data.draw(st.integers(0, 2**19))) * -(-sum(reduced) // 1024) // sum(reduced)
     first, last = plain_edges(reduced, number)[0], plain_edges(reduced, number + 1)[1]
     stream, index = mixture.locate(first, last - first)
@@ -148,11 +149,72 @@ def test_positions_far_away_are_as_exact(seed: int, weights: Weights, near: int,
 
 def test_golden_locations_never_change() -> None:
     for case in json.loads(GOLDEN.read_text()):
-        mixture = Mixture(case["seed"], Schedule.from_list(case["schedule"]))
+        mixture = Mixture(case["seed"], Schedule.from_list(case["schedule"]), case.get("version", 2))
         for start, streams, indices in case["locations"]:
             stream, index = mixture.locate(start, len(streams))
             assert stream.tolist() == streams, (case["schedule"], start)
             assert index.tolist() == indices, (case["schedule"], start)
+
+
+# Version 3: spread evenly
+
+
+@given(
+    seed=SEEDS,
+    schedule=schedules(),
+    near=st.sampled_from([0, 0, 4000, 2**31, 2**61]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_spread_streams_agree_with_plain_python(
+    seed: int, schedule: Schedule, near: int, data: st.DataObject
+) -> None:
+    plain, mixture = arithmetic.Mixture(seed, schedule.to_list()), Mixture(seed, schedule)  # type: ignore[arg-type]
+    start, count = near + data.draw(st.integers(0, 3000)), data.draw(st.integers(1, 200))
+    expected = [plain.locate(start + n) for n in range(count)]
+    stream, index = mixture.locate(start, count)
+    assert list(zip(stream.tolist(), index.tolist(), strict=True)) == expected
+    scattered = start + np.random.default_rng(0).permutation(count)
+    found = mixture.locate_at(scattered)
+    assert [each.tolist() for each in found] == [each[scattered - start].tolist() for each in (stream, index)]
+    before, after = mixture.counts(start), mixture.counts(start + count)
+    assert (after - before).tolist() == np.bincount(stream, minlength=schedule.streams).tolist()
+    for place in data.draw(st.lists(st.integers(0, count - 1), max_size=3)):
+        assert mixture.position_of(*expected[place]) == start + place
+
+
+SKEWED: list[Weights] = [(37, 21, 42), (1, 1), (7, 2, 1), (90, 5, 3, 2), (1, 4000), (1,) * 1000]
+SKEWED += [(3000, *(1,) * 1000), (1, 2, 3, 5, 8, 13, 21, 34)]
+
+
+@pytest.mark.parametrize("weights", SKEWED, ids=lambda weights: f"{len(weights)}-{sum(weights)}")
+def test_a_count_is_never_off_by_a_sample(weights: Weights) -> None:
+    assert deviation(weights, 3 * sum(weights)) < 1
+
+
+@given(weights=st.lists(st.integers(1, 300) | st.just(1), min_size=1, max_size=12).map(tuple))
+@settings(max_examples=60, deadline=None)
+def test_a_count_is_never_off_by_a_sample_for_any_weights_of_a_short_period(weights: Weights) -> None:
+    assert deviation(weights, 2 * sum(weights)) < 1
+
+
+FINE: list[Weights] = [(371_234, 212_345, 416_421), (10**6 - 1, 1), (5,) * 999 + (6,)]
+FINE += [(1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 5000)]
+
+
+@pytest.mark.parametrize("weights", FINE, ids=lambda weights: f"{len(weights)}-{sum(weights)}")
+def test_a_count_is_off_by_less_than_the_bound_in_long_periods(weights: Weights) -> None:
+    assert deviation(weights, min(sum(weights), 60_000)) < (1 if len(weights) in (2, 3, 1000) else 1.7)
+
+
+def deviation(weights: Weights, positions: int) -> float:
+    """By how many samples a count is off from its exact share, at most, at the first positions."""
+    stream, _ = Mixture(7, Schedule.of(weights)).locate(0, positions)
+    total, worst = sum(weights), 0
+    for number in sorted(range(len(weights)), key=lambda each: -weights[each])[:40]:
+        counts, places = np.cumsum(stream == number), np.arange(1, positions + 1)
+        worst = max(worst, int(np.abs(counts * total - places * weights[number]).max()))
+    return worst / total
 
 
 # Proportions
@@ -181,7 +243,7 @@ def test_proportions_are_exact_at_every_multiple_of_the_weights_sum(weights: Wei
 @settings(max_examples=60, deadline=None)
 def test_counts_never_leave_their_exact_shares(weights: Weights, block: int, within: int) -> None:
     schedule = Schedule.of(weights)
-    reduced, mixture = schedule.weights_at(0), Mixture(1, schedule)
+    reduced, mixture = schedule.weights_at(0), Mixture(1, schedule, 2)
     total, streams = sum(reduced), len(reduced)
     edge, end = plain_edges(reduced, block)
     for count, weight in zip(mixture.counts(edge).tolist(), reduced, strict=True):
@@ -194,7 +256,7 @@ def test_counts_never_leave_their_exact_shares(weights: Weights, block: int, wit
 
 def test_the_slots_of_a_block_are_equally_likely_and_independent() -> None:
     blocks, size = 40_000, 8
-    stream, _ = Mixture(11, Schedule.of((1, 7))).locate(0, blocks * size)
+    stream, _ = Mixture(11, Schedule.of((1, 7)), 2).locate(0, blocks * size)
     slots = np.flatnonzero(stream == 0) % size
     pairs = np.bincount(slots[:-1] * size + slots[1:], minlength=size * size)
     expected = (blocks - 1) / size**2
@@ -203,7 +265,7 @@ def test_the_slots_of_a_block_are_equally_likely_and_independent() -> None:
 
 
 def test_a_rare_stream_comes_anywhere_in_the_longest_block() -> None:
-    stream, _ = Mixture(2, Schedule.of((1, 1023))).locate(0, 1024 * 1600)
+    stream, _ = Mixture(2, Schedule.of((1, 1023)), 2).locate(0, 1024 * 1600)
     slots = np.flatnonzero(stream == 0) % 1024
     by_sixteenth = np.bincount(slots // 64, minlength=16)
     chi_square = ((by_sixteenth - 100) ** 2 / 100).sum()
@@ -211,7 +273,7 @@ def test_a_rare_stream_comes_anywhere_in_the_longest_block() -> None:
 
 
 def test_blocks_are_shuffled_in_ways_of_their_own() -> None:
-    stream, _ = Mixture(2, Schedule.of((1, 1, 2, 2))).locate(0, 12_000)
+    stream, _ = Mixture(2, Schedule.of((1, 1, 2, 2)), 2).locate(0, 12_000)
     ways = {tuple(block) for block in stream.reshape(2000, 6).tolist()}
     assert len(ways) == 180  # 6! / 2! / 2!; one of them is missed in 2,000 draws once in 370 times
 

@@ -52,9 +52,29 @@ def mixed(word: int) -> int:
     return int(mix64(np.array(word % 2**64, dtype=np.uint64)))
 
 
-def plain_shards(count: int, spec: OrderSpec, epoch: int) -> list[int]:
+def plain_shards(sizes: list[int], spec: OrderSpec, epoch: int) -> list[int]:
     digest = hashlib.blake2b(key_of(spec, epoch, "shards"), digest_size=8, person=b"shardkit.perm.1").digest()
-    return [permute_one(i, count, int.from_bytes(digest, "little")) for i in range(count)]
+    shards = [permute_one(i, len(sizes), int.from_bytes(digest, "little")) for i in range(len(sizes))]
+    if spec.version < 3 or not sum(sizes):
+        return shards
+    # The stratum of a shard is the lane that would hold its middle; lane l has stratum l * step + turn.
+    lane_of_place = [
+        lane
+        for lane in range(spec.lanes)
+        for _ in range(sum(sizes) // spec.lanes + (lane < sum(sizes) % spec.lanes))
+    ]
+    starts = [0, *itertools.accumulate(sizes)]
+    step = max(1, spec.lanes * 40503 // 65536)
+    while math.gcd(step, spec.lanes) > 1:
+        step += 1
+    turn = int.from_bytes(key_of(spec, epoch, "strata"), "little")
+    strata = [lane_of_place[min(starts[shard] + sizes[shard] // 2, sum(sizes) - 1)] for shard in shards]
+    return [
+        shard
+        for lane in range(spec.lanes)
+        for shard, stratum in zip(shards, strata, strict=True)
+        if stratum == (lane * step + turn) % spec.lanes
+    ]
 
 
 def plain_windows(spec: OrderSpec, lane: int, span: list[int]) -> list[list[int]]:
@@ -75,7 +95,7 @@ def plain_epoch(sizes: list[int], spec: OrderSpec, epoch: int) -> list[tuple[int
     if spec.shuffle == "none":
         return [(0, sample) for shard in shards for sample in shard]
     if spec.shuffle == "window":
-        shards = [shards[number] for number in plain_shards(len(sizes), spec, epoch)]
+        shards = [shards[number] for number in plain_shards(sizes, spec, epoch)]
     span = iter([sample for shard in shards for sample in shard])
     window_key = int.from_bytes(key_of(spec, epoch, "windows"), "little")
     lanes = []
@@ -388,7 +408,7 @@ def test_ranks_have_lanes_of_their_own_where_they_divide(lanes: int, world_size:
 def test_a_window_stays_in_the_shards_under_it(sizes: list[int], lanes: int, window: int, seed: int) -> None:
     order = Order(sizes, OrderSpec(seed, lanes, window))
     located = order.locate((0, order.samples))
-    shard_order = plain_shards(len(sizes), order.spec, 0)
+    shard_order = plain_shards(sizes, order.spec, 0)
     span = [shard for shard in shard_order for _ in range(sizes[shard])]
     for lane in range(lanes):
         of_lane = located.shard[located.lane == lane]
@@ -474,7 +494,7 @@ def test_a_spec_survives_json_and_normalises_what_has_no_meaning() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 3},
+        {"version": 4},
         {"version": True},
         {"lanes": 0},
         {"lanes": "8"},

@@ -229,6 +229,7 @@ def test_golden_locations_never_change() -> None:
     assert stream_seed(17, 0) == 15319750155211253131
     assert stream_seed(2**64 - 1, 41) == 14818284728268276559
     for case in json.loads(GOLDEN.read_text()):
+        version = case.get("version", 1)
         orders = [
             stream_order(
                 stream["shard_samples"],
@@ -236,13 +237,13 @@ def test_golden_locations_never_change() -> None:
                     stream_seed(case["seed"], number),
                     stream["lanes"],
                     stream["window"],
-                    version=case.get("version", 1),
+                    version=version,
                 ),
                 Exclusions(stream["exclusions"]) if stream["exclusions"] else None,
             )
             for number, stream in enumerate(case["streams"])
         ]
-        mixed = MixedOrder(orders, Mixture(case["seed"], Schedule.from_list(case["schedule"])), 1000)
+        mixed = MixedOrder(orders, Mixture(case["seed"], Schedule.from_list(case["schedule"]), version), 1000)
         for start, expected in case["locations"]:
             located = mixed.locate((start, len(expected["shard"])))
             for name in ("epoch", "shard", "row", "lane", "sample_id"):

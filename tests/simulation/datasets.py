@@ -126,7 +126,7 @@ class Expectation:
             "window": none,
         }
         state = {
-            "version": 4, "position": 0, "order_version": 2, "seed": SEED, "shuffle": "window",
+            "version": 4, "position": 0, "order_version": 3, "seed": SEED, "shuffle": "window",
             "lanes": LANES, "window": window, "tail": tail, "epoch_samples": self.epoch_samples,
             "schedule": list(schedule) if len(names) > 1 else None, "global_batch": None, "streams": streams,
         }  # fmt: skip

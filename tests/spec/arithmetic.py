@@ -119,7 +119,12 @@ def default_lanes(shards: int, compressed: bool) -> int:
     return min(1 << max(0, lanes.bit_length() - 1), 1 << 16)
 
 
-def default_window(samples: int, shards: int, lanes: int) -> int:
+def default_window(samples: int, shards: int, lanes: int, is_shuffled: bool = True) -> int:
+    if not is_shuffled:
+        spanned = min(max((shards << 18) // max(samples, 1), 768), 1024)
+        if 4 * spanned >= 3 * shards:
+            return max(1, min(samples, 1 << 44))
+        return max(1, min(-(-samples * max(2 * lanes, spanned) // (shards * lanes)), 1 << 44))
     return max(1, min(-(-samples * max(2 * lanes, 64) // (max(1, shards) * lanes)), 1 << 44))
 
 
@@ -145,7 +150,7 @@ class Order:
     shuffle: str = "window"
     lanes: int = 1
     window: int = 0
-    version: int = 2
+    version: int = 3
     excluded: Ranges = ()
     _epochs: dict[int, tuple[list[int], list[int], int]] = field(default_factory=dict)
 
@@ -168,9 +173,26 @@ class Order:
             if self.shuffle == "window":
                 word = key_word(self.key(number, "shards"))
                 shards = [permute(j, len(shards), word) for j in shards]
+                if self.version >= 3 and self.lanes > 1 and self.samples:
+                    lanes = self._lanes_of_strata(le64(self.key(number, "strata")) % self.lanes)
+                    shards.sort(key=lambda shard: lanes[self._stratum(shard)])
             kept = [self.kept_starts[shard + 1] - self.kept_starts[shard] for shard in shards]
             self._epochs[number] = shards, [0, *accumulate(kept)], le64(self.key(number, "windows"))
         return self._epochs[number]
+
+    def _stratum(self, shard: int) -> int:
+        """The lane that would hold the middle of a shard if the shards were in the order of the index."""
+        begin, end = self.kept_starts[shard], self.kept_starts[shard + 1]
+        middle = min(begin + (end - begin) // 2, self.samples - 1)
+        length, longer = divmod(self.samples, self.lanes)
+        edge = longer * (length + 1)
+        return middle // (length + 1) if middle < edge else longer + (middle - edge) // length
+
+    def _lanes_of_strata(self, turn: int) -> dict[int, int]:
+        step = max(1, self.lanes * 40503 >> 16)
+        while gcd(step, self.lanes) > 1:
+            step += 1
+        return {(lane * step + turn) % self.lanes: lane for lane in range(self.lanes)}
 
     def locate(self, position: int) -> Located:
         epoch, place = divmod(position, self.samples)
@@ -210,7 +232,8 @@ def stream_seed(seed: int, number: int) -> int:
 
 
 class Mixture:
-    def __init__(self, seed: int, schedule: Schedule) -> None:
+    def __init__(self, seed: int, schedule: Schedule, version: int = 3) -> None:
+        self.version = version
         self.key = le64(blake2b(f"{seed}:mixture", 8, "shardkit.mix.1"))
         self.segments: list[tuple[int, list[int]]] = []
         for start, weights in schedule:
@@ -218,6 +241,7 @@ class Mixture:
             if not self.segments or self.segments[-1][1] != reduced:
                 self.segments.append((start, reduced))
         self._blocks: dict[tuple[int, int, int], tuple[int, list[int], list[int]]] = {}
+        self._spreads: dict[int, Spread] = {}
         self.before = [[0] * len(schedule[0][1])]  # what each stream has when a segment starts
         for number, (end, _) in enumerate(self.segments[1:]):
             self.before.append(self._counts(number, end))
@@ -225,14 +249,26 @@ class Mixture:
     def locate(self, position: int) -> tuple[int, int]:
         """(stream, index)."""
         number = bisect_right([start for start, _ in self.segments], position) - 1
+        if self.version >= 3:
+            stream, index = self._spread(number).locate(position - self.segments[number][0])
+            return stream, self.before[number][stream] + index
         begin, slots, counts = self._block(number, position)
         at = position - begin
         return slots[at], counts[slots[at]] + slots[:at].count(slots[at])
 
     def _counts(self, number: int, end: int) -> list[int]:
         """What each stream has before position `end`, which is in a segment or at its end."""
+        if self.version >= 3:
+            found = self._spread(number).counts(end - self.segments[number][0])
+            return [a + b for a, b in zip(self.before[number], found, strict=True)]
         begin, slots, counts = self._block(number, end)
         return [count + slots[: end - begin].count(stream) for stream, count in enumerate(counts)]
+
+    def _spread(self, number: int) -> Spread:
+        if number not in self._spreads:
+            start, weights = self.segments[number]
+            self._spreads[number] = Spread(mix64(self.key + G * (start + 1)), weights)
+        return self._spreads[number]
 
     def _block(self, number: int, position: int) -> tuple[int, list[int], list[int]]:
         """(where the block of a position begins, its slots' streams, what each stream has before it)."""
@@ -263,6 +299,110 @@ class Mixture:
             slots[slot] = stream
         counts = [before + share for before, share in zip(self.before[number], first, strict=True)]
         return start + low, slots, counts
+
+
+class Spread:
+    """The places of a segment in version 3; streams of weight 0 have none."""
+
+    def __init__(self, key: int, weights: Sequence[int]) -> None:
+        self.key, self.weights, self.period = key, weights, sum(weights)
+        self.streams = [stream for stream, weight in enumerate(weights) if weight]
+        if self.period <= 4096:
+            self.pattern = self._pattern()
+        else:
+            self._plant()
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """(stream, number of the place among the stream's)."""
+        number, place = divmod(place, self.period)
+        if self.period > 4096:
+            stream, index = self._descend(number, place)
+            return stream, number * self.weights[stream] + index
+        slots = self._slots(number)
+        return slots[place], number * self.weights[slots[place]] + slots[:place].count(slots[place])
+
+    def counts(self, places: int) -> list[int]:
+        number, rest = divmod(places, self.period)
+        found = [number * weight for weight in self.weights]
+        if self.period > 4096:
+            self._share_out(number, 0, rest, found)
+        else:
+            for stream in self._slots(number)[:rest]:
+                found[stream] += 1
+        return found
+
+    def _period_key(self, number: int) -> int:
+        return mix64(self.key + G * (number + 1))
+
+    def _slots(self, number: int) -> list[int]:
+        return self.pattern[::-1] if self._period_key(number) >> 63 else self.pattern
+
+    def _pattern(self) -> list[int]:
+        whole, counts, slots = self.period, [0] * len(self.weights), []
+        ties = {stream: mix64(self.key + G * (n + 1)) for n, stream in enumerate(self.streams)}
+        for place in range(whole):
+            due = [
+                (-(-(counts[s] + 1) * whole // self.weights[s]), ties[s], s)
+                for s in self.streams
+                if counts[s] < self.weights[s] and counts[s] * whole // self.weights[s] <= place
+            ]
+            slots.append(min(due)[2])
+            counts[slots[-1]] += 1
+        return slots
+
+    def _plant(self) -> None:
+        """Nodes as [weight, children or None, stream], by levels from the root."""
+        made: list[tuple[int, tuple[int, int] | None, int]] = [
+            (self.weights[s], None, s) for s in self.streams
+        ]
+        loose = [(weight, node) for node, (weight, _, _) in enumerate(made)]
+        while len(loose) > 1:
+            (one, first), (other, second) = sorted(loose)[:2]
+            loose = [*(pair for pair in loose if pair[1] not in (first, second)), (one + other, len(made))]
+            made.append((one + other, (first, second), -1))
+        order = [loose[0][1]]
+        for node in order:
+            order += made[node][1] or ()
+        numbers = {node: number for number, node in enumerate(order)}
+        self.nodes = [
+            (weight, pair and (numbers[pair[0]], numbers[pair[1]]), stream)
+            for weight, pair, stream in (made[node] for node in order)
+        ]
+        sums = []
+        above = {child: number for number, (_, pair, _) in enumerate(self.nodes) for child in pair or ()}
+        for number, (weight, pair, _) in enumerate(self.nodes):
+            node, total = number, 0
+            while node:
+                total += -(-(weight << 16) // self.nodes[node][0])
+                node = above[node]
+            sums.append(0 if pair else total)
+        self.parts = min(1 << 16, max(1 << 15, (1 << 32) // max(1, *sums)))
+
+    def _lefts(self, number: int, node: int, place: int) -> int:
+        """How many of the node's first places in the period are its left child's."""
+        weight, pair, _ = self.nodes[node]
+        assert pair is not None
+        high = min(weight - 1, weight * self.parts >> 16)
+        low = weight - 1 - high
+        offset = low + mix64(self._period_key(number) + G * (node + 1)) % (high - low + 1)
+        return (place * self.nodes[pair[0]][0] + offset) // weight
+
+    def _descend(self, number: int, place: int) -> tuple[int, int]:
+        node = 0
+        while pair := self.nodes[node][1]:
+            lefts = self._lefts(number, node, place)
+            is_left = self._lefts(number, node, place + 1) > lefts
+            node, place = (pair[0], lefts) if is_left else (pair[1], place - lefts)
+        return self.nodes[node][2], place
+
+    def _share_out(self, number: int, node: int, places: int, found: list[int]) -> None:
+        _, pair, stream = self.nodes[node]
+        if pair is None:
+            found[stream] += places
+        else:
+            lefts = self._lefts(number, node, places)
+            self._share_out(number, pair[0], lefts, found)
+            self._share_out(number, pair[1], places - lefts, found)
 
 
 def shares(weights: Sequence[int], n: int) -> list[int]:

@@ -385,7 +385,7 @@ class Run:
             state["tail"],
             state["epoch_samples"],
         )
-        mixture = Mixture(seed, state["schedule"]) if state["schedule"] else None
+        mixture = Mixture(seed, state["schedule"], state["order_version"]) if state["schedule"] else None
         orders = []
         for number, (dataset, ranges) in enumerate(zip(datasets, excluded, strict=True)):
             own = stream_seed(seed, number) if mixture else seed

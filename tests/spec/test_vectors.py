@@ -143,8 +143,9 @@ def check_defaults(cases: Any) -> None:
         shards, compressed = case["shards"], case["compressed"]
         assert default_lanes(shards, compressed=compressed) == case["lanes"]
         assert arithmetic.default_lanes(shards, compressed) == case["lanes"]
-        assert default_window(case["samples"], shards, case["lanes"]) == case["window"]
-        assert arithmetic.default_window(case["samples"], shards, case["lanes"]) == case["window"]
+        is_shuffled, args = case["shuffled"], (case["samples"], shards, case["lanes"])
+        assert default_window(*args, is_shuffled=is_shuffled) == case["window"]
+        assert arithmetic.default_window(*args, is_shuffled) == case["window"]
 
 
 def check_mixture(vectors: Any) -> None:
@@ -152,9 +153,11 @@ def check_mixture(vectors: Any) -> None:
         assert stream_seed(int(seed), number) == arithmetic.stream_seed(int(seed), number) == int(found)
     for case in vectors["cases"]:
         start, expected = case["start"], list(zip(case["streams"], case["indices"], strict=True))
-        found = Mixture(case["seed"], Schedule.from_list(case["schedule"])).locate(start, len(expected))
+        version = case["version"]
+        mixture = Mixture(case["seed"], Schedule.from_list(case["schedule"]), version)
+        found = mixture.locate(start, len(expected))
         assert [each.tolist() for each in found] == [case["streams"], case["indices"]]
-        plain = arithmetic.Mixture(case["seed"], case["schedule"])
+        plain = arithmetic.Mixture(case["seed"], case["schedule"], version)
         assert [plain.locate(start + n) for n in range(len(expected))] == expected
 
 

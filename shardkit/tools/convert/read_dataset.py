@@ -25,7 +25,7 @@ from shardkit.tools.convert.columns import KEY, Mapped, keep_columns, to_members
 from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions, Sample, TokenBlock
 
 
-class _DatasetSource:
+class DatasetSource:
     """Base class of `DatasetRows`, `DatasetTokens` and `DatasetSamples`, which read a dataset's shards."""
 
     kind: ClassVar[str] = "dataset"
@@ -46,6 +46,11 @@ class _DatasetSource:
             "samples": len(self._dataset),
         }
 
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the dataset's card says that its rows were shuffled as a whole."""
+        return self._dataset.card is not None and self._dataset.card.is_shuffled
+
     def _shards(self) -> Iterator[tuple[int, Any, str, int]]:
         """Yield (number, open shard, location, stored bytes) of each shard; only one is open at a time."""
         for number, info in enumerate(self._dataset.manifest.shards):
@@ -54,7 +59,7 @@ class _DatasetSource:
             self.files_done += 1
 
 
-class DatasetRows(_DatasetSource):
+class DatasetRows(DatasetSource):
     """Reads one column of fixed dtype and shape (the only one or the selected one) as arrays of rows."""
 
     def __init__(self, dataset: Dataset, column: Column, target: str) -> None:
@@ -80,7 +85,7 @@ class DatasetRows(_DatasetSource):
                 yield np.ascontiguousarray(rows), size * len(rows) // len(matrix)
 
 
-class DatasetTokens(_DatasetSource):
+class DatasetTokens(DatasetSource):
     """Reads a column of one-axis integer arrays, each of which is a document."""
 
     has_documents = True
@@ -143,7 +148,7 @@ class DatasetTokens(_DatasetSource):
             raise ShardError(where, f"sample {row:,}: {self._column.name!r}: {error}") from error
 
 
-class DatasetSamples(_DatasetSource):
+class DatasetSamples(DatasetSource):
     """Reads samples with any columns, and converts their values as `mapped` defines."""
 
     def __init__(self, dataset: Dataset, mapped: Sequence[Mapped], *, has_keys: bool) -> None:

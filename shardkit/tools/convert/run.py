@@ -1,9 +1,10 @@
 """Converts a dataset of another format to MDS or tar shards, checks it, and publishes it when it is complete.
 
-The source is read forward once, a few megabytes at a time. Shards are written to `DST/.shardkit-converting`
-(on the target's file system, so publishing renames files and copies nothing), read back by the readers that
-training uses, and compared by a digest of all values. Then they are moved into place, the index last. The
-target is locked during the conversion. A killed conversion leaves no index; the next one removes its files.
+The source is read forward once, a few megabytes at a time (`shuffle` spools its rows to disk). Shards are
+written to `DST/.shardkit-converting` (on the target's file system, so publishing renames files and copies
+nothing), read back by the readers that training uses, and compared by a digest of all values. Then they are
+moved into place, the index last. The target is locked during the conversion. A killed conversion leaves no
+index; the next one removes its files.
 
 The card depends only on the source, its path as given, and the options: it holds no times and no other
 absolute paths. The same command therefore writes the same bytes.
@@ -42,7 +43,8 @@ from shardkit.storage.url import is_remote, local_path
 from shardkit.tools.convert.columns import KEY, npy_bytes, unchanged
 from shardkit.tools.convert.cut import TokenCounts, choose_dtype, cut_rows, documents, equal_rows
 from shardkit.tools.convert.detect import AnySource, Kind, open_source
-from shardkit.tools.convert.read_dataset import DatasetRows, DatasetSamples
+from shardkit.tools.convert.read_dataset import DatasetRows, DatasetSamples, DatasetSource
+from shardkit.tools.convert.shuffle import ShuffledRowWriter, ShuffledSampleWriter
 from shardkit.tools.convert.source import (
     CutOptions,
     OutputOptions,
@@ -291,12 +293,20 @@ class _Conversion:
         return _Written(manifest, digest, columns, has_keys=source.has_keys, names=source.names)
 
     def _row_writer(self, column: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> RowWriter:
-        return RowWriter(self._work, self._output, self._background, column=column, dtype=dtype, shape=shape)
+        args, seed = (self._work, self._output, self._background), self._output.shuffle
+        if seed is None:
+            return RowWriter(*args, column=column, dtype=dtype, shape=shape)
+        size = self._source.bytes
+        return ShuffledRowWriter(*args, column=column, dtype=dtype, shape=shape, seed=seed, source_bytes=size)
 
     def _sample_writer(self, columns: Mapping[str, str]) -> SampleWriter:
+        writer: SampleWriter
         if self._output.format == "mds":
-            return MdsSampleWriter(self._work, self._output, columns)
-        return TarSampleWriter(self._work, self._output)
+            writer = MdsSampleWriter(self._work, self._output, columns)
+        else:
+            writer = TarSampleWriter(self._work, self._output)
+        seed = self._output.shuffle
+        return writer if seed is None else ShuffledSampleWriter(writer, self._work, seed, self._source.bytes)
 
     def _finish_rows(
         self, writer: RowWriter, column: str, counts: TokenCounts | None, left_out: Sequence[str] = ()
@@ -371,6 +381,11 @@ def write_card(
         "left_out": list(written.left_out),
         "options": {key: value for key, value in asdict(cut).items() if value not in (None, False)},
     }
+    if output.shuffle is not None:
+        card["shuffled"] = True
+        card["converted_from"]["options"]["shuffle"] = output.shuffle
+    elif isinstance(source, DatasetSource) and source.is_shuffled:
+        card["shuffled"] = True
     if (blocks := manifest.blocks) is not None:
         card["files"] = {blocks.basename: {"bytes": blocks.bytes, **blocks.hashes}}
     publish_bytes(work / CARD_NAME, json.dumps(card, indent=2).encode() + b"\n")

@@ -199,8 +199,12 @@ class OutputOptions:
     compression: str | None = None
     """Compression of MDS shards, such as zstd:7."""
     hashes: tuple[str, ...] = ("xxh64",)
+    shuffle: int | None = None
+    """Write all rows in an order that is shuffled with this seed; default: in the order of the source."""
 
     def __post_init__(self) -> None:
+        if self.shuffle is not None and not 0 <= self.shuffle < 1 << 64:
+            raise ValueError(f"the seed of shuffle must be from 0 to 2**64 - 1, not {self.shuffle}")
         if self.format not in ("mds", "wds"):
             raise ValueError(f"the format must be mds or wds, not {self.format!r}")
         if not 0 < self.limit <= MAX_SHARD_BYTES:
