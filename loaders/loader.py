@@ -129,7 +129,7 @@ class StreamingLoader:
         self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
         self._warn_of_small_caches(is_starting=False)
         self._maker = self._batch_maker(return_ids=return_ids, mark_padding=tail == "pad")
-        self._telemetry = Telemetry(self.batch_size, shards=streams.remote)
+        self._telemetry = Telemetry(self.batch_size, shards=streams.remote, ranks=self.world_size)
         self.usage = open_usage_log(self.config.usage_log, streams, self._place, batch_size=self.batch_size)
         if self.usage is not None:
             self.usage.begin(self._settings, 0)
@@ -200,6 +200,7 @@ class StreamingLoader:
         self._agree(self._cursor)
         self._announce_limit()
         self._iteration = object()
+        self._telemetry.begin()
         return self._start(portion)
 
     def steps(self) -> Iterator[list[Batch]]:
@@ -394,7 +395,9 @@ class StreamingLoader:
     def _next_group(self, running: Prefetcher) -> Group | None:
         began = time.perf_counter()
         group = running.get()
-        if group is not None:
+        if group is None:
+            self._telemetry.end()
+        else:
             self._telemetry.step(time.perf_counter() - began, running.ready_batches)
         return group
 
@@ -631,7 +634,7 @@ class StreamingLoader:
 
     def stats(self) -> LoaderStats:
         """Return this rank's waits since its first batch, counters of cache and store, and a verdict."""
-        return self._telemetry.stats()
+        return self._telemetry.stats(self._maker.delivered_length(self.dataset.sequence_length))
 
     def __repr__(self) -> str:
         plan, order = self._plan, self._settings.order
