@@ -25,11 +25,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Never, Self, SupportsIndex, Unpack
 
-from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.planner import Pace
-from shardkit.cache.protocol import Cache
 from shardkit.cache.run import PlanRequest
-from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.agreement import RankAgreement
@@ -284,21 +281,22 @@ class StreamingLoader:
         if not streams.remote:
             return
         self._warn_of_small_caches(is_starting=True)
-        by_cache: dict[tuple[Cache, Fetcher], list[tuple[CachedShards, Sequence[int]]]] = {}
-        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
-            if (shards := dataset.shards) is not None:
-                by_cache.setdefault((shards.cache, shards.fetcher), []).append((shards, who))
+        requests, ranks = self.plan_requests(), self.machine_ranks
+        replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
+        others = self._balance is not None
+        streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
+
+    def plan_requests(self) -> list[PlanRequest]:
+        """Return the order in which this machine's ranks need the shards of remote datasets, by cache."""
         requests = []
-        for (cache, _), parts in by_cache.items():
-            lanes = {tuple(who): self._lanes_read(who, cache.is_shared) for _, who in parts}
+        for parts in self._opened.streams.by_cache():
+            cache = parts[0][0].cache
+            lanes = {who: self._lanes_read(who, cache.is_shared) for _, who in parts}
             uses = self._arrangement.uses(lanes, cache.capacity)
             sharers = len(self.learn_machine_ranks()) if cache.is_shared else 1
             pace = Pace.of_rank(self.rank, sharers=sharers)
             requests.append(PlanRequest([shards for shards, _ in parts], *uses, pace))
-        ranks = self.machine_ranks
-        replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
-        others = self._balance is not None
-        streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
+        return requests
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
         """Return the data-parallel ranks that share this machine's cache folder; find them on first call."""
@@ -377,6 +375,7 @@ class StreamingLoader:
                         if not cursor[1] and not self.config.endless:
                             return  # the delivered batch was the epoch's last
                         break
+            self._telemetry.end()
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
             raise
@@ -395,9 +394,7 @@ class StreamingLoader:
     def _next_group(self, running: Prefetcher) -> Group | None:
         began = time.perf_counter()
         group = running.get()
-        if group is None:
-            self._telemetry.end()
-        else:
+        if group is not None:
             self._telemetry.step(time.perf_counter() - began, running.ready_batches)
         return group
 
