@@ -68,7 +68,9 @@ def write_all(folder: Path, shards: int, python: str | None) -> None:
                 if name == "text":
                     whole.write(rows.tobytes())
                     at = number * SHARD_ROWS
-                    tars.append(tar.write_rows_shard(folder / "tar", f"s-{number:05d}.tar", rows, key_start=at))
+                    tars.append(
+                        tar.write_rows_shard(folder / "tar", f"s-{number:05d}.tar", rows, key_start=at)
+                    )
         mds.write_index(folder / name, infos)
     if python is not None:
         (folder / "litdata").mkdir()

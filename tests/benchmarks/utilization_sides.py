@@ -59,13 +59,16 @@ def webdataset(settings: Settings, disk: str) -> Iterable[Any]:
     shards = [f"pipe:curl -sf '{url}'" for url in settings["tars"]]
     samples = tool.WebDataset(shards, shardshuffle=len(shards), seed=0).shuffle(1000).decode()
     batches = samples.to_tuple("tokens.npy").batched(settings["batch"], partial=False)
-    return tool.WebLoader(batches, batch_size=None, num_workers=WORKERS)
+    loader: Iterable[Any] = tool.WebLoader(batches, batch_size=None, num_workers=WORKERS)
+    return loader
 
 
 def litdata(settings: Settings, disk: str) -> Iterable[Any]:
     import litdata as tool
+    from litdata.streaming import downloader
 
-    os.environ["AWS_ALLOW_HTTP"] = "true"
+    # Its Rust client refuses http://, which no option of its own allows; the server here has no TLS.
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
     loader = tool.TokensLoader(block_size=settings["length"])
     dataset = tool.StreamingDataset(
         settings["litdata"],
@@ -74,7 +77,9 @@ def litdata(settings: Settings, disk: str) -> Iterable[Any]:
         cache_dir=disk,
         storage_options={"endpoint_url": settings["endpoint"]},
     )
-    return tool.StreamingDataLoader(dataset, batch_size=settings["batch"], num_workers=WORKERS)
+    batch: int = settings["batch"]
+    batches: Iterable[Any] = tool.StreamingDataLoader(dataset, batch_size=batch, num_workers=WORKERS)
+    return batches
 
 
 SIDES: dict[str, Callable[[Settings, str], Iterable[Any]]] = {

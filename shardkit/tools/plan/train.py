@@ -148,8 +148,9 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
     gets = ceil(shards * needs.epochs * fetch_factor)
     fetched_bytes = dataset_bytes * needs.epochs * fetch_factor
-    able = needs.measured_tokens_per_second
-    run_seconds = needs.seconds * max(Fraction(1), tokens_per_second / nodes / able if able else Fraction(1))
+    run_seconds = needs.seconds
+    if (able := needs.measured_tokens_per_second) is not None:
+        run_seconds *= max(Fraction(1), tokens_per_second / nodes / able)
     return TrainPlan(
         nodes=nodes,
         tokens_per_second=tokens_per_second,
@@ -178,9 +179,16 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
         fetched_bytes=fetched_bytes,
         run_seconds=run_seconds,
         waiting_dollars=needs.prices.computing(needs.gpus, run_seconds - needs.seconds),
-        costs={
-            "reads and traffic": needs.prices.reading(gets, fetched_bytes),
-            "dataset stored": needs.prices.storing(dataset_bytes, run_seconds),
-            "GPUs": needs.prices.computing(needs.gpus, run_seconds),
-        },
+        costs=_costs(needs, gets, fetched_bytes, dataset_bytes, run_seconds),
     )
+
+
+def _costs(
+    needs: TrainNeeds, gets: int, fetched_bytes: Fraction, dataset_bytes: Fraction, run_seconds: Fraction
+) -> dict[str, Fraction]:
+    prices = needs.prices
+    return {
+        "reads and traffic": prices.reading(gets, fetched_bytes),
+        "dataset stored": prices.storing(dataset_bytes, run_seconds),
+        "GPUs": prices.computing(needs.gpus, run_seconds),
+    }
