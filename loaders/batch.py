@@ -176,6 +176,12 @@ class BatchMaker:
             of_token += dtype.itemsize  # the converted copy; `columns` counts the stored tokens
         return max(1, columns + tokens * of_token)
 
+    def delivered_length(self, stored: int | None) -> int | None:
+        """Return the tokens of a delivered row that has `stored` tokens; None if rows differ in length."""
+        if stored is None or self.config.mixed_lengths:
+            return None
+        return stored - (self.config.labels == "shifted" and not self.config.keep_length)
+
     def _added_fields(self) -> list[str]:
         """Return the names of the fields that options add to the columns."""
         config = self.config

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, Self, TypeGuard, cast, runtime_checkable
 
@@ -35,6 +36,8 @@ with naming_extras("CudaPrefetcher"):
     import torch
 
 from shardkit.loaders.batch import Batch
+from shardkit.loaders.metrics import LoaderStats, Telemetry
+from shardkit.loaders.profiled import profiled
 
 MAX_DEPTH = 64  # maximum `depth` of a CudaPrefetcher: each batch ahead of the loop takes device memory
 
@@ -57,7 +60,7 @@ class Copied:
 
     batch: Batch
     tensors: tuple[torch.Tensor, ...] = ()
-    done: torch.cuda.Event | None = None
+    done: Any = None  # a torch.cuda.Event
 
 
 class Copies(Protocol):
@@ -75,6 +78,9 @@ class Copies(Protocol):
     def finish(self, copied: Copied) -> None:
         """Make a batch usable on the loop's CUDA stream; called in the loop's thread, possibly twice."""
 
+    def stalled_seconds(self) -> float:
+        """Return how long the loop's CUDA stream has waited for copies so far; may lack the latest ones."""
+
 
 class HostCopies:
     """Leaves batches in host memory."""
@@ -91,6 +97,9 @@ class HostCopies:
     def finish(self, copied: Copied) -> None:
         pass
 
+    def stalled_seconds(self) -> float:
+        return 0.0
+
 
 class CudaCopies:
     """Copies batches to a GPU on a separate CUDA stream."""
@@ -99,6 +108,8 @@ class CudaCopies:
         """`cuda`: `torch.cuda`, or a replacement in tests."""
         self._device, self._cuda = device, cuda
         self._stream = cuda.Stream(device)
+        self._stalls: deque[tuple[Any, Any]] = deque()  # events before and after waits for copies
+        self._stalled_seconds = 0.0
 
     def begin(self) -> None:
         self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -118,14 +129,29 @@ class CudaCopies:
             moved.append(self._moved(tensor))
             return moved[-1]
 
-        with self._cuda.stream(self._stream):
+        with profiled("shardkit.copy"), self._cuda.stream(self._stream):
             return Copied(_each_tensor(batch, move), tuple(moved), self._stream.record_event())
 
     def finish(self, copied: Copied) -> None:
         stream = self._cuda.current_stream(self._device)
-        stream.wait_event(copied.done)
+        if copied.done is None or copied.done.query():  # the GPU will not wait: there is nothing to measure
+            stream.wait_event(copied.done)
+        else:
+            before, after = (self._cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            stream.wait_event(copied.done)
+            after.record(stream)
+            self._stalls.append((before, after))
+            if len(self._stalls) >= MAX_DEPTH:
+                self.stalled_seconds()
         for tensor in copied.tensors:
             tensor.record_stream(stream)
+
+    def stalled_seconds(self) -> float:
+        while self._stalls and self._stalls[0][1].query():
+            before, after = self._stalls.popleft()
+            self._stalled_seconds += before.elapsed_time(after) / 1000
+        return self._stalled_seconds
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
         if value.device == self._device:
@@ -173,14 +199,31 @@ class CudaPrefetcher:
         self._length: int | None = None  # length of the loader when the iteration began
         self._iteration: object = None
         self._finalizer: weakref.finalize[..., Any] | None = None
+        self._telemetry = Telemetry(0)
 
     def __iter__(self) -> Iterator[Batch]:
         self._iteration = token = object()
+        self._telemetry.begin()
         return _Iteration(self, token)
 
     def __len__(self) -> int:
         """Return the loader's length when the iteration began; by now the loader may be an epoch ahead."""
         return len(cast(Sized, self.loader)) if self._length is None else self._length
+
+    def stats(self) -> LoaderStats:
+        """Return the waits of the loop for batches and for copies, with what the loader's `stats()` counts.
+
+        Use these, not the loader's own: its waits are those of the copying thread. The wait for a copy is
+        that of the loop for its start (pinning memory), and that of the GPU for its end.
+        """
+        own = self._telemetry.stats()
+        own = replace(own, copy_seconds=own.copy_seconds + self._copies.stalled_seconds())
+        counted = self.loader.stats() if hasattr(self.loader, "stats") else None
+        if not isinstance(counted, LoaderStats):
+            return own
+        names = ("ranks", "sample_tokens", "cache", "store", "balance")
+        inside = {name: getattr(counted, name) for name in names}
+        return replace(own, samples=own.steps * counted.samples // max(1, counted.steps), **inside)
 
     def state_dict(self) -> State:
         """Return the loader's state at the last delivered batch; raise TypeError if it has no state."""
@@ -247,9 +290,14 @@ class _Iteration:
         if owner._iteration is not self._token:
             raise RuntimeError("stale iterator: the prefetcher was re-iterated, or had a state loaded")
         ahead = owner._started()
-        item = ahead.wait(ahead.taken + 1)
+        began = time.perf_counter()
+        with profiled("shardkit.wait"):
+            item = ahead.wait(ahead.taken + 1)
         if (copied := item.copied) is not None:
+            waited = time.perf_counter() - began
+            copying = min(waited, item.copy_seconds)  # the copy came last, so the loop waited for it last
             owner._copies.finish(copied)
+            owner._telemetry.step(waited - copying, ahead.ready, copying)
             ahead.want(item.number)  # after `finish`: the thread that it wakes competes for the GIL
             batch = copied.batch
             # From here to `return` nothing is called, so no signal handler runs and the batch is not lost.
@@ -262,6 +310,7 @@ class _Iteration:
             self._ended = item.error is None
             owner._ahead = owner._length = None
         if item.error is None:
+            owner._telemetry.end()
             raise StopIteration
         try:
             raise item.error
@@ -276,6 +325,7 @@ class _Item:
     number: int
     state: State | None = None
     copied: Copied | None = None
+    copy_seconds: float = 0.0  # duration of `Copies.start`
     error: BaseException | None = None
     is_last: bool = False  # whether this iterator of the loader has ended
 
@@ -302,6 +352,11 @@ class _Ahead:
         self._to_loop: SimpleQueue[None] = SimpleQueue()
         self._running = threading.Lock()  # held by the running thread; an accidental second one ends at once
         self.thread: threading.Thread | None = None
+
+    @property
+    def ready(self) -> int:
+        """Number of items that are ready behind the one that the loop takes."""
+        return max(0, len(self._ready) - 1)
 
     def wait(self, number: int) -> _Item:
         """Return item `number`, the first one that is not taken yet; wait until it is ready."""
@@ -369,12 +424,13 @@ class _Ahead:
                 # An iterator that has raised cannot continue, but a new iterator of the loader may.
                 return _Item(number, error=error, is_last=True)
         batch, state = self._pending
+        began = time.perf_counter()
         try:
             copied = self._copies.start(batch)
         except BaseException as error:
             return _Item(number, error=error)
         self._pending = None
-        return _Item(number, state, copied)
+        return _Item(number, state, copied, time.perf_counter() - began)
 
 
 def _each_tensor(value: Any, change: Callable[[torch.Tensor], object]) -> Any:

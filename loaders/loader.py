@@ -25,11 +25,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Never, Self, SupportsIndex, Unpack
 
-from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.planner import Pace
-from shardkit.cache.protocol import Cache
 from shardkit.cache.run import PlanRequest
-from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.agreement import RankAgreement
@@ -129,7 +126,7 @@ class StreamingLoader:
         self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
         self._warn_of_small_caches(is_starting=False)
         self._maker = self._batch_maker(return_ids=return_ids, mark_padding=tail == "pad")
-        self._telemetry = Telemetry(self.batch_size, shards=streams.remote)
+        self._telemetry = Telemetry(self.batch_size, shards=streams.remote, ranks=self.world_size)
         self.usage = open_usage_log(self.config.usage_log, streams, self._place, batch_size=self.batch_size)
         if self.usage is not None:
             self.usage.begin(self._settings, 0)
@@ -200,6 +197,7 @@ class StreamingLoader:
         self._agree(self._cursor)
         self._announce_limit()
         self._iteration = object()
+        self._telemetry.begin()
         return self._start(portion)
 
     def steps(self) -> Iterator[list[Batch]]:
@@ -283,21 +281,22 @@ class StreamingLoader:
         if not streams.remote:
             return
         self._warn_of_small_caches(is_starting=True)
-        by_cache: dict[tuple[Cache, Fetcher], list[tuple[CachedShards, Sequence[int]]]] = {}
-        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
-            if (shards := dataset.shards) is not None:
-                by_cache.setdefault((shards.cache, shards.fetcher), []).append((shards, who))
+        requests, ranks = self.plan_requests(), self.machine_ranks
+        replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
+        others = self._balance is not None
+        streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
+
+    def plan_requests(self) -> list[PlanRequest]:
+        """Return the order in which this machine's ranks need the shards of remote datasets, by cache."""
         requests = []
-        for (cache, _), parts in by_cache.items():
-            lanes = {tuple(who): self._lanes_read(who, cache.is_shared) for _, who in parts}
+        for parts in self._opened.streams.by_cache():
+            cache = parts[0][0].cache
+            lanes = {who: self._lanes_read(who, cache.is_shared) for _, who in parts}
             uses = self._arrangement.uses(lanes, cache.capacity)
             sharers = len(self.learn_machine_ranks()) if cache.is_shared else 1
             pace = Pace.of_rank(self.rank, sharers=sharers)
             requests.append(PlanRequest([shards for shards, _ in parts], *uses, pace))
-        ranks = self.machine_ranks
-        replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
-        others = self._balance is not None
-        streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
+        return requests
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
         """Return the data-parallel ranks that share this machine's cache folder; find them on first call."""
@@ -376,6 +375,7 @@ class StreamingLoader:
                         if not cursor[1] and not self.config.endless:
                             return  # the delivered batch was the epoch's last
                         break
+            self._telemetry.end()
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
             raise
@@ -631,7 +631,7 @@ class StreamingLoader:
 
     def stats(self) -> LoaderStats:
         """Return this rank's waits since its first batch, counters of cache and store, and a verdict."""
-        return self._telemetry.stats()
+        return self._telemetry.stats(self._maker.delivered_length(self.dataset.sequence_length))
 
     def __repr__(self) -> str:
         plan, order = self._plan, self._settings.order

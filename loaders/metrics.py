@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -144,9 +145,55 @@ class LoaderStats:
     queue_depth: float = 0.0
     """Batches ready after the latest one was delivered."""
     queue_depth_mean: float = 0.0
+    copy_seconds: float = 0.0
+    """Time that the loop or the GPU waited for copies to the device; only a `CudaPrefetcher` counts it."""
+    loop_seconds: float = 0.0
+    """Time inside `for` loops up to the latest batch, without the time between loops."""
+    completed_steps: int = 0
+    """Steps whose loop came back for another batch, so that their whole duration is in `loop_seconds`."""
+    ranks: int = 1
+    """Number of data-parallel ranks."""
+    sample_tokens: int | None = None
+    """Tokens of a sample; None if samples differ in length or have no tokens."""
     cache: CacheStats | None = None
     store: StoreStats | None = None
     balance: BalanceStats | None = None
+    wait_counts: tuple[int, ...] = field(default=(), repr=False)
+    """The histogram of waits, from which `since` computes percentiles."""
+
+    @property
+    def rest_seconds(self) -> float:
+        """Time inside `for` loops that was spent neither waiting for batches nor for copies: the training."""
+        return max(0.0, self.loop_seconds - self.wait_seconds - self.copy_seconds)
+
+    def since(self, earlier: LoaderStats) -> LoaderStats:
+        """Return the statistics of the interval between `earlier`, of the same loader, and these.
+
+        Values that are neither sums nor percentiles of waits stay as they are, such as those of requests.
+        `earlier` of another loader that has counted more steps is ignored.
+        """
+        if not earlier.steps or earlier.steps > self.steps:
+            return self
+        sums = (
+            "steps", "samples", "seconds", "wait_seconds", "slow_steps", "slow_wait_seconds",
+            "copy_seconds", "loop_seconds", "completed_steps",
+        )  # fmt: skip
+        changes: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in sums}
+        counts = np.array(self.wait_counts, np.int64) - np.array(earlier.wait_counts, np.int64)
+        p50, p99, longest = (_quantile(counts, part, self.wait_max_seconds) for part in (0.5, 0.99, 1.0))
+        return replace(
+            self,
+            **changes,
+            first_wait_seconds=0.0,
+            wait_p50_seconds=p50,
+            wait_p99_seconds=p99,
+            wait_max_seconds=longest,
+            cache=_difference(self.cache, earlier.cache, ("used_bytes", "capacity_bytes")),
+            store=_difference(
+                self.store, earlier.store, ("first_byte_p50_seconds", "first_byte_p99_seconds")
+            ),
+            wait_counts=tuple(counts.tolist()),
+        )
 
     @property
     def samples_per_second(self) -> float:
@@ -169,8 +216,21 @@ class LoaderStats:
 
     def to_dict(self) -> dict[str, object]:
         """Return all statistics, including derived ones, as plain data for JSON and loggers."""
-        derived = ("samples_per_second", "slow_steps_share", "waited_share", "verdict")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        derived = ("rest_seconds", "samples_per_second", "slow_steps_share", "waited_share", "verdict")
+        stated = asdict(self) | {name: getattr(self, name) for name in derived}
+        del stated["wait_counts"]
+        return stated
+
+
+Counters = TypeVar("Counters", CacheStats, StoreStats)
+
+
+def _difference(now: Counters | None, earlier: Counters | None, current: Sequence[str]) -> Counters | None:
+    """Return the counters `now` less those `earlier`, except for the fields `current`, which are not sums."""
+    if now is None or earlier is None:
+        return now
+    names = [each.name for each in fields(now) if each.name not in current]
+    return replace(now, **{name: getattr(now, name) - getattr(earlier, name) for name in names})
 
 
 def verdict(stats: LoaderStats) -> str:
@@ -251,7 +311,7 @@ class Telemetry:
     """Counts a loader's steps and waits, and reports them together with counters of its caches and stores.
 
     `batch_size`: samples per step on this rank. `shards`: shards of the remote datasets, with their caches
-    and stores. A step that waits longer than `slow_step_seconds` counts as slow.
+    and stores. A step that waits longer than `slow_step_seconds` counts as slow. `ranks`: number of ranks.
     """
 
     def __init__(
@@ -260,12 +320,19 @@ class Telemetry:
         *,
         shards: Sequence[CachedShards] = (),
         slow_step_seconds: float = 1e-3,
+        ranks: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._batch_size = batch_size
         self._shards = tuple(shards)
         self._slow_step_seconds = slow_step_seconds
+        self._ranks = ranks
         self._clock = clock
+        self._began = self._ended_seconds = self._copy_seconds = 0.0
+        self._at: float | None = None  # when the running loop received its latest batch
+        self._loops = self._ends = (
+            0  # loops that received a batch; those that came back for one after the last
+        )
         self._started: float | None = None
         self._first_wait_seconds = self._last_wait_seconds = self._max_wait_seconds = 0.0
         self._steps = self._waits = self._slow_steps = 0
@@ -279,11 +346,33 @@ class Telemetry:
         total = work.astype(np.float64) * np.array([1, ranks, ranks] * 2)
         self._work = total if self._work is None else self._work + total
 
-    def step(self, wait_seconds: float, queue_depth: float = 0) -> None:
-        """Count a batch delivered after `wait_seconds`, with `queue_depth` more batches ready."""
-        if self._started is None:
-            self._started = self._clock() - wait_seconds
-            self._first_wait_seconds = wait_seconds
+    def begin(self) -> None:
+        """Count the time up to the next batch's request not as time of a loop: a `for` begins."""
+        if self._at is not None:
+            self._ended_seconds += self._at - self._began
+            self._at = None
+
+    def end(self) -> None:
+        """Count the last batch's step as completed: its loop came back and there is no further batch."""
+        if self._at is not None:
+            self._at = self._clock()
+            self._ends += 1
+            self.begin()
+
+    def step(self, wait_seconds: float, queue_depth: float = 0, copy_seconds: float = 0.0) -> None:
+        """Count a batch delivered after `wait_seconds`, with `queue_depth` more batches ready.
+
+        `copy_seconds`: the further wait for its copy to the device.
+        """
+        now = self._clock()
+        if self._at is None:
+            self._began = now - wait_seconds - copy_seconds
+            self._loops += 1
+            if self._started is None:
+                self._started = self._began
+                self._first_wait_seconds = wait_seconds
+        self._at = now
+        self._copy_seconds += copy_seconds
         self._steps += 1
         self._waits += 1
         self._queue_depth = queue_depth
@@ -302,11 +391,12 @@ class Telemetry:
     def more(self) -> None:
         """Count a batch that became ready together with the latest counted batch and added no wait."""
         self._steps += 1
+        self._at = self._clock()
 
-    def stats(self) -> LoaderStats:
-        """Return the statistics since the first batch was requested."""
+    def stats(self, sample_tokens: int | None = None) -> LoaderStats:
+        """Return the statistics since the first batch was requested, of samples of this many tokens."""
         histogram = np.array(self._histogram, np.int64)
-        steps = self._steps
+        steps, at = self._steps, self._at
         histogram[0] = steps - histogram.sum()
         p50, p99, longest = (_quantile(histogram, part, self._max_wait_seconds) for part in (0.5, 0.99, 1.0))
         return LoaderStats(
@@ -324,6 +414,12 @@ class Telemetry:
             slow_wait_seconds=self._slow_wait_seconds,
             queue_depth=self._queue_depth,
             queue_depth_mean=self._queue_depths / self._waits if self._waits else 0.0,
+            copy_seconds=self._copy_seconds,
+            loop_seconds=self._ended_seconds + (0.0 if at is None else at - self._began),
+            completed_steps=steps - self._loops + self._ends,
+            ranks=self._ranks,
+            sample_tokens=sample_tokens,
+            wait_counts=tuple(histogram.tolist()),
             cache=_cache_stats(self._shards) if self._shards else None,
             store=_store_stats(self._shards) if self._shards else None,
             balance=None if self._work is None else _balance_stats(*self._work.tolist()),

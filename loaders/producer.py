@@ -34,6 +34,7 @@ from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
 from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.profiled import profiled
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
 from shardkit.loaders.streams import ReadRows, Streams
 from shardkit.order.arrangement import Arrangement
@@ -203,9 +204,11 @@ class GroupMaker:
                 done = cursors[first : first + per_group]
                 low, high = first * size, (first + len(done)) * size
                 self._reading = done[0][0]
-                columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
-                fields, count = self._maker.fields(columns, ids[low:high])
-                batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
+                with profiled("shardkit.gather"):
+                    columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
+                with profiled("shardkit.make"):
+                    fields, count = self._maker.fields(columns, ids[low:high])
+                    batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
                 work = None if planned.work is None else planned.work[first : first + len(done)]
                 yield Group(fields, batches, done, ids[low:high].reshape(-1, size), count, work)
 
@@ -269,10 +272,11 @@ class Prefetcher:
         is_busy = time.perf_counter() - self._returned > BUSY_SECONDS
         self._busy_times = self._busy_times + 1 if is_busy else 0
         wanted = self._busy_times >= BUSY_TIMES and self._most_batches > 0
-        if self._thread is None and not wanted and not self._ended:
-            group = self._advance()
-        else:
-            group = self._get_from_either(wanted)
+        with profiled("shardkit.wait"):
+            if self._thread is None and not wanted and not self._ended:
+                group = self._advance()
+            else:
+                group = self._get_from_either(wanted)
         self._returned = time.perf_counter()
         return group
 

@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache import CacheOptions
-from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.fetcher import Fetcher, FetchLimits
+from shardkit.cache.protocol import Cache
 from shardkit.cache.run import CacheRun
 from shardkit.cache.shards import CachedShards, CacheReader, SharedCache
 from shardkit.datasets.dataset import Dataset, open_dataset
@@ -120,6 +121,14 @@ class Streams:
     def remote(self) -> tuple[CachedShards, ...]:
         """The cached shards of each remote dataset."""
         return tuple(dataset.shards for dataset in self.once.datasets if dataset.shards is not None)
+
+    def by_cache(self) -> list[list[tuple[CachedShards, tuple[int, ...]]]]:
+        """Return the remote datasets by the cache that they share, each with the numbers of its streams."""
+        found: dict[tuple[Cache, Fetcher], list[tuple[CachedShards, tuple[int, ...]]]] = {}
+        for dataset, who in zip(self.once.datasets, self.sharing, strict=True):
+            if (shards := dataset.shards) is not None:
+                found.setdefault((shards.cache, shards.fetcher), []).append((shards, who))
+        return list(found.values())
 
     def in_datasets(self, shards: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Convert shard numbers of these streams to the numbers of the same shards in `once`."""

@@ -41,6 +41,7 @@ __all__ = [
     "trace",
     "upload",
     "verify",
+    "warm",
 ]
 
 from shardkit.lazy import imported
@@ -68,6 +69,7 @@ _PLACES = {
     "trace": "shardkit.datasets.dataset",
     "upload": "shardkit.publish",
     "verify": "shardkit.datasets.verify",
+    "warm": "shardkit.tools.warm",
 }
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from shardkit.publish import download, upload
     from shardkit.storage.store import StorageOptions
     from shardkit.tools.convert import CutOptions, OutputOptions, convert
+    from shardkit.tools.warm import warm
     from shardkit.writers import BuildResult, Recipe, build, load_recipe
     from shardkit.writers import pack_store as pack
 else:

@@ -91,7 +91,7 @@ _EXTRAS = {
 }
 
 # Modules that no extra installs, because their users have them: trainers of shardkit.loaders.integrations,
-# Jupyter and pandas. Import name -> what to pass to pip install.
+# Jupyter, pandas and clients of metrics. Import name -> what to pass to pip install.
 _WITHOUT_EXTRA = {
     "IPython": "ipython",
     "accelerate": "accelerate",
@@ -106,6 +106,7 @@ _WITHOUT_EXTRA = {
     "nanotron": "git+https://github.com/huggingface/nanotron",
     "olmo_core": "ai2-olmo-core",
     "pandas": "pandas",
+    "prometheus_client": "prometheus-client",
     "torchtitan": "torchtitan",
     "transformers": "transformers",
     "tyro": "torchtitan",

@@ -124,6 +124,11 @@ class Fetcher:
             self._changed.notify_all()
             return job
 
+    def wait_for_commit(self, shards: Fetchable, number: int, timeout_seconds: float) -> None:
+        """Wait until a delivered shard is in the cache, or could not be stored there."""
+        with self._changed:
+            self._changed.wait_for(lambda: (shards, number) not in self._active, timeout_seconds)
+
     def waited_for(self, shards: Fetchable) -> Job | None:
         """Return a job that fetches one of these shards for a waiting reader; None if there is none."""
         with self._changed:

@@ -113,6 +113,9 @@ TRAIN = (
              "bandwidth of one request", "RATE", "80MB/s"),
     Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
              "time to the first byte of a request", "TIME", "50ms"),
+    Quantity("--measured", "measured_tokens_per_second", parse_number, lambda v: f"{float(v):,.0f}",
+             "tokens/s that the loaders of a node deliver, as a benchmark or loader.stats() measured; "
+             "default: enough", "N"),
     *(price for name, price in _PRICES.items() if name != "core_hour"),
 )  # fmt: skip
 BUILD = (
@@ -142,7 +145,7 @@ BUILD = (
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
              "duplicate removal: url, exact, lines, near, semantic, spans, or none; as in a recipe",
              "PARTS", "exact,near"),
-    *_PRICES.values(),
+    *(price for name, price in _PRICES.items() if name != "gpu_hour"),
 )  # fmt: skip
 _SHOWN_STAGES = 10
 
@@ -321,6 +324,7 @@ def _train_tables(
          format_rate(plan.fetched_per_second_per_node), ""],
     ]  # fmt: skip
     run = [
+        ["duration", format_seconds(plan.run_seconds), "longer than --days if the loaders are slower"],
         ["steps", f"{plan.steps:,}",
          f"global batch of {plan.global_batch:,} sequences, "
          f"{plan.global_batch * needs.sequence_length:,} tokens"],
@@ -341,12 +345,14 @@ def _train_tables(
         ["fetches in flight", _number(plan.fetches_in_flight),
          "Little's law: shards/s x fetch of a shard; each GPU's loader has 16 connections"],
     ]  # fmt: skip
-    how = {"reads and traffic": "requests and GB read", "dataset stored": "for the duration of the run"}
+    how = {"reads and traffic": "requests and GB read", "dataset stored": "for the duration of the run",
+           "GPUs": f"for {_show_days(plan.run_seconds)}"}  # fmt: skip
+    costs = [(name, cost) for name, cost in plan.costs.items() if name != "GPUs" or needs.prices.gpu_hour]
     store = [
         ["requests", f"{plan.gets:,}",
          f"one per shard and node that reads it; {_number(plan.gets / needs.seconds)}/s"],
         ["traffic", _bytes(plan.fetched_bytes), "read from the store"],
-        *([name, _money(cost), how[name]] for name, cost in plan.costs.items()),
+        *([name, _money(cost), how[name]] for name, cost in costs),
     ]  # fmt: skip
     return [
         ("Rates", ("", "in total", "per node", "per GPU"), rates),
@@ -364,6 +370,14 @@ def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
         notes.append(
             f"{plan.lanes} lanes for {plan.nodes:,} nodes: each byte of the dataset is fetched by "
             f"{_number(plan.fetch_factor)} nodes on average{hint}"
+        )
+    if (able := needs.measured_tokens_per_second) is not None and plan.run_seconds > needs.seconds:
+        price = f" and cost {_money(plan.waiting_dollars)} of waiting GPUs" if needs.prices.gpu_hour else ""
+        needed = float(plan.tokens_per_second / plan.nodes)
+        notes.append(
+            f"the loaders are too slow: a node needs {needed:,.0f} tokens/s "
+            f"and gets {float(able):,.0f}, so {_show_days(needs.seconds)} become "
+            f"{_show_days(plan.run_seconds)}{price}"
         )
     if plan.network_share > 1:
         notes.append("the nodes' network is too slow for this, with any cache and any window")

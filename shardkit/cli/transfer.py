@@ -1,22 +1,30 @@
-"""`shardkit upload` and `shardkit download`: copy a dataset to or from a store, the index last."""
+"""`shardkit upload` and `shardkit download`: copy a dataset to or from a store, the index last.
+
+With --cache-dir, a download fills the cache of a training run instead of a folder with a copy.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
     add_json_argument,
+    add_loader_arguments,
     add_quiet_argument,
     add_storage_arguments,
+    count,
+    file_path,
+    loader_options,
     print_json,
     progress_of,
     stdout_console,
     storage_options,
     whole,
 )
-from shardkit.cli.declared import add_options, given
-from shardkit.units import format_bytes
+from shardkit.cli.declared import add_options, argument, given
+from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from shardkit.publish import TransferReport
@@ -46,11 +54,15 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         description="Fetch a dataset from s3://bucket/prefix, hf://datasets/org/name, another folder, or "
         "any URL that fsspec supports. Every file is checked while it is received, existing files are not "
         "fetched again, and the index comes last. To continue after an interruption, run the same command "
-        "again. Training needs no download: the loader reads s3:// and hf:// itself.",
+        "again. Training needs no download: the loader reads s3:// and hf:// itself. With --cache-dir "
+        "instead of DST, the shards that a training run on this node reads first are fetched into its cache.",
         allow_abbrev=False,
     )
     download.add_argument("source", metavar="URL", help="the dataset, such as s3://bucket/prefix")
-    download.add_argument("target", metavar="DST", help="folder for the dataset; created if missing")
+    download.add_argument(
+        "target", metavar="DST", nargs="?", help="folder for the dataset; created if missing"
+    )
+    _add_cache_arguments(download)
     for parser, moved in ((upload, "sent"), (download, "fetched")):
         add_options(
             parser,
@@ -66,8 +78,97 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         parser.set_defaults(run=run, moved=moved)
 
 
+def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("filling the cache of a training run, instead of DST")
+    group.add_argument(
+        "--cache-dir", metavar="DIR", type=file_path, help="cache folder of the run's loaders (default: none)"
+    )
+    group.add_argument(
+        "--batch-size", type=count, metavar="B", help="sequences per rank and step (default: 8)"
+    )
+    group.add_argument("--world-size", type=count, metavar="N", help="data-parallel ranks (default: 1)")
+    group.add_argument(
+        "--ranks",
+        type=argument(_ranks),
+        metavar="R-R,…",
+        help="ranks of this node, such as 8-15 (default: all)",
+    )
+    group.add_argument(
+        "--state",
+        metavar="STEP|FILE",
+        help="where the run begins: a step, or a loader state as JSON or in a torch checkpoint, which sets "
+        "--seed, --shuffle and --tail, too (default: 0)",
+    )
+    group.add_argument(
+        "--most-bytes",
+        type=argument(parse_bytes),
+        metavar="BYTES",
+        help="size of the shards to have in the cache (default: as many as fit)",
+    )
+    add_loader_arguments(group, "epoch_samples", "cache_bytes")
+
+
+def _ranks(text: str) -> list[int]:
+    """Parse ranks and ranges of ranks, such as "0-7,12"."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise ValueError(f"{text!r} must be ranks or ranges such as 0-7 or 0,4")
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return ranks
+
+
+_OF_RUN = ("batch_size", "world_size", "ranks", "state", "most_bytes", "seed", "shuffle", "tail", "loader")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Upload or download, and print a report."""
+    if arguments.verb == "download":
+        into_cache = arguments.cache_dir is not None
+        if into_cache == (arguments.target is not None):
+            arguments.parser.error("give either DST, a folder for a copy, or --cache-dir")
+        others = ("threads", "replace", "dry_run") if into_cache else _OF_RUN
+        if unfit := given(arguments, *others):
+            needed = "leave out --cache-dir" if into_cache else "give --cache-dir"
+            arguments.parser.error(f"--{next(iter(unfit)).replace('_', '-')}: {needed}, or leave this out")
+        if into_cache:
+            return _warm(arguments)
+    return _transfer(arguments)
+
+
+def _warm(arguments: argparse.Namespace) -> int:
+    from shardkit.datasets.provenance.run import read_state
+    from shardkit.loaders.config import grouped
+    from shardkit.tools.warm import warm
+
+    start: dict[str, Any] = {}
+    if (state := arguments.state) is not None:
+        start = {"step": int(state)} if state.isdecimal() else {"state": read_state(Path(state)).to_dict()}
+    options = {"batch_size": 8, **given(arguments, *_OF_RUN[:3], *_OF_RUN[4:-1]), **start}
+    try:
+        report = warm(
+            arguments.source,
+            cache_dir=arguments.cache_dir,
+            storage=storage_options(arguments, is_job=True),
+            progress=not (arguments.quiet or arguments.json),
+            **options,
+            **grouped(loader_options(arguments) | {"stop_together": False}),
+        )
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    if arguments.json:
+        print_json(report.to_dict())
+        return 0
+    until = "all that is planned" if report.covers is None else f"position {report.covers:,}"
+    stdout_console().print(
+        f"{arguments.cache_dir}: {report.shards:,} shards, {format_bytes(report.bytes)}, {report.fetched:,} "
+        f"fetched; from position {report.position:,} up to {until} the ranks need no other"
+    )
+    return 0
+
+
+def _transfer(arguments: argparse.Namespace) -> int:
     from shardkit.publish import download, upload
 
     options: dict[str, Any] = {

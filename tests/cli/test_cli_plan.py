@@ -31,6 +31,19 @@ def test_a_run_s_plan_shows_rates_in_total_per_node_and_per_gpu(capfd: pytest.Ca
     assert "--lanes 256 gives each node lanes of its own" in err
 
 
+def test_a_slow_loader_is_said_in_days_and_dollars(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXAMPLE, "--measured", "6195.613", "--price", "gpu_hour=2"]) == 0
+    out, err = capfd.readouterr()
+    assert re.search(r"duration +108 days", out)
+    assert re.search(r"GPUs +\$10,616,83[12] +for 108 days", out)
+    assert "a node needs 12,391 tokens/s and gets 6,196, so 54 days become 108 days" in err
+    assert "and cost $5,308,41" in err
+    assert main([*EXAMPLE, "--measured", "1e6"]) == 0
+    out, err = capfd.readouterr()
+    assert "GPUs " not in out.split("From")[0].split("Store")[1]
+    assert "too slow" not in err
+
+
 def test_its_json_has_plain_numbers_and_where_they_come_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXAMPLE, "--lanes", "256", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

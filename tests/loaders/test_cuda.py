@@ -379,7 +379,30 @@ class FakeStream:
     def record_event(self) -> FakeStream:
         return self
 
+    def query(self) -> bool:
+        return True
+
     wait_event = wait_stream
+
+
+class FakeEvent:
+    """An event that has happened 40 ms after the previous one was recorded, in the GPU's time."""
+
+    recorded = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: FakeStream) -> None:
+        stream.log.append(f"event on {stream.name}")
+        FakeEvent.recorded += 1
+        self.at = FakeEvent.recorded
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 40.0 * (later.at - self.at)
 
 
 class FakeCuda:
@@ -470,6 +493,27 @@ def test_copies_wait_for_what_made_their_tensors_and_the_loop_for_the_copies() -
         "memory on cuda:0 kept for loop on cuda:0",
         "memory on cuda:0 kept for loop on cuda:0",
     ]
+
+
+def test_a_copy_that_the_gpu_waits_for_is_timed_on_the_gpu_and_no_other_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda()
+    cuda.Event = FakeEvent  # type: ignore[attr-defined]
+    batches = [{"x": fake_tensor(cuda, "cpu")} for _ in range(100)]
+
+    def passed(late: bool) -> tuple[float, int]:
+        monkeypatch.setattr(FakeStream, "query", lambda self: not late)
+        ahead = CudaPrefetcher(batches, "cpu", copies=CudaCopies(torch.device("cuda:0"), cuda=cuda))
+        cuda.log.clear()
+        assert sum(1 for _ in ahead) == 100
+        return ahead.stats().copy_seconds, sum(line.startswith("event") for line in cuda.log)
+
+    seconds, events = passed(late=False)
+    assert (seconds < 1.0, events) == (True, 0)
+    seconds, events = passed(late=True)
+    assert 100 * 0.04 <= seconds < 100 * 0.04 + 1.0  # what the loop itself waited for pinning comes on top
+    assert events == 200
 
 
 def test_what_cannot_work_is_refused(path: Path) -> None:

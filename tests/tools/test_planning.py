@@ -160,6 +160,28 @@ def test_a_run_s_rates_and_requests_agree_with_its_totals(
     assert plan.prefetch_bytes == plan.fetches_in_flight * needs.shard_bytes
 
 
+@given(st.fractions(1, 10**7), st.integers(1, 64))
+def test_a_slow_loader_prolongs_the_run_by_what_it_lacks_and_the_gpus_are_paid_for(
+    able: Fraction, nodes: int
+) -> None:
+    needs = TrainNeeds(
+        tokens=10**12, seconds=Fraction(2 * 86400), gpus=8 * nodes, prices=Prices(gpu_hour=Fraction(2)),
+        measured_tokens_per_second=able,
+    )  # fmt: skip
+    plan = plan_train(needs)
+    assert plan.run_seconds == max(needs.seconds, needs.tokens / (able * nodes))
+    assert plan.costs["GPUs"] == 8 * nodes * plan.run_seconds / 3600 * 2
+    assert plan.waiting_dollars == 8 * nodes * (plan.run_seconds - needs.seconds) / 3600 * 2
+    plain = plan_train(TrainNeeds(tokens=10**12, seconds=Fraction(2 * 86400), gpus=8 * nodes))
+    assert plain.run_seconds == needs.seconds
+    assert plain.waiting_dollars == plain.costs["GPUs"] == 0
+
+
+def test_a_measurement_that_is_no_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="measured_tokens_per_second must be above 0"):
+        TrainNeeds(tokens=1, seconds=Fraction(1), gpus=1, measured_tokens_per_second=Fraction(0))
+
+
 def test_costs_are_prices_times_what_they_are_for() -> None:
     prices = Prices(get_1000=Fraction(1), egress_gb=Fraction(2), gb_month=Fraction(3), put_1000=Fraction(4))
     needs = TrainNeeds(tokens=10**12, seconds=Fraction(30 * 86400), gpus=8, prices=prices)

@@ -119,6 +119,8 @@ class Prices:
     """Price of storing a GB (10**9 bytes) for 30 days; AWS list, S3 Standard."""
     egress_gb: Fraction = Fraction(0)
     """Price of reading a GB: free inside a region, 0.02 to another AWS region, 0.09 to the Internet."""
+    gpu_hour: Fraction = Fraction(0)
+    """Price of one GPU for an hour; 0: GPUs are not counted."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -132,6 +134,10 @@ class Prices:
     def reading(self, requests: int, count: Fraction) -> Fraction:
         """Return the price of `requests` reads that transfer `count` bytes in total, in dollars."""
         return requests * self.get_1000 / 1000 + count / 10**9 * self.egress_gb
+
+    def computing(self, gpus: int, seconds: Fraction) -> Fraction:
+        """Return the price of `gpus` GPUs for `seconds`, in dollars."""
+        return gpus * seconds / 3600 * self.gpu_hour
 
     def writing(self, requests: int) -> Fraction:
         """Return the price of `requests` writes, in dollars."""

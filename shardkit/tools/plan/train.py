@@ -4,6 +4,7 @@
     in flight  = shards/s * seconds of one fetch      (Little's law: concurrent fetches needed to keep up)
     lead       = seconds of one fetch                 (a fetch that starts later delays a step)
     cache      = lanes of a node * (a window + two shards)         as in shardkit.loaders.defaults
+    run        = seconds * max(1, tokens/s of a node / what its loaders were measured to deliver)
 
 A node fetches whole shards of the lanes that its ranks read. If there are fewer lanes than nodes, several
 nodes read the same lane, and each fetches its shards: `fetch_factor` is how often each byte of the dataset is
@@ -49,6 +50,8 @@ class TrainNeeds:
     """Bandwidth of one request, in bytes per second."""
     latency_seconds: Fraction = Fraction("0.05")
     """Time until a request's first byte, in seconds."""
+    measured_tokens_per_second: Fraction | None = None
+    """Tokens per second that the loaders of a node deliver when nothing else slows them; None: enough."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class TrainNeeds:
         for name in numbers:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {float(getattr(self, name)):g}")
+        if self.measured_tokens_per_second is not None and self.measured_tokens_per_second <= 0:
+            raise ValueError("measured_tokens_per_second must be above 0")
         if self.latency_seconds < 0:
             raise ValueError("latency_seconds must not be negative")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
@@ -108,6 +113,10 @@ class TrainPlan:
     """Number of read requests of the whole run; each reads a shard."""
     fetched_bytes: Fraction
     """Bytes fetched by all nodes in the whole run."""
+    run_seconds: Fraction
+    """Duration of the run: longer than wanted if the loaders deliver less than is needed."""
+    waiting_dollars: Fraction
+    """Price of the GPUs while they wait for loaders that deliver less than is needed."""
     costs: Mapping[str, Fraction]
     """Costs by item, in dollars."""
 
@@ -139,6 +148,9 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
     gets = ceil(shards * needs.epochs * fetch_factor)
     fetched_bytes = dataset_bytes * needs.epochs * fetch_factor
+    run_seconds = needs.seconds
+    if (able := needs.measured_tokens_per_second) is not None:
+        run_seconds *= max(Fraction(1), tokens_per_second / nodes / able)
     return TrainPlan(
         nodes=nodes,
         tokens_per_second=tokens_per_second,
@@ -165,8 +177,18 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
         prefetch_steps=ceil(fetch_seconds / step_seconds),
         gets=gets,
         fetched_bytes=fetched_bytes,
-        costs={
-            "reads and traffic": needs.prices.reading(gets, fetched_bytes),
-            "dataset stored": needs.prices.storing(dataset_bytes, needs.seconds),
-        },
+        run_seconds=run_seconds,
+        waiting_dollars=needs.prices.computing(needs.gpus, run_seconds - needs.seconds),
+        costs=_costs(needs, gets, fetched_bytes, dataset_bytes, run_seconds),
     )
+
+
+def _costs(
+    needs: TrainNeeds, gets: int, fetched_bytes: Fraction, dataset_bytes: Fraction, run_seconds: Fraction
+) -> dict[str, Fraction]:
+    prices = needs.prices
+    return {
+        "reads and traffic": prices.reading(gets, fetched_bytes),
+        "dataset stored": prices.storing(dataset_bytes, run_seconds),
+        "GPUs": prices.computing(needs.gpus, run_seconds),
+    }
