@@ -216,8 +216,11 @@ class MissingExtraError(ShardkitError, ImportError):
 
 
 @contextmanager
-def naming_extras(purpose: str) -> Iterator[None]:
-    """Convert a failed import of an optional package in the block into a MissingExtraError."""
+def naming_extras(purpose: str, **extras: str) -> Iterator[None]:
+    """Convert a failed import of an optional package in the block into a MissingExtraError.
+
+    `extras`: {package: extra to name}, where another one than the package's usual extra suits the purpose.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -226,7 +229,8 @@ def naming_extras(purpose: str) -> Iterator[None]:
             raise MissingExtraError(_WITHOUT_EXTRA[package], None, purpose) from error
         if package not in _EXTRAS:
             raise
-        raise MissingExtraError(*_EXTRAS[package], purpose) from error
+        distribution, extra = _EXTRAS[package]
+        raise MissingExtraError(distribution, extras.get(package, extra), purpose) from error
 
 
 def warn_user(message: str) -> None:

@@ -84,7 +84,7 @@ class Rows:
 
     def to_arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return an Arrow table with the row numbers as column `row`. Raises ShardError for other columns."""
-        with naming_extras("Rows.to_arrow"):
+        with naming_extras("Rows.to_arrow", pyarrow="parquet"):
             import pyarrow as pa
         table: dict[str, pa.Array] = {"row": pa.array(np.asarray(self.numbers, np.int64))}
         for name, values in self._columns(columns).items():

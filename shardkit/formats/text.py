@@ -158,7 +158,7 @@ class _ParquetRows:
     """The rows of a Parquet file whose bytes are in memory; caches the last decoded row group."""
 
     def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
-        with naming_extras("a text dataset in Parquet"):
+        with naming_extras("a text dataset in Parquet", pyarrow="parquet"):
             import pyarrow as pa
             import pyarrow.parquet as pq
         self._where, self._number = file, -1

@@ -85,7 +85,7 @@ class ParquetFooter:
         """Parse the footer `data` of a file of `file_bytes`. Raises ShardError if it is malformed."""
         self._where, self._data = where, data
         self._end = file_bytes - _END_BYTES - len(data)  # where the footer begins and all values have ended
-        with naming_extras("a Parquet file"):
+        with naming_extras("a Parquet file", pyarrow="parquet"):
             import pyarrow as pa
             import pyarrow.parquet as pq
         try:
