@@ -96,7 +96,11 @@ def make_card(
     if buckets is not None:
         facts["buckets"] = dict(buckets)
     if tokenizer is not None:
-        facts |= _of_tokens(tokenizer, funnel, partitions) | {"dtype": file_dtype(recipe, tokenizer)}
+        facts |= (
+            _of_tokens(tokenizer, funnel, partitions)
+            | _order_of(recipe)
+            | {"dtype": file_dtype(recipe, tokenizer)}
+        )
     if amounts:
         facts["amounts"] = [_plain(one) for one in amounts]
     if split is not None:
@@ -123,6 +127,11 @@ _OPTIONAL = frozenset({"earlier_near", "languages", "sample", "semantic"})
 def _plain(facts: AmountFacts | DedupFacts | FilterFacts) -> dict[str, Any]:
     """Return facts as plain data; keys of _OPTIONAL are left out if they have nothing."""
     return {key: value for key, value in asdict(facts).items() if key not in _OPTIONAL or value}
+
+
+def _order_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the entry that says if rows are not shuffled; cards of all others have none."""
+    return {} if recipe.pack.order == "shuffled" else {"shuffled": False}
 
 
 def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:

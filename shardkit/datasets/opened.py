@@ -163,9 +163,23 @@ class OpenDataset(Closing):
             self._parquet is not None or self._is_compressed,
             excluded,
             limit,
-            0 if self._parquet is None else self._parquet.decoded_bytes,
+            self._held_bytes,
             self.card is not None and self.card.is_shuffled,
         )
+
+    @property
+    def _held_bytes(self) -> int:
+        """The memory that all shards take if the default window shall keep it small, or 0.
+
+        Rows that are made from texts, and those of a build in the same order, get the same window.
+        """
+        if self._parquet is not None:
+            return self._parquet.decoded_bytes
+        is_in_order = self.card is not None and self.card.data.get("shuffled") is False
+        if (self.manifest.format == "text" or is_in_order) and self._token_layout is not None:
+            dtype, length = self._token_layout
+            return len(self) * length * dtype.itemsize
+        return 0
 
     @property
     def _is_compressed(self) -> bool:

@@ -39,7 +39,7 @@ from shardkit.datasets.parquet_rows import ParquetRows, find_parquet_rows
 from shardkit.datasets.range_store import RangeRows, connect_ranges
 from shardkit.datasets.text_index import Lengths, TextIndex
 from shardkit.datasets.text_packer import TOKENIZER_KEYS, Pack, TextPacker, TextTokenizer, TokenizerChoice
-from shardkit.errors import warn_user
+from shardkit.errors import ShardError, warn_user
 from shardkit.files import load_json, publish_bytes, user_cache_folder
 from shardkit.hashing import digest_of
 from shardkit.limits import usable_cores
@@ -215,6 +215,16 @@ def _with_engine(
 def _text_rows(
     rows: ParquetRows, store: ResilientStore, packer: TextPacker, samples: Ints, digest: str
 ) -> TextRows:
+    filled = np.flatnonzero(samples).tolist()  # a build makes no shard of a unit without documents, either
+    if not filled:
+        raise ShardError(store.url, f"has no text in column {packer.column!r}")
+    infos = [rows.manifest.shards[number] for number in filled]
+    kept = replace(
+        rows,
+        manifest=replace(rows.manifest, shards=infos),
+        parts=[rows.parts[number] for number in filled],
+    )
+    packer, samples = replace(packer, rows=kept), samples[filled]
     columns, tokenizer = packer.columns, packer.tokenizer
     width = sum(column.size or 0 for column in columns)
     facts = {**tokenizer.key, "length": packer.sequence_length, "pack": packer.pack}
@@ -222,7 +232,7 @@ def _text_rows(
     kind = f"text-{digest_of([facts, digest])}"  # names the entries in the cache
     shards = [
         ShardInfo(FileInfo(info.raw.basename, int(count) * width), int(count), columns, info.stored, kind)
-        for info, count in zip(rows.manifest.shards, samples, strict=True)
+        for info, count in zip(infos, samples, strict=True)
     ]
     card = DatasetCard(
         {

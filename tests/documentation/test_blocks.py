@@ -125,6 +125,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     (folder / "rows").mkdir()
     lists = pa.table({"input_ids": [list(range(2048))] * 40})
     pq.write_table(lists, folder / "rows" / "part-000.parquet")
+    (folder / "texts").mkdir()
+    texts = [f"Document {number} says: " + "and more words " * 400 for number in range(40)]
+    pq.write_table(pa.table({"text": texts}), folder / "texts" / "part-000.parquet")
     with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:
         for number in range(40):
             writer.write({"label": number % 3, "image": bytes([number])})

@@ -143,6 +143,10 @@ def test_rows_and_order_are_those_of_a_build(
         assert rows_of(dataset) == rows_of(made)
         assert dataset.manifest.shard_samples.tolist() == made.manifest.shard_samples.tolist()
         assert dataset.text(3) == made.text(3)
+        assert made.card is not None
+        assert not made.card.is_shuffled
+        sizes = [one.stream_sizes("a").shuffle_sizes(None, None) for one in (dataset, made)]
+        assert sizes[0] == sizes[1]
     with (
         StreamingLoader(tmp_path / "out", **grouped(OPTIONS | FIELDS)) as first,
         loader(folder, **options | FIELDS) as second,
@@ -303,9 +307,11 @@ def test_every_kind_of_string_is_read(kind: pa.DataType, tokenizer: Path, tmp_pa
 
 def test_files_without_any_text_have_no_rows(tokenizer: Path, tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [pa.table({"text": ["", "", ""]})])
+    with pytest.raises(ShardkitError, match="has no text in column 'text'"):
+        loader(tmp_path, tokenizer)
     write(tmp_path / "b.parquet", [pa.table({"text": texts_of(5, 30)})])
     with loader(tmp_path, tokenizer) as one:
-        assert one.dataset.manifest.shard_samples.tolist()[0] == 0
+        assert len(one.dataset.manifest.shards) == 1
         assert len(list(one)) == len(one)
 
 

@@ -52,6 +52,7 @@ from shardkit.writers.tokens.groups import Groups, Joined, join_groups
 
 TAR_KEY_STEP = 10**8  # a partition's keys begin at partition * TAR_KEY_STEP: unique in the dataset
 _WIDE_KEY_DIGITS = 14  # digits of keys in datasets with too many partitions for KEY_DIGITS
+_MAX_UNIT_BYTES = 2 << 30  # of the rows of a unit; MDS shards have less than 4 GiB
 _TOKENS = "tokens"
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 _OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents", "joined")
@@ -240,9 +241,8 @@ def pack_documents(folder: Path, part: Partition, partition: int, settings: Pack
             f"{folder}: partition {partition} has {int(part.lengths.sum()):,} tokens, but {booked:,} were "
             f"packed or cropped; this is a bug in shardkit, please report it"
         )
-    starts = _shard_starts(
-        placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output, part), output
-    )
+    row_bytes = _row_bytes(pack.sequence_length, part.tokens.dtype, output, part)
+    starts = _shard_starts(placement.rows, row_bytes, output, pack.order)
     for number in range(len(starts) - 1):
         first, stop = int(starts[number]), int(starts[number + 1])
         columns = _columns_of_rows(part, placement, range(first, stop), settings.eos_id, settings.bos_id)
@@ -463,9 +463,13 @@ def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig,
     return sum(tar.member_bytes(sequence_length, column) for column in columns)
 
 
-def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
-    """Return the first row of each shard, int64[shards + 1]; sizes differ by at most one row."""
-    shards = min(rows, -(-rows * row_bytes // output.shard_bytes))
+def _shard_starts(rows: int, row_bytes: int, output: OutputConfig, order: str) -> _Ints:
+    """Return the first row of each shard, int64[shards + 1]; sizes differ by at most one row.
+
+    A unit of consecutive documents is one shard, as it is for a loader that makes the rows itself.
+    """
+    shard_bytes = output.shard_bytes if order == "shuffled" else max(output.shard_bytes, _MAX_UNIT_BYTES)
+    shards = min(rows, -(-rows * row_bytes // shard_bytes))
     return np.array([rows * k // max(shards, 1) for k in range(shards + 1)], np.int64)
 
 
