@@ -66,6 +66,7 @@ def test_documented_defaults_hold() -> None:
     assert recipe.pack.model_dump() == {
         "sequence_length": 2048,
         "strategy": "best_fit",
+        "order": "shuffled",
         "row_bos": False,
         "max_repetitions": None,
     }
