@@ -65,8 +65,8 @@ STREAMING: Mapping[str, str] = _STREAM_OR_DATASET | _DATA_LOADER | {
     "shuffle": '`shuffle`: "window" or "none"',
     "shuffle_seed": "`seed`",
     "shuffle_algo": '`shuffle`: "global" for naive, "window" for all others',
-    "shuffle_block_size": "`order=Order(window=…)`: by default two shards of each lane; of data that no build "
-    "shuffled, 2^18 samples in up to 1,024 shards",
+    "shuffle_block_size": "`order=Order(window=…)`: by default two shards of each lane; of data that no "
+    "build shuffled, 2^18 samples in up to 1,024 shards",
     "num_canonical_nodes": _LANES,
     "partition_algo": _LANES,
     "cache_limit": "`cache_bytes`; the cache evicts the shard whose next use is farthest in the future",
