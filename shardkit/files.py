@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -44,6 +45,7 @@ LACKING = (
 )
 """Error numbers of file systems that do not support a call (FUSE, 9p, NFS, FAT, shared folders of VMs)."""
 PART_SUFFIX = ".shardkit-part"
+_HASH_BYTES = 16
 _ZEROS = bytes(1 << 20)
 # A scheme has two letters or more, so that "a:/b" is a path. One slash is enough, because `pathlib.Path`
 # turns "s3://bucket" into "s3:/bucket".
@@ -216,6 +218,25 @@ def publish_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     fsync_path(path.parent)
+
+
+def publish_hashed(path: Path, data: bytes) -> None:
+    """Write a hash of `data`, then `data`, as `publish_bytes` does; `read_hashed` reads it back."""
+    publish_bytes(path, hashlib.blake2b(data, digest_size=_HASH_BYTES).digest() + data)
+
+
+def read_hashed(path: Path) -> bytes | None:
+    """Return what `publish_hashed` wrote; None if the file is missing or damaged. Marks it as used now."""
+    try:
+        with os.fdopen(open_regular(path, follow_links=False), "rb") as file:
+            stored = file.read()
+        with suppress(OSError):
+            os.utime(path, follow_symlinks=False)  # so that whoever removes the least recently used keeps it
+    except (OSError, ValueError):
+        return None
+    data = stored[_HASH_BYTES:]
+    is_whole = stored[:_HASH_BYTES] == hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()
+    return data if is_whole else None
 
 
 def part_of(path: Path) -> Path:

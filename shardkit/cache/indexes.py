@@ -49,7 +49,7 @@ from typing import BinaryIO, TypeVar
 from shardkit.cache.folder import NO_ROOM, SUBFOLDER, explain_errors, make_subfolders
 from shardkit.cache.protocol import CacheFolderError
 from shardkit.errors import ShardError
-from shardkit.files import load_json, open_regular, publish_bytes
+from shardkit.files import load_json, open_regular, publish_bytes, publish_hashed, read_hashed
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.formats.tar.members import Scanned, TarIndex, index_file_bytes, read_head, read_index
 from shardkit.hashing import hash_bytes, hash_file
@@ -154,19 +154,19 @@ class NodeIndexes:
             make_subfolders(self._root, ["parquet"])
         folder = self._root / SUBFOLDER / "parquet"
         files = [folder / _name_of(origin) for origin in origins]
-        found = [_read_footer(file) for file in files]
+        found = [read_hashed(file) for file in files]
         if None not in found:
             return [one for one in found if one is not None]
         lock = FileLock(folder / f"{_name_of(chr(0).join(origins))}.lock")
         with explain_errors(self._root):
             is_locked = lock.acquire(self._wait_seconds)
         try:
-            found = [known or _read_footer(file) for known, file in zip(found, files, strict=True)]
+            found = [known or read_hashed(file) for known, file in zip(found, files, strict=True)]
             missing = [number for number, known in enumerate(found) if known is None]
             for number, data in zip(missing, fetch(missing) if missing else (), strict=True):
                 found[number] = data
                 with contextlib.suppress(OSError):  # without it, the next process reads the footer again
-                    publish_bytes(files[number], hashlib.blake2b(data, digest_size=16).digest() + data)
+                    publish_hashed(files[number], data)
         finally:
             if is_locked:
                 lock.release()
@@ -291,19 +291,6 @@ class TarIndexes:
 
 def _name_of(origin: str) -> str:
     return hashlib.blake2b(origin.encode("utf-8", "surrogateescape"), digest_size=20).hexdigest()
-
-
-def _read_footer(file: Path) -> bytes | None:
-    """Return a stored footer; None if it is missing or damaged."""
-    try:
-        with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
-            data = handle.read()
-        with contextlib.suppress(OSError):
-            os.utime(file, follow_symlinks=False)  # mark as used, so that `_trim` removes it last
-    except (OSError, ValueError):
-        return None
-    footer = data[16:]
-    return footer if data[:16] == hashlib.blake2b(footer, digest_size=16).digest() else None
 
 
 def _trim(folder: Path, max_bytes: int) -> None:

@@ -18,7 +18,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 import zstandard
 
 from shardkit.arrays import Ints
-from shardkit.files import open_regular, publish_bytes
+from shardkit.files import publish_hashed, read_hashed
 from shardkit.locks import FileLock
 from shardkit.progress import reading
 
@@ -59,7 +59,7 @@ class TextIndex:
         `name` names what `count`, which makes rows of documents, depends on.
         """
         file = None if self.folder is None else self.folder / f"rows-{name}"
-        if file is not None and (known := _read(file)) is not None:
+        if file is not None and (known := read_hashed(file)) is not None:
             found = np.frombuffer(known, "<i8", offset=_DIGEST_BYTES).astype(np.int64)
             if len(found) == len(self.sizes) + 1:
                 return found[1:], known[:_DIGEST_BYTES].hex(), int(found[0])
@@ -79,7 +79,7 @@ class TextIndex:
                 nulls += int((lengths == 0).sum())
         if file is not None:
             with contextlib.suppress(OSError):  # a full disk: the next start counts again
-                _write(file, digests.digest() + np.append(nulls, rows).astype("<i8").tobytes())
+                publish_hashed(file, digests.digest() + np.append(nulls, rows).astype("<i8").tobytes())
             _trim(file.parent.parent, MAX_BYTES)
         return rows, digests.hexdigest(), nulls
 
@@ -121,14 +121,12 @@ class TextIndex:
         first = os.getpid() % len(numbers)  # processes that start together begin in different places
         turned = [*numbers[first:], *numbers[:first]]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="shardkit-text") as pool:
-            waiting = {number: pool.submit(one, number) for number in turned}
-            done, _ = wait(waiting.values(), return_when=FIRST_EXCEPTION)
-            if any(future.exception() is not None for future in done):
-                pool.shutdown(cancel_futures=True)
-        failed = [f for f in waiting.values() if not f.cancelled() and f.exception() is not None]
-        for future in failed:
-            future.result()
-        return [number for number in numbers if not waiting[number].result()]
+            jobs = {pool.submit(one, number): number for number in turned}
+            try:
+                return sorted(jobs[job] for job in as_completed(jobs) if not job.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _measure(self, number: int, block: range, measure: Measure, patience: float) -> list[Lengths] | None:
         """Measure and store a block. Return [] if it is stored, its lengths if that failed.
@@ -146,7 +144,7 @@ class TextIndex:
                 return []
             lengths = [measure(shard) for shard in block]
             try:
-                _write(self.folder / _name(number), _packed(lengths))
+                publish_hashed(self.folder / _name(number), _packed(lengths))
             except OSError:  # a full disk: the next start measures the block again
                 return lengths
             return []
@@ -155,7 +153,7 @@ class TextIndex:
                 lock.release()
 
     def _stored(self, number: int, block: range) -> list[Lengths] | None:
-        if self.folder is None or (data := _read(self.folder / _name(number))) is None:
+        if self.folder is None or (data := read_hashed(self.folder / _name(number))) is None:
             return None
         try:
             values = np.frombuffer(zstandard.decompress(data, _MAX_BLOCK_BYTES), "<u4").astype(np.uint32)
@@ -174,24 +172,6 @@ def _name(number: int) -> str:
 def _packed(lengths: Sequence[Lengths]) -> bytes:
     counts = np.array([len(one) for one in lengths], "<u4")
     return zstandard.compress(np.concatenate([counts, *lengths]).astype("<u4").tobytes())
-
-
-def _write(file: Path, data: bytes) -> None:
-    publish_bytes(file, hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + data)
-
-
-def _read(file: Path) -> bytes | None:
-    """Return what `_write` wrote; None if the file is missing or damaged."""
-    try:
-        with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
-            data = handle.read()
-        with contextlib.suppress(OSError):
-            os.utime(file, follow_symlinks=False)  # mark as used, so that `trim` removes it last
-    except (OSError, ValueError):
-        return None
-    content = data[_DIGEST_BYTES:]
-    is_whole = data[:_DIGEST_BYTES] == hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-    return content if is_whole else None
 
 
 def _trim(folder: Path, max_bytes: int) -> None:

@@ -123,7 +123,7 @@ def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_index, "publish_bytes", full)
+        patch.setattr(text_index, "publish_hashed", full)
         rows, digest, _ = index(tmp_path / "key").rows("512", Measured(), count)
     assert rows.tolist() == expected()
     again, same, _ = index(tmp_path / "key").rows("512", one := Measured(), count)
