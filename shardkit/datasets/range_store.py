@@ -47,9 +47,9 @@ class RangeRows:
     versions: Mapping[str, str]
 
     def objects(self) -> dict[int, tuple[int, str]]:
-        """Return {shard number: (size in bytes, version of its files)} for the shard cache."""
+        """Return {shard number: (stored size in bytes, version of its files)} for the shard cache."""
         shards = enumerate(self.manifest.shards)
-        return {n: (info.raw.bytes, self._version(info.raw.basename)) for n, info in shards}
+        return {n: (info.stored.bytes, self._version(info.stored.basename)) for n, info in shards}
 
     def dates(self) -> dict[str, tuple[int, int]]:
         """Return {name: (modification time in ns, size in bytes)} of the local files."""

@@ -8,7 +8,7 @@ documents are packed, and on no other shard. Plain data: other processes load th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Bytes, Ints
 from shardkit.datasets.parquet_rows import ParquetRows
-from shardkit.errors import MissingExtraError, ShardError
+from shardkit.errors import ShardError
 from shardkit.formats.tokenizer_file import Encoding, Engine, end_token, find_tokenizer
 from shardkit.formats.tokens import pieces_of
 from shardkit.limits import usable_cores
@@ -157,21 +157,14 @@ class TextTokenizer:
             raise ShardError(self.path, problem)
         return encoder
 
-    def chosen(self, sample: Sequence[str]) -> TextTokenizer:
+    def chosen(self, sample: Iterable[str]) -> TextTokenizer:
         """Return a copy with the engine to use, which is compared with the reference on a sample of texts."""
-        from shardkit.tokens.parity import check_parity, unlike_characters
-        from shardkit.tokens.tokenizer import Encoder, load_encoder
+        from shardkit.tokens.parity import check_parity, fast_engine
+        from shardkit.tokens.tokenizer import Encoder
 
         own = Encoder(self.path, self.eos, bos=self.bos, encoding=self.encoding, engine=None)
-        unlike: tuple[tuple[int, int], ...] = ()
-        try:
-            fast = load_encoder(self.path, self.eos, "gigatoken", (), self.bos, self.encoding)
-            unlike = unlike_characters(fast, own)
-        except MissingExtraError:
-            raise
-        except Exception:  # gigatoken raises exceptions of its own for tokenizers that it does not support
-            engine = own.engine
-        else:
+        engine, unlike = fast_engine(own)
+        if engine == "gigatoken":
             parity = check_parity(sample, self.path, self.eos, unlike, bos=self.bos, encoding=self.encoding)
             engine = parity.engine
         ids = own.eos_id, own.bos_id, own.vocab_size
@@ -180,14 +173,13 @@ class TextTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a shard: their ids with marks, one after the other, and the row of each in the shard.
+    """The documents of a shard: their ids with marks, one after the other, and the number of null texts.
 
     `masks` has one byte per token if the documents are conversations: 1 if it is trained on.
     """
 
     tokens: Tokens
     lengths: Ints
-    rows: Ints
     masks: Bytes | None
     nulls: int
 
@@ -244,36 +236,32 @@ class TextPacker:
 
     def documents(self, number: int, stored: Bytes, where: str) -> Documents:
         """Tokenize the texts of a shard. Raises ShardError if one cannot be tokenized."""
-        import pyarrow as pa
-
         from shardkit.tokens.tokenizer import EncodingError, with_marks
 
         values = self.shard(number, stored, where).arrow(self.column)
-        rows = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
-        nulls = len(values) - len(rows)
-        texts = values.filter(pa.array(values.is_valid())) if nulls else values
-        masks = None
+        is_valid = values.is_valid()
+        rows = np.flatnonzero(is_valid.to_numpy(zero_copy_only=False))
+        texts = values.filter(is_valid) if values.null_count else values
+        mask = last = None
         try:
-            if self.tokenizer.chat is None:
-                with self.tokenizer.encoder() as encoder:
-                    ids, lengths = encoder.encode(texts)
-            else:
+            if self.tokenizer.chat is not None:
                 texts, marks = self._rendered(texts, rows)
-                with self.tokenizer.encoder() as encoder:
+            with self.tokenizer.encoder() as encoder:
+                if self.tokenizer.chat is None:
+                    ids, lengths = encoder.encode(texts)
+                else:
                     ids, lengths, mask, last = encoder.encode_marked(texts, marks)
-                masks = mask, last.astype(np.uint8)
         except EncodingError as error:
             raise self._error(number, rows[error.row], where, str(error)) from error
         except _RecordError as error:
             raise self._error(number, error.row, where, error.problem) from error
         is_there = lengths > 0
-        bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
-        bos = None if bos_id is None else 0
-        if masks is not None:
-            masks = with_marks(masks[0], lengths[is_there], bos, masks[1][is_there]), masks[1]
-        ids = with_marks(ids, lengths[is_there], bos_id, eos_id)
-        lengths = lengths[is_there] + (1 if bos_id is None else 2)
-        return Documents(ids, lengths, rows[is_there], None if masks is None else masks[0], nulls)
+        lengths, bos_id = lengths[is_there], self.tokenizer.bos_id
+        if mask is not None and last is not None:
+            end = last[is_there].astype(np.uint8)
+            mask = with_marks(mask, lengths, None if bos_id is None else 0, end)
+        ids = with_marks(ids, lengths, bos_id, self.tokenizer.eos_id)
+        return Documents(ids, lengths + (1 if bos_id is None else 2), mask, values.null_count)
 
     def shard(self, number: int, stored: Bytes, where: str) -> ParquetShard:
         """Open the stored bytes of a shard of texts."""

@@ -22,7 +22,7 @@ are packed: a state continues on no other rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -86,11 +86,6 @@ class TextRows(RangeRows):
 
     packer: TextPacker
     card: DatasetCard
-
-    def objects(self) -> dict[int, tuple[int, str]]:
-        """Return {shard number: (stored size in bytes, version of its file)} for the shard cache."""
-        shards = enumerate(self.manifest.shards)
-        return {n: (info.stored.bytes, self._version(info.stored.basename)) for n, info in shards}
 
 
 def find_text_rows(
@@ -195,15 +190,17 @@ def _with_engine(
             return replace(tokenizer, unlike=unlike, **known)
         except (OSError, ValueError, TypeError, LookupError, AttributeError):
             pass  # it is not there, or damaged
-    shards = len(packer.rows.manifest.shards)
-    texts = []
-    for number in range(0, shards, -(-shards // _SAMPLED_SHARDS)):
+
+    def texts_of(number: int) -> Iterator[str]:
         where = store.where(packer.rows.parts[number].file)
         values = packer.shard(number, fetch(number), where).arrow(packer.column)
-        if tokenizer.chat is not None:
-            continue  # their parts are encoded by the tokenizer's own library
-        texts.append([text for text in values.to_pylist() if text is not None])
-    chosen = tokenizer.chosen([*sample_texts(texts, _SAMPLE_BYTES)])
+        yield from (text.as_py() for text in values.drop_null())
+
+    shards = len(packer.rows.manifest.shards)
+    sampled = range(0, shards, -(-shards // _SAMPLED_SHARDS))
+    if tokenizer.chat is not None:  # parts of conversations are encoded by the tokenizer's own library
+        sampled = range(0)
+    chosen = tokenizer.chosen(sample_texts([texts_of(number) for number in sampled], _SAMPLE_BYTES))
     if file is not None:
         names = ("engine", "unlike", "eos_id", "bos_id", "vocab_size")
         with suppress(OSError):

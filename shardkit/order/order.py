@@ -158,7 +158,7 @@ def default_window(samples: int, shards: int, lanes: int, *, is_shuffled: bool =
 
     If the windows of all lanes would then span less than 64 shards, windows are larger: small datasets have
     few lanes. The smallest datasets fit in one window. In data that was never shuffled, a shard may hold
-    samples of one kind only. There, the windows span 2**18 samples, but 512 to 1,024 shards, so that the
+    samples of one kind only. There, the windows span 2**18 samples, but 768 to 1,024 shards, so that the
     share of a kind in a batch of 256 varies hardly more than in random batches, however shards are sorted.
     If these are at least half of the shards, a window has all of its lane.
     """

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import BuildError, warn_user
+from shardkit.errors import BuildError, MissingExtraError, warn_user
 from shardkit.formats.tokenizer_file import Encoding, Engine
 from shardkit.kernels.utf8 import ASSIGNED, CODE_POINTS
 from shardkit.tokens.tokenizer import (
@@ -98,6 +98,21 @@ def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[tuple[int, int
 
 def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
     return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+def fast_engine(reference: Encoder) -> tuple[Engine, Ranges]:
+    """Return the engine to start with, and the characters that it must not encode (`unlike_characters`).
+
+    It is gigatoken if that supports the tokenizer file of `reference`, an encoder with the file's own
+    library, and else that library. Raises MissingExtraError if gigatoken is not installed.
+    """
+    try:
+        fast = load_encoder(reference.path, reference.eos, "gigatoken", (), reference.bos, reference.encoding)
+        return "gigatoken", unlike_characters(fast, reference)
+    except MissingExtraError:
+        raise
+    except Exception:  # gigatoken raises exceptions of its own for tokenizers that it does not support
+        return reference.engine, ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Encoder:
         self.own_engine = own_engine(data)
         self.engine: Engine = engine or self.own_engine
         self.digest = _digest(data)
-        self._encoding = encoding
+        self.encoding = encoding
         self._config = config = _config_of(path, data, encoding)
         self._unlike = _table_of(unlike) if unlike and engine == "gigatoken" else None
         ids = _vocabulary_ids(config)
@@ -233,7 +233,7 @@ class Encoder:
         if self.own_engine == "sentencepiece":
             return SentencePiece(self.path)
         if self.own_engine == "tiktoken":
-            encoding = self._encoding or Encoding.named_by(self.path)
+            encoding = self.encoding or Encoding.named_by(self.path)
             assert encoding is not None, "tokenizer_config has refused the file"
             return Tiktoken(self.path, encoding)
         return HuggingFace(self.path, self._config, {self.eos} if self.bos is None else {self.eos, self.bos})

@@ -36,7 +36,7 @@ from shardkit.units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmReport:
-    """What is in the cache after `warm`."""
+    """Counts what is in the cache after `warm`."""
 
     position: int
     """Position from which the run will read, in samples of all ranks."""

@@ -17,7 +17,7 @@ GLOBAL_BATCH = 12
 
 @pytest.fixture
 def page(data: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the page defines; its data is the folder "data" of the current one."""
+    """Return what the page defines; its data is the folder "data" of the current one."""
     monkeypatch.chdir(data.parent)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     space: dict[str, Any] = {}

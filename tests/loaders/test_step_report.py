@@ -64,7 +64,7 @@ LOOPS = st.lists(
 def test_all_time_inside_loops_is_wait_copy_or_rest_and_none_between_them(
     loops: list[tuple[list[tuple[float, float, float, int]], bool, float]],
 ) -> None:
-    """Of several loops, each ended or left, with pauses between them."""
+    """Run several loops, each ended or left, with pauses between them."""
     clock = Clock()
     telemetry = Telemetry(8, clock=clock)
     waits = copies = rest = completed = 0.0

@@ -57,24 +57,33 @@ def write_rows(documents: Documents, build: Build) -> Documents:
     tokenizer, [checked] = build.inputs.tokenizer, documents.beside
     assert tokenizer is not None
     facts = TOKENIZER.result(checked)
-    tokenized: dict[tuple[object, ...], tuple[list[Commit], Engine]] = {}
-    outputs = []
+    tokenized: dict[tuple[str | None, Selection | None, bool], tuple[list[Commit], Engine]] = {}
+    outputs, units = [], None
     for one in documents.outputs:
         if not one.recipe.output.is_text:
-            wanted = one.recipe.part, Selection.of(one.recipe), one.recipe.pack.order
-            own = documents.of_part(one.recipe.part)
+            in_order = one.recipe.pack.order == "source"
+            if in_order and units is None:
+                units = Units.of(one.recipe, documents.splits)
+            own = units if in_order else None
+            wanted = one.recipe.part, Selection.of(one.recipe), in_order
             if wanted not in tokenized:
-                tokenized[wanted] = _tokenize(one.recipe, own, build, tokenizer, facts)
-            one = _pack(one, own, *tokenized[wanted], build, tokenizer, facts)
+                part = documents.of_part(one.recipe.part)
+                tokenized[wanted] = _tokenize(one.recipe, part, build, tokenizer, facts, own)
+            one = _pack(one, *tokenized[wanted], build, tokenizer, facts, own)
         outputs.append(one)
     return replace(documents, outputs=outputs)
 
 
 def _tokenize(
-    recipe: Recipe, documents: Documents, build: Build, tokenizer: TokenizerFile, facts: TokenizerFacts
+    recipe: Recipe,
+    documents: Documents,
+    build: Build,
+    tokenizer: TokenizerFile,
+    facts: TokenizerFacts,
+    units: Units | None,
 ) -> tuple[list[Commit], Engine]:
     def tasks(engine: Engine) -> list[Task]:
-        return tokenize.tasks(recipe, documents, tokenizer, engine, facts.unlike, build.limits)
+        return tokenize.tasks(recipe, documents, tokenizer, engine, facts.unlike, build.limits, units)
 
     parity_task = tokenize.parity_task(documents.files, tokenizer, facts.unlike)
     try:
@@ -93,18 +102,16 @@ def _tokenize(
 
 def _pack(
     one: Outputs,
-    documents: Documents,
     tokenized: Sequence[Commit],
     engine: Engine,
     build: Build,
     tokenizer: TokenizerFile,
     facts: TokenizerFacts,
+    units: Units | None,
 ) -> Outputs:
     kept = sum((commit.ledger().kept for commit in tokenized), Count())
     kept = sum((TOKENIZE.result(commit).repeated for commit in tokenized), kept)
-    partitions = count_partitions(one.recipe, kept)
-    if one.recipe.pack.order == "source":
-        partitions = Units.of(one.recipe, documents.splits).count
+    partitions = count_partitions(one.recipe, kept) if units is None else units.count
     tokens = exchange(build.run, PACK, tokenize.TOKENS, tokenized, readers=partitions, limits=build.limits)
     [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions))
     shards = [len(PACK.result(commit).shards) for commit in packed]

@@ -28,18 +28,17 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from shardkit.card import Histogram
-from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.formats.tokenizer_file import Engine
 from shardkit.formats.trainers import trainer_dtype
 from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.kernels.text_arrays import text_offsets
-from shardkit.tokens.parity import Parity, check_parity, sample_bytes, sample_texts, unlike_characters
+from shardkit.tokens.parity import Parity, check_parity, fast_engine, sample_bytes, sample_texts
 from shardkit.tokens.tokenizer import (
     Encoder,
     EncodingError,
     Ranges,
     Tokens,
-    load_encoder,
     tokenizer_digest,
     with_marks,
 )
@@ -232,14 +231,8 @@ def _examine(
     ids = {token: encoder.special_id(token, key) for key, token in specials}
     separator_id = None if separator is None else ids[separator]
     facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
-    try:  # choose the engine to start with; the parity check decides
-        fast = load_encoder(path, eos, "gigatoken", (), bos, encoding)
-        unlike = unlike_characters(fast, encoder)
-    except MissingExtraError:
-        raise
-    except Exception:  # gigatoken raises exceptions of its own for tokenizers that it does not support
-        return TokenizerFacts(*facts, encoder.engine, separator_id=separator_id)
-    return TokenizerFacts(*facts, "gigatoken", unlike, separator_id)
+    engine, unlike = fast_engine(encoder)  # to start with; the parity check decides
+    return TokenizerFacts(*facts, engine, unlike, separator_id)
 
 
 def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
@@ -289,11 +282,14 @@ def tasks(
     engine: Engine,
     unlike: Ranges,
     limits: Limits = DEFAULT_LIMITS,
+    units: Units | None = None,
 ) -> list[Task]:
-    """Return one task per split, which tokenizes its remaining documents for the dataset of `recipe`."""
+    """Return one task per split, which tokenizes its remaining documents for the dataset of `recipe`.
+
+    Documents stay in the order of the inputs if their `units` are given.
+    """
     tokenizer = replace(tokenizer, engine=engine, unlike=unlike)
     selection, made = Selection.of(recipe), []
-    units = Units.of(recipe, documents.splits) if recipe.pack.order == "source" else None
     for number, split in enumerate(documents.splits):
         source = None if selection is None else recipe.sources[split.source]
         settings = TokenSettings(

@@ -89,7 +89,7 @@ def source_keys(documents: pa.RecordBatch, units: Mapping[str, FileUnits], count
         found = units[file]
         starts = np.array(found.starts, np.int64)
         unit = np.searchsorted(starts, records[mine], side="right") - 1
-        upper = -(-((found.first + unit).astype(object) << 32) // count)  # the first that is scaled to it
+        upper = -(-((found.first + unit) << 32) // count)  # the first that is scaled to it; below 2**53
         within = (records[mine] - starts[unit]) & 0xFFFFFFFF
         keys[mine] = (upper.astype(np.uint64) << np.uint64(32)) | within.astype(np.uint64)
     return keys
