@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--logs", metavar="FOLDER", type=file_path, help="check these usage logs (default: check the plan)"
     )
+    parser.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=count,
+        help="check the logs of a run in progress again and again, a line each time, until something is "
+        "wrong or Ctrl-C is pressed (default: once)",
+    )
     _add_plan_arguments(parser)
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -114,8 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit the plan or the logs, and print the report."""
     if (arguments.path is None) == (not arguments.stream):
         arguments.misuse("give either PATH, or --stream for each dataset of a mixture")
+    if arguments.every is not None and arguments.logs is None:
+        arguments.misuse("--every needs --logs")
     try:
-        report = _audit(arguments)
+        report = _audit(arguments) if arguments.every is None else _watch(arguments)
     except ValueError as error:
         arguments.misuse(str(error))
     if arguments.json:
@@ -123,6 +133,35 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0 if report.ok else 1
+
+
+def _watch(arguments: argparse.Namespace) -> AuditReport:
+    """Audit the logs every so many seconds and print a line each time, until two audits in a row find errors.
+
+    A single one may have read the log of one rank before another rank's had its first step. After Ctrl-C,
+    returns the last report.
+    """
+    report: AuditReport | None = None
+    while True:
+        try:
+            before, report = report, _audit(arguments)
+            if report.ok:
+                _show_line(report)
+            elif before is not None and not before.ok:
+                return report
+            time.sleep(arguments.every)
+        except KeyboardInterrupt:
+            if report is None:
+                raise
+            return report
+
+
+def _show_line(report: AuditReport) -> None:
+    [walk] = report.walks
+    stderr_console().print(
+        f"{time.strftime('%H:%M:%S')}  step {walk.steps:,} (position {walk.end:,}): {walk.samples:,} "
+        f"samples, {walk.epochs_proved:,} whole epochs proved, {report.shard_count:,} shards used as expected"
+    )
 
 
 def _audit(arguments: argparse.Namespace) -> AuditReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +84,39 @@ def test_a_mixture_whose_weights_change_is_clean(path: Path, dataset: Dataset, t
     assert report.walks[0].samples == 41 * 12
     assert report.walks[0].epochs_proved > 8
     assert [one["start"] for one in report.runs] == [0, 120]
+
+
+def test_a_run_in_progress_is_watched_until_something_is_wrong(path: Path, tmp_path: Path) -> None:
+    state = run(path, tmp_path, 2, steps=15)
+    command = [sys.executable, "-m", "shardkit", "audit", str(path), "--logs", str(tmp_path), "--every", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        try:
+            assert watching.stderr is not None
+            assert watching.stdout is not None
+            assert "step 15 (position 180): 180 samples, 1 whole epochs" in watching.stderr.readline()
+            state = run(path, tmp_path, 2, steps=5, state=state)
+            while "step 20 (position 240)" not in (line := watching.stderr.readline()):
+                assert "step 15 " in line
+            run(path, tmp_path, 2, steps=5, state=state, breaks={1: shifted(1)})
+            assert "FAILED" in watching.stdout.read()
+            assert watching.wait(60) == 1
+        finally:
+            watching.kill()
+
+
+def test_a_watch_ends_with_ctrl_c_and_the_whole_report(path: Path, tmp_path: Path) -> None:
+    run(path, tmp_path, 2, steps=15)
+    command = [sys.executable, "-m", "shardkit", "audit", str(path), "--logs", str(tmp_path), "--every", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        try:
+            assert watching.stderr is not None
+            assert "step 15 " in watching.stderr.readline()
+            watching.send_signal(signal.SIGINT)
+            out, _ = watching.communicate(timeout=60)
+        finally:
+            watching.kill()
+    assert watching.returncode == 0
+    assert "OK: every sample exactly once" in out
 
 
 def spoil(remap: Callable[[Ints], Ints]) -> Callable[[StreamingLoader], None]:
