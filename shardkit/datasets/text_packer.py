@@ -244,6 +244,7 @@ class TextPacker:
         texts = values.filter(is_valid) if values.null_count else values
         mask = last = None
         try:
+            _check_utf8(values)
             if self.tokenizer.chat is not None:
                 texts, marks = self._rendered(texts, rows)
             with self.tokenizer.encoder() as encoder:
@@ -295,8 +296,24 @@ class TextPacker:
         return ShardError(where, f"row {first + int(row):,}: {problem}")
 
 
+def _check_utf8(values: Any) -> None:
+    """Raise _RecordError if a text is not UTF-8: readers of Parquet do not check, and encoders rely on it."""
+    try:
+        values.validate(full=True)
+    except ValueError:
+        for row, value in enumerate(values):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                found = f"byte {error.start:,} of the text is {error.object[error.start]:#04x}"
+                raise _RecordError(
+                    row, f"the text is not UTF-8: {found}; write it with another tool"
+                ) from error
+        raise
+
+
 class _RecordError(Exception):
-    """A conversation cannot be rendered."""
+    """A text or conversation cannot be read or rendered."""
 
     def __init__(self, row: int, problem: str) -> None:
         super().__init__(problem)

@@ -194,7 +194,8 @@ def _with_engine(
     def texts_of(number: int) -> Iterator[str]:
         where = store.where(packer.rows.parts[number].file)
         values = packer.shard(number, fetch(number), where).arrow(packer.column)
-        yield from (text.as_py() for text in values.drop_null())
+        for text in values.drop_null().cast("large_binary"):
+            yield str(text.as_py(), "utf-8", "replace")  # counting rows names the one that is not UTF-8
 
     shards = len(packer.rows.manifest.shards)
     sampled = range(0, shards, -(-shards // _SAMPLED_SHARDS))

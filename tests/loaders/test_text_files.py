@@ -305,6 +305,20 @@ def test_every_kind_of_string_is_read(kind: pa.DataType, tokenizer: Path, tmp_pa
         assert rows_of(dataset) == concatenated(texts, tokenizer)
 
 
+@pytest.mark.parametrize("damage", [b"\xff", b"\xe4\xbd", b"\xed\xa0\x80", b"\xc0\x80"])
+@pytest.mark.parametrize("before", [0, 700])
+def test_a_text_that_is_not_utf8_is_named(
+    damage: bytes, before: int, tokenizer: Path, tmp_path: Path
+) -> None:
+    texts = [*[b"the quick fox"] * before, b"lazy " + damage]
+    ends = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))]
+    column = pa.Array.from_buffers(pa.string(), len(texts), buffers)
+    write(tmp_path / "data" / "a.parquet", [pa.table({"text": column})])
+    with pytest.raises(ShardkitError, match=rf"a\.parquet: row {before}: the text is not UTF-8: byte 5 "):
+        loader(tmp_path / "data", tokenizer)
+
+
 def test_files_without_any_text_have_no_rows(tokenizer: Path, tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [pa.table({"text": ["", "", ""]})])
     with pytest.raises(ShardkitError, match="has no text in column 'text'"):
