@@ -57,6 +57,12 @@ def _parts(text: str) -> frozenset[str]:
     return frozenset() if text == "none" else frozenset(map(str.strip, text.split(",")))
 
 
+def _yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(f"must be yes or no, not {text!r}")
+    return text == "yes"
+
+
 def _number(value: Any) -> str:
     return f"{float(value):.3g}"
 
@@ -106,7 +112,10 @@ TRAIN = (
              "lanes of the shuffle; default: the loader's, a power of two that grows with the shards", "N"),
     Quantity("--window", "window", parse_count, "{:,}".format,
              "samples that a lane shuffles together; default: the loader's, the samples of two shards, or of "
-             "64 shards over all lanes", "N"),
+             "64 shards over all lanes, and larger ones with --shuffled no", "N"),
+    Quantity("--shuffled", "is_shuffled", _yes, lambda v: "yes" if v else "no",
+             "whether rows were shuffled when they were written, as builds do; no: converted and third-party "
+             "data", "yes|no", "yes"),
     Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
              "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s"),
     Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -84,6 +85,21 @@ def test_a_run_of_14_8_trillion_tokens_in_54_days_on_2048_gpus() -> None:
     assert plan.lanes == 4096
     assert plan.fetch_factor == 1
     assert plan.gets == ceil(Fraction(59_200_000_000_000, 1 << 26))
+
+
+@pytest.mark.parametrize(("terabytes", "lanes"), [(Fraction(1, 100), None), (1, None), (60, 4096)])
+def test_data_that_was_never_shuffled_needs_the_cache_of_its_larger_windows(
+    terabytes: Fraction, lanes: int | None
+) -> None:
+    needs = TrainNeeds(tokens=int(terabytes * 10**12 // 4), seconds=Fraction(86400), gpus=64, lanes=lanes)
+    built, converted = plan_train(needs), plan_train(replace(needs, is_shuffled=False))
+    samples = ceil(Fraction(needs.tokens, needs.sequence_length))
+    expected = default_window(samples, built.shards, built.lanes, is_shuffled=False)
+    assert converted.window == expected >= built.window
+    assert converted.cache_bytes - built.cache_bytes == max(built.lanes_per_node) * (
+        converted.window_bytes - built.window_bytes
+    )
+    assert (converted.cache_bytes > built.cache_bytes) == (terabytes < 60)  # many lanes span enough shards
 
 
 def test_a_funnel_that_keeps_0_95_percent_needs_6_2_petabytes_and_516_cores() -> None:

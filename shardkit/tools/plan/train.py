@@ -44,6 +44,8 @@ class TrainNeeds:
     """Number of lanes; None means the loader's default."""
     window: int | None = None
     """Size of the shuffle window, in samples; None means the loader's default."""
+    is_shuffled: bool = True
+    """Whether rows were shuffled when they were written; default windows are larger if they were not."""
     node_bytes_per_second: Fraction = Fraction(1_250_000_000)
     """Bandwidth from the store to a node: 1.25 GB/s is 10 Gbit/s."""
     connection_bytes_per_second: Fraction = Fraction(80_000_000)
@@ -135,7 +137,7 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
 
     samples = ceil(needs.tokens / needs.epochs / needs.sequence_length)
     lanes = needs.lanes or default_lanes(shards)
-    window = needs.window or default_window(samples, shards, lanes)
+    window = needs.window or default_window(samples, shards, lanes, is_shuffled=needs.is_shuffled)
     batch_lanes = BatchLanes(OrderSpec(0, lanes, window), global_batch)
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     lanes_per_node = tuple(len(batch_lanes.of_part(part)) for part in parts)
