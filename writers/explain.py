@@ -315,6 +315,6 @@ def clean_work(
             journal.remove()
         elif not dry_run:
             for task in removed:
-                journal.work.forget(task.commit)
+                journal.work.forget(task.commit.key)
     kept = [found[key] for key in sorted(found.keys() - {task.key for task in removed})]
     return CleanReport(work.place, removed, len(kept), sum(task.bytes for task in kept), dry_run)

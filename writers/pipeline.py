@@ -36,6 +36,7 @@ from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
 from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
 from shardkit.writers.estimate import check_disk
+from shardkit.writers.execution.artifacts import DamagedRangeError
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.progress import StageProgress, WholeBuild
@@ -185,7 +186,11 @@ def _run_steps(inputs: BuildInputs, runner: Runner) -> tuple[Documents, list[Bui
     Returns the documents that are left, and the datasets, ready to publish.
     """
     inputs = place_files(inputs, runner.journal)
-    documents = run_build(inputs, runner.run)
+    try:
+        documents = run_build(inputs, runner.run)
+    except DamagedRangeError as error:
+        runner.repair(error)
+        documents = run_build(inputs, runner.run)
     check_unchanged(inputs.splits, documents.input_hashes)
     for files in inputs.joined:
         check_unchanged(files.splits, files.hashes)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -348,6 +350,29 @@ def test_a_damaged_leftover_is_not_published(kept: BuildResult, corpus: Path, tm
         made = build(corpus, output=tmp_path / "out", overrides=[f"work={work}"], workers=1, progress=False)
     assert tree(made.output) == tree(kept.output)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("stage", ["clean", "exact", "tokenize"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_damaged_run_is_made_again_by_the_build_that_reads_it(
+    kept: BuildResult, corpus: Path, tmp_path: Path, stage: str, workers: int
+) -> None:
+    work = tmp_path / "work"
+    subprocess.run(["cp", "-a", str(corpus.parent / "kept-work"), str(work)], check=True)
+    run = max((work / stage).rglob("*.run"), key=lambda file: file.stat().st_size)
+    data = bytearray(run.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    run.write_bytes(data)
+    written = {record.parent: record.stat().st_mtime_ns for record in work.rglob("commit.json")}
+    own = max(time for folder, time in written.items() if folder.parent.name == stage)
+    for folder, time in written.items():
+        if time > own:  # what reads the run has not run yet
+            shutil.rmtree(folder)
+    options: dict[str, Any] = {"overrides": [f"work={work}"], "workers": workers, "progress": False}
+    with pytest.warns(RuntimeWarning, match=rf"{stage}/.*\.run was damaged after it was written") as caught:
+        made = build(corpus, output=tmp_path / "out", **options)
+    assert len(caught) == 1
+    assert tree(made.output) == tree(kept.output)
 
 
 @pytest.mark.extended

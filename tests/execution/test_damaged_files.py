@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.progress import make_listener
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, DamagedRangeError
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -34,9 +34,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = Work.damaged_output
 
-    def damaged_output(work: Work, commit: Commit) -> str | None:
+    def damaged_output(work: Work, commit: Commit, *, runs: bool = True) -> str | None:
         names.extend(f"{commit.stage}/{name}" for name in commit.outputs)
-        return real(work, commit)
+        return real(work, commit, runs=runs)
 
     monkeypatch.setattr(Work, "damaged_output", damaged_output)
     return names
@@ -82,3 +82,19 @@ def test_right_files_are_compared_once(tmp_path: Path, compared: list[str]) -> N
         warnings.simplefilter("error")
         assert run(tmp_path, "x") == b"copy of hello"
     assert compared == ["first/other", "first/text", "second/text"]
+
+
+def test_a_file_that_stays_damaged_ends_the_build_and_the_next_one_makes_it_again(tmp_path: Path) -> None:
+    run(tmp_path, "x")
+    [text] = tmp_path.glob("first/*/text")
+    error = DamagedRangeError("bytes 1 to 2 differ from their hash", text)
+    with (  # noqa: PT012
+        pytest.raises(DamagedRangeError, match="bytes 1 to 2"),
+        Journal(Work.at(tmp_path)) as journal,
+        InlineEngine() as engine,
+    ):
+        runner = Runner(journal, engine, make_listener(False))
+        runner.repair(error)
+        runner.repair(error)
+    assert not text.exists()
+    assert run(tmp_path, "x") == b"copy of hello"

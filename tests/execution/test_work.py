@@ -138,7 +138,7 @@ def test_a_task_done_by_two_is_the_first_ones(works: Works) -> None:
 
 def test_a_forgotten_task_is_gone_and_can_be_made_again(works: Works) -> None:
     work = works()
-    work.forget(run(work))
+    work.forget(run(work).key)
     assert works().find([TASK]) == [None]
     run(work)
     assert read(works(), "large") == DATA

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import RUN_SUFFIX, Artifact
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
 
 Rows = npt.NDArray[np.void]
@@ -60,6 +60,7 @@ class Table:
     def __post_init__(self) -> None:
         fields = {"key": "<u8"} | ({"size": "<i8"} if self.payload else {})
         fields |= {self.origin: "<i4"} if self.origin else {}
+        assert self.file.endswith(RUN_SUFFIX), self.file
         for name, kind in fields.items():
             assert name in (self.dtype.names or ()), (self.file, name)
             assert self.dtype[name] == np.dtype(kind), (self.file, name, self.dtype[name])
@@ -67,7 +68,7 @@ class Table:
     @property
     def name(self) -> str:
         """The file name of the table's runs without the extension."""
-        return self.file.removesuffix(".run")
+        return self.file.removesuffix(RUN_SUFFIX)
 
     @cached_property
     def void(self) -> np.dtype[np.void]:

@@ -27,6 +27,20 @@ if TYPE_CHECKING:
 
 BinaryFile = io.RawIOBase | io.BufferedReader
 
+RUN_SUFFIX = ".run"
+"""Of the names of files of the exchange, whose blocks have hashes of their own: every read verifies them."""
+
+
+class DamagedRangeError(BuildError):
+    """Bytes of a local file differ from their hash; `path` is the file."""
+
+    def __init__(self, problem: str, path: Path) -> None:
+        super().__init__(problem)
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DamagedRangeError, (str(self), self.path)
+
 
 class RemoteFiles(Protocol):
     """The methods of a remote work folder that artifacts use; `path` is a file's path in a scratch folder."""
@@ -50,7 +64,7 @@ class Artifact:
     path: Path
     remote: RemoteFiles | None = None
     content: str = field(default="", compare=False)
-    remedy: str = field(default="remove the work folder and build again", compare=False)
+    remedy: str = field(default="run the same command again, which makes it anew", compare=False)
 
     def __truediv__(self, name: str) -> Artifact:
         return Artifact(self.path / name, self.remote, remedy=self.remedy)
@@ -88,7 +102,7 @@ class Artifact:
         """Read bytes [start, stop) in one request; return them as a writable array.
 
         `is_right` compares them with a hash. Wrong bytes from a store are read again; if they stay wrong, the
-        next build repeats the task. Raises BuildError if bytes of a local file are missing or wrong.
+        next build repeats the task, as it does if this raises DamagedRangeError for a local file.
         """
         source = self._source
         if source is not None:
@@ -99,9 +113,8 @@ class Artifact:
             file.seek(start)
             count = read_into(file, data.data)
         if count < len(data) or not is_right(data):
-            raise BuildError(
-                f"{self}: bytes {start:,} to {stop:,} are missing or differ from their hash; {self.remedy}"
-            )
+            problem = f"bytes {start:,} to {stop:,} are missing or differ from their hash"
+            raise DamagedRangeError(f"{self}: {problem}; {self.remedy}", self.path)
         return data
 
     def size(self) -> int:

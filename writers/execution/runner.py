@@ -12,7 +12,9 @@ and in a store the build holds the driver's lease (lease.py).
 Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
 a local folder, it compares the task's files with the hashes in its commit before anything reads them: once
 per build, at the speed of the disk. A task with a damaged file runs again; tasks are pure functions, so its
-outputs, and all later outputs, are the same. In a store, each read is checked instead (work.py).
+outputs, and all later outputs, are the same. In a store, each read is checked instead (work.py), and so are
+files of the exchange, which are most of a large work folder: when a task meets a damaged one, the build
+starts again with the files of all finished tasks compared (`Runner.repair`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Self
 from shardkit.errors import warn_user
 from shardkit.progress import Listener
 from shardkit.storage.store import StoreError
+from shardkit.writers.execution.artifacts import DamagedRangeError
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.lease import LEASE_SECONDS, DriverLease
@@ -69,7 +72,9 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        with self._stack:
+            if isinstance(error, DamagedRangeError):  # not repaired: the next build makes the file again
+                self.work.forget_damaged(error)
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """Return the commit of each task, or None if it is not finished and has to run."""
@@ -99,11 +104,14 @@ class Journal:
                 self._lease.renew()
             self._lease.check()
 
-    def remove_damaged(self, commit: Commit) -> str | None:
-        """Remove a finished task if a file differs from its commit. Return that file's name, or None."""
-        name = self.work.damaged_output(commit)
+    def remove_damaged(self, commit: Commit, *, runs: bool = True) -> str | None:
+        """Remove a finished task if a file differs from its commit. Return that file's name, or None.
+
+        `runs`: also compare files of the exchange.
+        """
+        name = self.work.damaged_output(commit, runs=runs)
         if name is not None:
-            self.work.forget(commit)
+            self.work.forget(commit.key)
         return name
 
     def remove(self) -> None:
@@ -135,6 +143,7 @@ class Runner:
         self._meters: dict[str, _Meter] = {}
         self._start = 0.0
         self._checks_files = journal.work.local is not None
+        self._checks_runs = False
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Run unfinished tasks; return the commits of each group, in task order.
@@ -192,7 +201,7 @@ class Runner:
             return
 
         def damaged(commit: Commit | None) -> str | None:
-            return None if commit is None else self.journal.remove_damaged(commit)
+            return None if commit is None else self.journal.remove_damaged(commit, runs=self._checks_runs)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             for commit, name in zip(found, pool.map(damaged, found), strict=True):
@@ -203,6 +212,13 @@ class Runner:
                     yield None
                 else:
                     yield commit
+
+    def repair(self, error: DamagedRangeError) -> None:
+        """Make damaged files of the exchange anew when the same tasks run again. Raises a second `error`."""
+        if self._checks_runs:
+            raise error
+        self._checks_runs = True
+        self.tasks = self.tasks_reused = 0
 
     @property
     def finished(self) -> int:

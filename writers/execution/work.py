@@ -14,8 +14,9 @@ has already committed the task, its outputs are used: tasks are pure functions, 
 and it is an error if they are not. The name of a task's folder contains its digest, so tasks of another
 recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe uses.
 
-In a local work folder, files are read in place, and a build compares them with their hashes once before it
-uses them (runner.py). For a bucket, every machine has a scratch folder (`scratch.py`) for the files of
+In a local work folder, files are read in place. A build compares files of earlier builds with their hashes
+once before it uses them (runner.py), except sorted runs of the exchange, whose blocks are verified whenever
+they are read. For a bucket, every machine has a scratch folder (`scratch.py`) for the files of
 running tasks, for records, and for small files that are fetched whole; it may be deleted while no build runs
 on the machine. All other files are read by ranges, and each block is compared with its hash
 (`CheckedRanges`). Sorted runs of the exchange contain their own hashes and are read by exact ranges
@@ -55,7 +56,7 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import open_store
 from shardkit.writers.execution import scratch
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import RUN_SUFFIX, Artifact, DamagedRangeError
 from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError, get_checked
 from shardkit.writers.execution.commit import (
     Commit,
@@ -291,17 +292,27 @@ class Work:
             if commit is not None:
                 yield key, commit, unread[key]
 
-    def forget(self, commit: Commit) -> None:
+    def forget(self, key: str) -> None:
         """Remove a finished task, its record first."""
         with self._explained():
-            self.store.delete(f"{commit.key}/{COMMIT_NAME}")
-            self._delete(info.key for info in self.store.list(f"{commit.key}/"))
-        shutil.rmtree(commit.folder, ignore_errors=True)
+            self.store.delete(f"{key}/{COMMIT_NAME}")
+            self._delete(info.key for info in self.store.list(f"{key}/"))
+        shutil.rmtree(self.folder / key, ignore_errors=True)
 
-    def damaged_output(self, commit: Commit) -> str | None:
-        """Return the first output whose bytes differ from the commit, or None; reads all outputs."""
+    def forget_damaged(self, error: DamagedRangeError) -> None:
+        """Remove the task whose file is damaged, so that the next build runs it again."""
+        if self.local is not None and error.path.is_relative_to(self.folder):
+            self.forget(self._task_file(error.path)[0])
+
+    def damaged_output(self, commit: Commit, *, runs: bool = True) -> str | None:
+        """Return the first output whose bytes differ from the commit, or None.
+
+        Without `runs`, does not read those of the exchange, whose readers verify what they read.
+        """
         with self._explained():
             for name, output in commit.outputs.items():
+                if not runs and name.endswith(RUN_SUFFIX):
+                    continue
                 try:
                     with (Artifact(commit.folder, self.remote) / name).open() as file:
                         is_right = hash_file(file) == output
@@ -486,7 +497,7 @@ def _call(task: Task, folder: Path) -> Any:
         return task.run(folder)
     try:
         return task.run(folder)
-    except (OSError, StoreError, RecipeError, MissingExtraError, UnavailableError):
+    except (OSError, StoreError, RecipeError, MissingExtraError, UnavailableError, DamagedRangeError):
         raise  # errors of the machine, a service or the recipe: other tasks would fail in the same way
     except Exception as error:
         text = str(error) if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
