@@ -28,7 +28,7 @@ from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
 
 if TYPE_CHECKING:
-    from shardkit.formats.parquet import ParquetShard
+    from shardkit.formats.rows import RowShard
 
 # Pairs (stored dtype, delivered dtype) that are allowed although large ids would overflow: ids are normally
 # far below 2**31, and each batch is checked for larger ones.
@@ -302,7 +302,7 @@ class DecodedSamples:
         by_name = {column.name: column for column in _columns(dataset)}
         layouts = {name: constant_layout(by_name[name].encoding) for name in names if name in by_name}
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
-        self._has_columns = dataset.manifest.format == "row_groups"
+        self._has_columns = dataset.manifest.format == "row_files"
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
         """Open the shards of rows to decode: see `Source.open_rows`."""
@@ -330,7 +330,7 @@ class DecodedSamples:
         order = np.argsort(shard, kind="stable")
         numbers, firsts = np.unique(shard[order], return_index=True)
         groups = list(zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True))
-        opened = [(cast("ParquetShard", self._streams.shard(number)), where) for number, where in groups]
+        opened = [(cast("RowShard", self._streams.shard(number)), where) for number, where in groups]
         try:
             return {
                 name: self._joined([(where, part.values(name, row[where])) for part, where in opened], name)

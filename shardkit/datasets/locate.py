@@ -1,4 +1,4 @@
-"""Locate a dataset by its index, its list of tars, its tars, its Parquet files or its flat token files.
+"""Locate a dataset by its index, its list of tars, its tars, its row files or its flat token files.
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, or several of these. Only
 the index and the card are read, no shard. For tars without a list, the result `Found` has only their names,
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
-from shardkit.datasets.parquet_rows import find_parquet_rows, is_parquet_name
 from shardkit.datasets.range_store import RangeRows
+from shardkit.datasets.row_files import find_rows, names_rows
 from shardkit.datasets.text_rows import TextRows
 from shardkit.datasets.token_rows import RowCut, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
@@ -61,7 +61,7 @@ class Found:
     """A located dataset: its folder or store, to which shard names are relative, its manifest and its card.
 
     `versions` is set for tars without a list, whose manifest has only names and sizes. `index` is the local
-    index file with its version before it was read. `rows` is set for flat files of tokens and Parquet files.
+    index file with its version before it was read. `rows` is set for flat files of tokens and row files.
     """
 
     folder: Path | None
@@ -95,7 +95,7 @@ class LocalFiles:
             self._index, self._version = found.index[0].absolute(), found.index[1]
         self._newer: tuple[FileVersion, Sequence[ShardInfo]] | None = None
         self.dates: Mapping[str, FileVersion] | None = None if found.rows is None else found.rows.dates()
-        """Versions of files whose shards are ranges of them (tokens, Parquet); None for other datasets."""
+        """Versions of files whose shards are ranges of them (tokens, row files); None for other datasets."""
 
     def was_opened(self, number: int) -> bool:
         """Return whether a shard has passed `check` before; its hashes need not be compared again."""
@@ -148,21 +148,21 @@ def locate(
     *,
     texts: TextRowsOf | None = None,
 ) -> Found:
-    """Locate the dataset at a path or URL, or at several paths or URLs of tars or Parquet files.
+    """Locate the dataset at a path or URL, or at several paths or URLs of tars or row files.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
-    tokens, those that a build wrote for another trainer too. `columns`: those to read of Parquet files.
+    tokens, those that a build wrote for another trainer too. `columns`: those to read of row files.
     `texts` makes rows of tokens of these instead.
     Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
     """
 
-    def find_rows(path: str | Sequence[str]) -> Found:
+    def rows_at(path: str | Sequence[str]) -> Found:
         if texts is not None:
             rows = texts(path)
             found = Found(None, rows.manifest, rows.card, store=rows.store, rows=rows)
         else:
             length = None if cut is None else cut.sequence_length
-            find = partial(find_parquet_rows, columns=columns, sequence_length=length, indexes=indexes)
+            find = partial(find_rows, columns=columns, sequence_length=length, indexes=indexes)
             found = _rows(find(path, storage))
         if cut is not None and (cut.token_dtype is not None or cut.per_file):
             where, problem = path if isinstance(path, str) else path[0], "apply to flat files of tokens only"
@@ -171,20 +171,20 @@ def locate(
 
     if not isinstance(path, (str, os.PathLike)):
         names = [os.fspath(name) for name in path]
-        if names and all(map(is_parquet_name, names)):
-            return find_rows(names)
+        if names and all(map(names_rows, names)):
+            return rows_at(names)
         return _find_tars(names, storage)
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
-    if is_parquet_name(text):
-        return find_rows(text)
+    if names_rows(text):
+        return rows_at(text)
     try:
         found = _locate(text, storage, indexes)
     except ShardNotFoundError as error:
         if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
             with suppress(ShardNotFoundError):
-                return find_rows(text)
+                return rows_at(text)
         if cut is None:
             raise
         return _find_rows(text, cut, storage)

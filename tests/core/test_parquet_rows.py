@@ -26,7 +26,7 @@ from fuzz.engine import mutate
 from shardkit.cache import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
-from shardkit.datasets.parquet_rows import ParquetRows, find_parquet_rows
+from shardkit.datasets.row_files import FileRows, find_rows
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats import mds
 from shardkit.formats.parquet import ParquetFooter, as_file, footer_bytes
@@ -81,9 +81,9 @@ def write(folder: Path, tables: Sequence[pa.Table], **options: Any) -> None:
         pq.write_table(table, folder / f"part-{number:03d}.parquet", **options)
 
 
-def dataset_of(found: ParquetRows) -> Dataset:
+def dataset_of(found: FileRows) -> Dataset:
     files = LocalFiles(Found(found.folder, found.manifest, rows=found))
-    return Dataset(files, found.manifest, parquet=found)
+    return Dataset(files, found.manifest, rows=found)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -137,7 +137,7 @@ def test_rows_are_those_that_pyarrow_reads(
         assert rows_of(dataset) == expected_of(
             [table.select([n for n in names if n in chosen]) for table in read]
         )
-    one_by_one = dataset_of(find_parquet_rows(str(folder), shard_bytes=1))
+    one_by_one = dataset_of(find_rows(str(folder), shard_bytes=1))
     assert one_by_one.manifest.shard_samples.max() <= group_rows
     assert rows_of(one_by_one) == expected_of(read)
 
@@ -205,7 +205,7 @@ def test_a_second_start_reads_no_footer(tmp_path: Path, reads: list[Read]) -> No
             fingerprints.append(dataset.fingerprint)
             assert len(dataset) == 200
         assert len(reads) == expected
-    kept = sorted((tmp_path / "cache" / "shardkit-cache-1" / "parquet").glob("[0-9a-f]*[0-9a-f]"))
+    kept = sorted((tmp_path / "cache" / "shardkit-cache-1" / "rows").glob("[0-9a-f]*[0-9a-f]"))
     assert len(kept) == 4
     for file in kept:
         file.write_bytes(b"damaged" + file.read_bytes()[7:])
@@ -289,7 +289,7 @@ def test_files_are_found_as_writers_leave_them(tmp_path: Path) -> None:
     pq.write_table(table_of(2), literal)
     with open_dataset(literal) as dataset:
         assert len(dataset) == 2
-    with pytest.raises(ShardError, match="holds no Parquet files"):
+    with pytest.raises(ShardError, match="holds no Parquet, Arrow or JSON lines files"):
         open_dataset(tmp_path / "missing.parquet")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ShardError, match=r"holds no dataset: .*\*.parquet"):
@@ -312,7 +312,7 @@ def test_brace_lists_and_lists_of_paths_are_read_in_their_order(tmp_path: Path) 
             assert [row["id"] for row in dataset] == [0, 1, 2, 3]
         with pytest.raises(ShardError, match=r"repeats .*x0.parquet, which an earlier path names"):
             open_dataset([*paths, f"{place}/d0/x0.parquet"])
-        with pytest.raises(ShardError, match=r"x9.parquet: holds no Parquet files"):
+        with pytest.raises(ShardError, match=r"x9.parquet: holds no Parquet, Arrow or JSON lines files"):
             open_dataset([*paths, f"{place}/d0/x9.parquet"])
     assert fingerprints[0] == fingerprints[1]
     with pytest.raises(ShardError, match="is local but others are remote"):
@@ -519,7 +519,7 @@ def test_a_dataset_of_text_stays_what_it_is(tmp_path: Path) -> None:
     with open_dataset(tmp_path) as dataset:
         assert dataset.manifest.format == "parquet"
     with open_dataset(tmp_path / "part-000.parquet") as dataset:
-        assert dataset.manifest.format == "row_groups"
+        assert dataset.manifest.format == "row_files"
 
 
 def test_a_dataset_is_used_as_any_other(tmp_path: Path) -> None:

@@ -1,21 +1,24 @@
-"""Open Parquet files, in a folder or a store, as a dataset whose shards are row groups.
+"""Open row files in place, in a folder or a store, as a dataset whose shards are groups of their rows.
 
-`find_parquet_rows` reads the footers and makes a manifest whose shards are the byte ranges of the wanted
-columns in one or more consecutive row groups of a file. Nothing is copied or converted, and all code that
-reads shards works with them (cache, prefetch, eviction, resume). Local ranges are mapped; remote ones are
-read by `RangeStore`. Bytes of other columns are not read, except for gaps of up to `_GAP_BYTES` between two
+`find_rows` reads what each file says about its groups (row groups of Parquet, record batches of Arrow, blocks
+of JSON lines) and makes a manifest whose shards are the byte ranges of the wanted columns in one or more
+consecutive groups of a file. Nothing is copied or converted, and all code that reads shards works with them
+(cache, prefetch, eviction, resume). Local ranges are mapped; remote ones are read by `RangeStore`. Bytes of
+other columns are not read where the format allows that, except for gaps of up to `_GAP_BYTES` between two
 ranges.
 
-Rows are those of all files in the order of their names. Small row groups of a file are joined until a shard
-would exceed `SHARD_BYTES`. A larger row group is one shard, because its columns can only be decoded as a
-whole.
+Rows are those of all files in the order of their names. Small groups of a file are joined until a shard would
+exceed `SHARD_BYTES`. A larger group is one shard, because it can only be decoded as a whole.
 
-Footers. Each takes one request, two if it is longer than `TAIL_BYTES`. With a cache folder, one process of a
-node reads them for all, and later starts read those of unchanged objects from the folder.
+Indexes. What a file says about its groups is read once a node: with a cache folder, one process reads it for
+all, and later starts read that of unchanged objects from the folder. A footer of Parquet takes one request,
+two if it is long. JSON lines say nothing, so they are read once from end to end, and what was found is kept
+for local files, too (in the cache folder of the user if no other is given).
 
-Fingerprint. It is computed from the names, sizes and footers of the files, and the wanted columns. Footers
-have the offset, size, number of values and usually minimum and maximum of each column in each row group. It
-is equal for copies of the files at any location. Within a run, a file that is replaced is an error.
+Fingerprint. It is computed from the names and sizes of the files, what they say about their groups, and the
+wanted columns. Footers have the offset, size, number of values and usually minimum and maximum of each column
+in each group; of JSON lines it is a hash of all bytes. It is equal for copies of the files at any location.
+Within a run, a file that is replaced is an error.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import zstandard
 
+from shardkit.cache.indexes import MAX_ROWS_BYTES, NodeIndexes, kept_indexes
+from shardkit.cache.kept_results import trim
 from shardkit.datasets.range_store import (
     AnyStore,
     RangeRows,
@@ -40,71 +43,64 @@ from shardkit.datasets.range_store import (
     split_place,
 )
 from shardkit.errors import ShardError, ShardNotFoundError, warn_user
+from shardkit.files import user_cache_folder
 from shardkit.formats.mds.encodings import ARRAY_DTYPES
-from shardkit.formats.parquet import (
-    MAX_FOOTER_BYTES,
-    NULL,
-    NULLABLE,
-    TAIL_BYTES,
-    Chunk,
-    ParquetFooter,
-    ParquetPart,
-    RowGroup,
-    encodings_of,
-    fixed_size,
-    footer_bytes,
-)
+from shardkit.formats.parquet import TAIL_BYTES, ParquetFormat
+from shardkit.formats.rows import NULL, NULLABLE, RowFile, RowFormat, RowGroup, RowPart, fixed_size
 from shardkit.formats.tar.find import expand, is_there
 from shardkit.formats.tar.shard_list import common_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
+from shardkit.limits import usable_cores
 from shardkit.manifest import TOKENS, Column, FileInfo, Manifest, ShardInfo, token_layout
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 
-if TYPE_CHECKING:
-    from shardkit.cache.indexes import NodeIndexes
-
-SHARD_BYTES = 4 << 20  # row groups are joined up to this size of their wanted columns
+FORMATS: tuple[RowFormat, ...] = (ParquetFormat(),)
+SHARD_BYTES = 4 << 20  # groups are joined up to this size of their wanted columns
 LARGE_BYTES = 256 << 20  # larger shards cause a warning: they are fetched, decoded and held as a whole
 MAX_DECODED_BYTES = 16 << 30  # larger shards are refused; 50 times what writers make by default
 _GAP_BYTES = 64 << 10  # ranges that are closer are read as one: faster than a second request
 _OFFSET_BYTES = 4  # memory of a value of varying size, at least
 _THREADS = 32
-_SUFFIXES = (".parquet", ".pq")
 ChooseColumns = Callable[[Mapping[str, str]], Sequence[str]]
 """Returns the columns to read, of the names and encodings of a file's columns."""
 
+_NO_FILES = "holds no Parquet, Arrow or JSON lines files"
 _SPLITS = ({"train", "training"}, {"val", "valid", "validation", "dev", "eval"}, {"test", "testing"})
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetRows(RangeRows):
-    """The rows of Parquet files, and where each shard is in its file."""
+class FileRows(RangeRows):
+    """The rows of row files, and where each shard is in its file."""
 
-    parts: Sequence[ParquetPart]
+    parts: Sequence[RowPart]
     decoded_bytes: int
     """Estimate of the memory that all shards take when they are decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with its parsed and its stored footer."""
+    """A file with what it says about its groups, parsed and as it is kept."""
 
     info: ObjectInfo
-    footer: ParquetFooter
+    rows: RowFile
     data: bytes
     where: str
-    encodings: Mapping[str, str]
 
 
-def is_parquet_name(path: str) -> bool:
-    """Return whether a path, URL or pattern names Parquet files."""
-    return path.endswith(_SUFFIXES)
+def format_of(path: str) -> RowFormat | None:
+    """Return the format whose files a path, URL or pattern names; None if it names no row files."""
+    return next((one for one in FORMATS if path.endswith(one.suffixes)), None)
 
 
-def find_parquet_rows(
+def names_rows(path: str) -> bool:
+    """Return whether a path, URL or pattern names row files."""
+    return format_of(path) is not None
+
+
+def find_rows(
     path: str | Sequence[str],
     storage: StorageOptions | None = None,
     *,
@@ -112,40 +108,47 @@ def find_parquet_rows(
     sequence_length: int | None = None,
     indexes: NodeIndexes | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> ParquetRows:
-    """Find the rows of a Parquet file, of a folder and its sub-folders, or of files that a pattern matches.
+) -> FileRows:
+    """Find the rows of a row file, of a folder and its sub-folders, or of files that a pattern matches.
 
     The path may be a brace list ("part-{00..31}.parquet"), or several paths, whose rows come in their order.
 
     `columns`: the columns to read (None: all), or a function that returns them. `sequence_length`: the length
-    of the lists in the column of tokens, which footers do not tell. `indexes` keeps the footers of remote
-    files on this node. Raises ShardNotFoundError if there are no Parquet files, ShardError if one is
-    malformed or has other columns than the first, and StoreError if a store fails.
+    of the lists in the column of tokens, which files do not tell. `indexes` keeps what files say about their
+    groups on this node. Raises ShardNotFoundError if there are no row files, ShardError if one is malformed
+    or has other columns than the first, and StoreError if a store fails.
     """
     names = expand([path] if isinstance(path, str) else path, lambda name: is_there(name, storage))
     path = names[0]
     base, store, found = _find_one(path, storage) if len(names) == 1 else _find_several(names, storage)
-    data = _footers(store, found, indexes)
-    files = [_look(store, info, one) for info, one in zip(found, data, strict=True)]
+    kind = _one_format(path, [info.key for info in found])
+    data = _read_all(kind, store, found, indexes)
+    parsed = [
+        kind.parse(store.where(info.key), one, info.bytes) for info, one in zip(found, data, strict=True)
+    ]
+    files = [
+        _File(info, rows, one, store.where(info.key))
+        for info, rows, one in zip(found, kind.alike(parsed), data, strict=True)
+    ]
     described = _columns(path, files, columns, sequence_length)
-    manifest, parts, decoded = _manifest(path, files, described, shard_bytes)
+    manifest, parts, decoded = _manifest(path, kind, files, described, shard_bytes)
     folder = None if is_remote(path) else local_path(base or ".")
     versions = {info.key: info.version for info in found}
     remote = store if isinstance(store, ResilientStore) else None
-    return ParquetRows(folder, remote, manifest, versions, parts, decoded)
+    return FileRows(folder, remote, manifest, versions, parts, decoded)
 
 
 def _find_one(path: str, storage: StorageOptions | None) -> tuple[str, AnyStore, list[ObjectInfo]]:
     """Return (folder, store of the folder, files) of a path or URL."""
-    base, name = split_place(path, is_parquet_name)
+    base, name = split_place(path, names_rows)
     store = connect_ranges(base, storage)
     found = _find(path, store, name)
-    if not found and is_remote(path) and is_parquet_name(name) and not is_pattern(name):
+    if not found and is_remote(path) and names_rows(name) and not is_pattern(name):
         base = path.rstrip("/")  # Spark writes folders of this name
         store = connect_ranges(base, storage)
         found = _find(path, store, "")
     if not found:
-        raise ShardNotFoundError(path, "holds no Parquet files")
+        raise ShardNotFoundError(path, _NO_FILES)
     return base, store, found
 
 
@@ -157,7 +160,7 @@ def _find_several(
         local = next(path for path in paths if not is_remote(path))
         raise ShardError(local, "is local but others are remote; open each as a separate stream")
     places = [
-        split_place(path if is_remote(path) else str(local_path(path).absolute()), is_parquet_name)
+        split_place(path if is_remote(path) else str(local_path(path).absolute()), names_rows)
         for path in paths
     ]
     base = common_folder([folder for folder, _ in places])
@@ -170,7 +173,7 @@ def _find_several(
         below = folder[len(base) :].strip("/")
         some = _find(path, store, "/".join(part for part in (below, name or "**/*") if part))
         if not some:
-            raise ShardNotFoundError(path, "holds no Parquet files")
+            raise ShardNotFoundError(path, _NO_FILES)
         if twice := [info.key for info in some if info.key in found]:
             raise ShardError(path, f"repeats {twice[0]}, which an earlier path names")
         found |= {info.key: info for info in some}
@@ -190,7 +193,7 @@ def _find(path: str, store: AnyStore, name: str) -> list[ObjectInfo]:
         return []
     pattern = name or "**/*"
     found = [info for info in list_matching(store, pattern) if matches(info.key, pattern)]
-    found = [info for info in found if is_parquet_name(info.key) and not _is_hidden(info.key, pattern)]
+    found = [info for info in found if names_rows(info.key) and not _is_hidden(info.key, pattern)]
     _refuse_splits(path, [info.key for info in found])
     return sorted(found, key=lambda info: info.key)
 
@@ -210,39 +213,48 @@ def _refuse_splits(path: str, names: Sequence[str]) -> None:
         raise ShardError(path, f"has files of several splits ({kinds}): name one, such as 'train-*.parquet'")
 
 
-def _footers(store: AnyStore, found: Sequence[ObjectInfo], indexes: NodeIndexes | None) -> list[bytes]:
-    """Return the footer of each file."""
-
-    def read(numbers: Sequence[int]) -> list[bytes]:
-        with ThreadPoolExecutor(min(_THREADS, len(numbers)), thread_name_prefix="shardkit-open") as pool:
-            return list(pool.map(lambda number: _read_footer(store, found[number]), numbers))
-
-    if indexes is None or not isinstance(store, ResilientStore):
-        return read(range(len(found)))
-    origins = [f"{store.url}/{info.key}\n{info.version}" for info in found]
-    packed = indexes.footers(origins, lambda numbers: [*map(zstandard.compress, read(numbers))])
-    return [zstandard.decompress(one, MAX_FOOTER_BYTES) for one in packed]
+def _one_format(path: str, names: Sequence[str]) -> RowFormat:
+    """Return the format of all files. Raises ShardError if they have several."""
+    kinds = [kind for kind in FORMATS if any(format_of(name) is kind for name in names)]
+    if len(kinds) == 1:
+        return kinds[0]
+    if not kinds:
+        raise ShardError(path, f"has none of the names of row files: {listed_suffixes()}")
+    both = " and ".join(kind.title for kind in kinds)
+    raise ShardError(path, f"has {both} files: name one kind, such as '*{kinds[0].suffixes[0]}'")
 
 
-def _read_footer(store: AnyStore, info: ObjectInfo) -> bytes:
-    where = store.where(info.key)
-    start = max(0, info.bytes - TAIL_BYTES)
-    tail = store.get(info.key, start, info.bytes, version=info.version) if info.bytes else b""
-    size = footer_bytes(where, tail, info.bytes)
-    begin = info.bytes - 8 - size
-    if begin < start:
-        tail = store.get(info.key, begin, start, version=info.version) + tail
-        start = begin
-    return tail[begin - start : -8]
+def listed_suffixes() -> str:
+    """Return how the names of row files end, for messages."""
+    return ", ".join(f"*{suffix}" for kind in FORMATS for suffix in kind.suffixes)
 
 
-def _look(store: AnyStore, info: ObjectInfo, data: bytes) -> _File:
-    where = store.where(info.key)
-    footer = ParquetFooter(where, data, info.bytes)
-    try:
-        return _File(info, footer, data, where, encodings_of(footer.schema))
-    except ValueError as error:
-        raise ShardError(where, f"{error}; write the file with different names") from error
+def _read_all(
+    kind: RowFormat, store: AnyStore, found: Sequence[ObjectInfo], indexes: NodeIndexes | None
+) -> list[bytes]:
+    """Return what each file says about its groups."""
+
+    def read(number: int) -> bytes:
+        info = found[number]
+        get = partial(store.get, info.key, version=info.version)
+        return kind.read(store.where(info.key), lambda start, stop: get(start, stop), info.bytes)
+
+    origins = [f"{kind.title} {kind.version}\n{store.url}/{info.key}\n{info.version}" for info in found]
+    folder, threads = None, _THREADS
+    if kind.is_read_whole:
+        threads = min(_THREADS, usable_cores())
+        if indexes is None and (own := user_cache_folder()) is not None:
+            folder = own / "rows"
+            folder.mkdir(parents=True, exist_ok=True)
+    if indexes is not None and (kind.is_read_whole or isinstance(store, ResilientStore)):
+        kept = indexes.kept(origins, read, threads)
+    else:
+        kept = kept_indexes(folder, origins, read, threads)
+    sizes = [info.bytes if kind.is_read_whole else min(info.bytes, TAIL_BYTES) for info in found]
+    data = kept.all(f"index {kind.title}", sizes)
+    if kept.folder is not None:
+        trim(kept.folder, MAX_ROWS_BYTES)
+    return data
 
 
 def _columns(
@@ -252,25 +264,26 @@ def _columns(
     sequence_length: int | None,
 ) -> tuple[Column, ...]:
     """Return the wanted columns in the order of the first file. Raises ShardError if files differ in them."""
-    names = list(files[0].encodings)
+    given = files[0].rows.encodings
+    names = list(given)
     if callable(wanted):
-        wanted = wanted(files[0].encodings)
+        wanted = wanted(given)
     if wanted is not None:
         if unknown := [name for name in wanted if name not in names]:
             raise ValueError(f"{path} has no column {unknown[0]!r}; it has {', '.join(names)}")
         names = [name for name in names if name in wanted]
     encodings: dict[str, tuple[str, _File]] = {}
     for file in files:
-        if wanted is None and (more := [name for name in file.encodings if name not in names]):
+        if wanted is None and (more := [name for name in file.rows.encodings if name not in names]):
             raise ShardError(
                 file.where,
                 f"has a column {more[0]!r}, which {files[0].where} lacks: select others with columns=[...]",
             )
         for name in names:
+            if (problem := file.rows.broken.get(name)) is not None:
+                raise ShardError(file.where, f"{problem}; select other columns with columns=[...]")
             _merge(encodings, name, file, files[0])
-    nullable = {
-        name for file in files for group in file.footer.groups for name in names if _nulls(group, name)
-    }
+    nullable = {name for file in files for group in file.rows.groups for name in names if _nulls(group, name)}
     tokens = (
         None if sequence_length is None else _token_lists(path, {n: e for n, (e, _) in encodings.items()})
     )
@@ -291,7 +304,7 @@ def _columns(
 
 
 def _merge(encodings: dict[str, tuple[str, _File]], name: str, file: _File, first: _File) -> None:
-    found = file.encodings.get(name)
+    found = file.rows.encodings.get(name)
     if found is None:
         raise ShardError(file.where, f"has no column {name!r}, which {first.where} has")
     known = encodings.setdefault(name, (found, file))
@@ -324,39 +337,36 @@ def _token_lists(path: str, encodings: Mapping[str, str]) -> str | None:
 
 
 def _manifest(
-    path: str, files: Sequence[_File], columns: tuple[Column, ...], shard_bytes: int
-) -> tuple[Manifest, list[ParquetPart], int]:
+    path: str, kind: RowFormat, files: Sequence[_File], columns: tuple[Column, ...], shard_bytes: int
+) -> tuple[Manifest, list[RowPart], int]:
     sizes = {column.name: _value_bytes(column.encoding) for column in columns}
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         digest.update(f"{column.name}\0{column.encoding}\n".encode())
     shards: list[ShardInfo] = []
-    parts: list[ParquetPart] = []
+    parts: list[RowPart] = []
     decoded = largest = 0
     for file in files:
-        digest.update(f"\0{file.info.key}\0{file.info.bytes}\0".encode() + file.data)
-        starts = [0]
-        for group in file.footer.groups:
-            starts.append(starts[-1] + group.rows)
-        for first, stop, chunks in _shards(file, sizes, shard_bytes):
-            pieces = _pieces(file.info.key, [chunk for chunk, _ in chunks])
-            stored, rows = sum(piece.bytes for piece in pieces), starts[stop] - starts[first]
-            memory = sum(max(chunk.decoded_bytes, size * chunk.values) for chunk, size in chunks)
+        key = file.info.key
+        digest.update(f"\0{key}\0{file.info.bytes}\0".encode() + file.data)
+        starts = np.cumsum([0, *(group.rows for group in file.rows.groups)]).tolist()
+        for groups, ranges, memory in _shards(kind, file, sizes, shard_bytes):
+            pieces = _pieces(key, ranges)
+            stored, rows = sum(piece.bytes for piece in pieces), starts[groups.stop] - starts[groups.start]
             if memory > MAX_DECODED_BYTES:
-                problem = f"row group {first} takes {format_bytes(memory)} of memory"
-                raise ShardError(file.where, f"{problem}: select columns, or write smaller row groups")
-            footer = zstandard.compress(file.footer.of_groups(first, stop))
+                problem = f"{kind.unit} {groups.start} takes {format_bytes(memory)} of memory"
+                raise ShardError(file.where, f"{problem}: select columns, or write smaller ones")
             shards.append(ShardInfo(FileInfo(name_of(pieces), stored), rows, columns))
-            parts.append(ParquetPart(file.info.key, file.info.bytes, first, stop, starts[first], footer))
+            parts.append(file.rows.part(key, groups, starts[groups.start], [*sizes]))
             decoded, largest = decoded + memory, max(largest, memory)
     if not shards:
         raise ShardError(path, "has no rows")
     if largest > LARGE_BYTES:
         warn_user(
-            f"{path}: has row groups of up to {format_bytes(largest)}, each read and held as a whole: "
-            "loading is faster and takes less memory with row groups of 10 to 100 MB"
+            f"{path}: has {kind.unit}s of up to {format_bytes(largest)}, each read and held as a whole: "
+            f"loading is faster and takes less memory with {kind.unit}s of 10 to 100 MB"
         )
-    return Manifest("row_groups", shards, seen=digest.hexdigest()), parts, decoded
+    return Manifest("row_files", shards, seen=digest.hexdigest()), parts, decoded
 
 
 def _value_bytes(encoding: str) -> int:
@@ -366,36 +376,38 @@ def _value_bytes(encoding: str) -> int:
 
 
 def _shards(
-    file: _File, sizes: Mapping[str, int], shard_bytes: int
-) -> Iterator[tuple[int, int, list[tuple[Chunk, int]]]]:
-    """Yield (first row group, last + 1, [(chunk, memory of a value)]) of each shard that has rows.
+    kind: RowFormat, file: _File, sizes: Mapping[str, int], shard_bytes: int
+) -> Iterator[tuple[range, list[tuple[int, int]], int]]:
+    """Yield (groups, ranges of the file, memory when decoded) of each shard that has rows.
 
     `sizes` are the wanted columns, with the memory of their values.
     """
-    begun: list[tuple[Chunk, int]] = []
-    first = size = 0
-    for number, group in enumerate(file.footer.groups):
+    ranges: list[tuple[int, int]] = []
+    first = stored = memory = 0
+    for number, group in enumerate(file.rows.groups):
         if group.rows and (missing := [name for name in sizes if name not in group.chunks]):
-            raise ShardError(file.where, f"row group {number} has no column {missing[0]!r}")
+            raise ShardError(file.where, f"{kind.unit} {number} has no column {missing[0]!r}")
         chunks = [(chunk, size) for name, size in sizes.items() for chunk in group.chunks.get(name, ())]
-        more = sum(chunk.stop - chunk.start for chunk, _ in chunks)
-        if begun and (size + more > shard_bytes or not group.rows):
-            yield first, number, begun
-            begun = []
-        if not begun:
-            first, size = number, 0
+        own = [(chunk.start, chunk.stop) for chunk, _ in chunks]
+        more = sum(stop - start for start, stop in [*own, *group.common])
+        if ranges and (stored + more > shard_bytes or not group.rows):
+            yield range(first, number), ranges, memory
+            ranges = []
+        if not ranges:
+            first, stored, memory = number, 0, 0
         if group.rows:
-            begun, size = begun + chunks, size + more
-    if begun:
-        yield first, len(file.footer.groups), begun
+            ranges, stored = [*ranges, *group.common, *own], stored + more
+            memory += sum(max(chunk.decoded_bytes, size * chunk.values) for chunk, size in chunks)
+    if ranges:
+        yield range(first, len(file.rows.groups)), ranges, memory
 
 
-def _pieces(file: str, chunks: Sequence[Chunk]) -> list[Piece]:
-    """Return the ranges of a file that hold these chunks, sorted; ranges that are close become one."""
+def _pieces(file: str, ranges: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Return pieces of a file that hold these ranges, sorted; ranges that are close become one."""
     found: list[Piece] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.start):
-        if found and chunk.start - found[-1].stop <= _GAP_BYTES:
-            found[-1] = Piece(file, found[-1].start, max(found[-1].stop, chunk.stop))
+    for start, stop in sorted(ranges):
+        if found and start - found[-1].stop <= _GAP_BYTES:
+            found[-1] = Piece(file, found[-1].start, max(found[-1].stop, stop))
         else:
-            found.append(Piece(file, chunk.start, chunk.stop))
+            found.append(Piece(file, start, stop))
     return found

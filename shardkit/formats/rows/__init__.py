@@ -1,0 +1,19 @@
+"""What the formats of row files (Parquet, Arrow, JSON lines) have in common."""
+
+from shardkit.formats.rows.columns import NULL, NULLABLE, encodings_of, fixed_size
+from shardkit.formats.rows.contract import Chunk, RowFile, RowFormat, RowGroup, RowPart, split_pieces
+from shardkit.formats.rows.shard import RowShard
+
+__all__ = [
+    "NULL",
+    "NULLABLE",
+    "Chunk",
+    "RowFile",
+    "RowFormat",
+    "RowGroup",
+    "RowPart",
+    "RowShard",
+    "encodings_of",
+    "fixed_size",
+    "split_pieces",
+]
