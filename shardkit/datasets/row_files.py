@@ -47,6 +47,7 @@ from shardkit.files import user_cache_folder
 from shardkit.formats.mds.encodings import ARRAY_DTYPES
 from shardkit.formats.parquet import TAIL_BYTES, ParquetFormat
 from shardkit.formats.rows import NULL, NULLABLE, RowFile, RowFormat, RowGroup, RowPart, fixed_size
+from shardkit.formats.rows.arrow import ArrowFormat
 from shardkit.formats.tar.find import expand, is_there
 from shardkit.formats.tar.shard_list import common_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
@@ -57,7 +58,7 @@ from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptio
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 
-FORMATS: tuple[RowFormat, ...] = (ParquetFormat(),)
+FORMATS: tuple[RowFormat, ...] = (ParquetFormat(), ArrowFormat())
 SHARD_BYTES = 4 << 20  # groups are joined up to this size of their wanted columns
 LARGE_BYTES = 256 << 20  # larger shards cause a warning: they are fetched, decoded and held as a whole
 MAX_DECODED_BYTES = 16 << 30  # larger shards are refused; 50 times what writers make by default
@@ -67,6 +68,7 @@ _THREADS = 32
 ChooseColumns = Callable[[Mapping[str, str]], Sequence[str]]
 """Returns the columns to read, of the names and encodings of a file's columns."""
 
+_HIDDEN = ("_", "cache-")
 _NO_FILES = "holds no Parquet, Arrow or JSON lines files"
 _SPLITS = ({"train", "training"}, {"val", "valid", "validation", "dev", "eval"}, {"test", "testing"})
 
@@ -199,9 +201,12 @@ def _find(path: str, store: AnyStore, name: str) -> list[ObjectInfo]:
 
 
 def _is_hidden(name: str, pattern: str) -> bool:
-    """Return whether a name is one that writers give to files which are not data, such as `_metadata`."""
-    asked = any(part.startswith("_") for part in pattern.split("/"))
-    return not asked and any(part.startswith("_") for part in name.split("/"))
+    """Return whether a name is one that writers give to files which are not data.
+
+    Spark writes `_metadata`, Hugging Face's `datasets` cache-….arrow.
+    """
+    asked = any(part.startswith(_HIDDEN) for part in pattern.split("/"))
+    return not asked and any(part.startswith(_HIDDEN) for part in name.split("/"))
 
 
 def _refuse_splits(path: str, names: Sequence[str]) -> None:
