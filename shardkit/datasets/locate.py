@@ -21,13 +21,14 @@ import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
 from shardkit.datasets.range_store import RangeRows
-from shardkit.datasets.row_files import find_rows, names_rows
+from shardkit.datasets.row_files import find_rows, listed_suffixes, names_rows
 from shardkit.datasets.text_rows import TextRows
 from shardkit.datasets.token_rows import RowCut, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.formats.trainers import TRAINER_FORMATS, dtype_of_stream
 from shardkit.manifest import Manifest, ShardInfo
+from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
     METADATA_NAME,
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
-_NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files"
+_HEAD_BYTES = 1 << 16
+_NO_DATASET = f"holds no dataset: looked for index.json (MDS), shards.json, *.tar, {listed_suffixes()}"
 
 TextRowsOf = Callable[[str | Sequence[str]], TextRows]
 
@@ -166,7 +168,7 @@ def locate(
             found = _rows(find(path, storage))
         if cut is not None and (cut.token_dtype is not None or cut.per_file):
             where, problem = path if isinstance(path, str) else path[0], "apply to flat files of tokens only"
-            raise ShardError(where, f"is Parquet: token_dtype and per_file {problem}")
+            raise ShardError(where, f"has rows of its own: token_dtype and per_file {problem}")
         return found
 
     if not isinstance(path, (str, os.PathLike)):
@@ -177,7 +179,7 @@ def locate(
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
-    if names_rows(text):
+    if names_rows(text) and not _names_index(text, storage):
         return rows_at(text)
     try:
         found = _locate(text, storage, indexes)
@@ -194,6 +196,23 @@ def locate(
     given = dtype_of_stream(found.manifest.shards[0]).name
     names = [shard.stored.basename for shard in found.manifest.shards]
     return _rows(find_token_rows(folder, replace(cut, token_dtype=given), storage, names=names))
+
+
+def _names_index(path: str, storage: StorageOptions | None) -> bool:
+    """Return whether a path or URL that ends in .json is an index or a list of tars, and not JSON lines."""
+    folder, _, name = path.rpartition("/")
+    if name in INDEX_NAMES:
+        return True
+    from shardkit.formats.tar.shard_list import is_pattern
+
+    if not name.endswith(".json") or is_pattern(path) or "{" in path:
+        return False
+    try:
+        store = connect(folder, storage, shares_limit=True) if is_remote(path) else LocalStore(folder or ".")
+        head = store.get(name, 0, min(_HEAD_BYTES, store.head(name).bytes))
+    except StoreError:  # it is a folder, or missing
+        return False
+    return b'"shardlist"' in head
 
 
 def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
@@ -239,7 +258,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
         raise ShardError(
-            path, "is neither a folder, an index (.json), a tar nor .parquet; for text: shardkit init"
+            path, "is neither a folder, an index (.json), a tar nor a row file; for text: shardkit init"
         )
     return _read_description(path, storage)
 

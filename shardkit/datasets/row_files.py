@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -46,8 +46,9 @@ from shardkit.errors import ShardError, ShardNotFoundError, warn_user
 from shardkit.files import user_cache_folder
 from shardkit.formats.mds.encodings import ARRAY_DTYPES
 from shardkit.formats.parquet import TAIL_BYTES, ParquetFormat
-from shardkit.formats.rows import NULL, NULLABLE, RowFile, RowFormat, RowGroup, RowPart, fixed_size
+from shardkit.formats.rows import NULL, NULLABLE, RowFile, RowFormat, RowGroup, RowPart, fixed_size, plural
 from shardkit.formats.rows.arrow import ArrowFormat
+from shardkit.formats.rows.json_lines import JsonLinesFormat
 from shardkit.formats.tar.find import expand, is_there
 from shardkit.formats.tar.shard_list import common_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
@@ -58,7 +59,7 @@ from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptio
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 
-FORMATS: tuple[RowFormat, ...] = (ParquetFormat(), ArrowFormat())
+FORMATS: tuple[RowFormat, ...] = (ParquetFormat(), ArrowFormat(), JsonLinesFormat())
 SHARD_BYTES = 4 << 20  # groups are joined up to this size of their wanted columns
 LARGE_BYTES = 256 << 20  # larger shards cause a warning: they are fetched, decoded and held as a whole
 MAX_DECODED_BYTES = 16 << 30  # larger shards are refused; 50 times what writers make by default
@@ -68,6 +69,10 @@ _THREADS = 32
 ChooseColumns = Callable[[Mapping[str, str]], Sequence[str]]
 """Returns the columns to read, of the names and encodings of a file's columns."""
 
+_ABOUT = {  # files in folders of Hugging Face's `datasets` and of shardkit, which hold no rows
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"),
+    *("index.json", "shards.json", "documents.json", "dataset.json"),
+}
 _HIDDEN = ("_", "cache-")
 _NO_FILES = "holds no Parquet, Arrow or JSON lines files"
 _SPLITS = ({"train", "training"}, {"val", "valid", "validation", "dev", "eval"}, {"test", "testing"})
@@ -196,6 +201,9 @@ def _find(path: str, store: AnyStore, name: str) -> list[ObjectInfo]:
     pattern = name or "**/*"
     found = [info for info in list_matching(store, pattern) if matches(info.key, pattern)]
     found = [info for info in found if names_rows(info.key) and not _is_hidden(info.key, pattern)]
+    if not names_rows(pattern):  # files called .json may be about the others
+        rows = [info for info in found if not info.key.endswith(".json")]
+        found = rows or [info for info in found if PurePosixPath(info.key).name not in _ABOUT]
     _refuse_splits(path, [info.key for info in found])
     return sorted(found, key=lambda info: info.key)
 
@@ -215,7 +223,7 @@ def _refuse_splits(path: str, names: Sequence[str]) -> None:
     splits = [split for split in _SPLITS if any(split & found for found in words)]
     if len(splits) > 1:
         kinds = " and ".join(min(split & set().union(*words)) for split in splits)
-        raise ShardError(path, f"has files of several splits ({kinds}): name one, such as 'train-*.parquet'")
+        raise ShardError(path, f"has files of several splits ({kinds}): name one, such as 'train-*'")
 
 
 def _one_format(path: str, names: Sequence[str]) -> RowFormat:
@@ -368,8 +376,8 @@ def _manifest(
         raise ShardError(path, "has no rows")
     if largest > LARGE_BYTES:
         warn_user(
-            f"{path}: has {kind.unit}s of up to {format_bytes(largest)}, each read and held as a whole: "
-            f"loading is faster and takes less memory with {kind.unit}s of 10 to 100 MB"
+            f"{path}: has {plural(kind.unit)} of up to {format_bytes(largest)}, each read and held as a "
+            f"whole: loading is faster and takes less memory with {plural(kind.unit)} of 10 to 100 MB"
         )
     return Manifest("row_files", shards, seen=digest.hexdigest()), parts, decoded
 

@@ -1,7 +1,7 @@
 """What the formats of row files (Parquet, Arrow, JSON lines) have in common."""
 
 from shardkit.formats.rows.columns import NULL, NULLABLE, encodings_of, fixed_size
-from shardkit.formats.rows.contract import Chunk, RowFile, RowFormat, RowGroup, RowPart, split_pieces
+from shardkit.formats.rows.contract import Chunk, RowFile, RowFormat, RowGroup, RowPart, plural, split_pieces
 from shardkit.formats.rows.shard import RowShard
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "RowShard",
     "encodings_of",
     "fixed_size",
+    "plural",
     "split_pieces",
 ]

@@ -305,13 +305,7 @@ def _check_block(block: Block, end: int) -> None:
 
 def _pack(skeleton: Skeleton, batches: Sequence[Block], metadata: Sequence[bytes]) -> bytes:
     blocks = [*skeleton.dictionaries, *batches]
-    counts = (
-        len(skeleton.data),
-        skeleton.schema_at,
-        skeleton.version,
-        len(skeleton.dictionaries),
-        len(batches),
-    )
+    counts = len(skeleton.dictionaries), len(batches)
     return b"".join(
         [
             struct.pack("<5q", len(skeleton.data), skeleton.schema_at, skeleton.version, *counts),

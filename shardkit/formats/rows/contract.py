@@ -158,4 +158,9 @@ def split_pieces(pieces: Sequence[Piece], raw: Bytes) -> list[tuple[int, Bytes]]
 
 def title_of(unit: str, groups: range) -> str:
     """Return the numbers of groups in words."""
-    return f"{unit} {groups[0]}" if len(groups) == 1 else f"{unit}s {groups[0]} to {groups[-1]}"
+    return f"{unit} {groups[0]}" if len(groups) == 1 else f"{plural(unit)} {groups[0]} to {groups[-1]}"
+
+
+def plural(unit: str) -> str:
+    """Return the plural of what a group is called."""
+    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
