@@ -21,7 +21,7 @@ import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
 from shardkit.datasets.range_store import RangeRows
-from shardkit.datasets.row_files import find_rows, listed_suffixes, names_rows
+from shardkit.datasets.row_files import find_rows, names_rows
 from shardkit.datasets.text_rows import TextRows
 from shardkit.datasets.token_rows import RowCut, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
@@ -50,8 +50,9 @@ INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
 _HEAD_BYTES = 1 << 16
-_NO_DATASET = f"holds no dataset: looked for index.json (MDS), shards.json, *.tar, {listed_suffixes()}"
-
+_NO_DATASET = (
+    "holds no dataset: looked for index.json (MDS), shards.json, *.tar, *.parquet, *.arrow and *.jsonl files"
+)
 TextRowsOf = Callable[[str | Sequence[str]], TextRows]
 
 # (modification time in ns, size in bytes). It has no inode, because file systems in user space may change it.

@@ -201,9 +201,9 @@ def _find(path: str, store: AnyStore, name: str) -> list[ObjectInfo]:
     pattern = name or "**/*"
     found = [info for info in list_matching(store, pattern) if matches(info.key, pattern)]
     found = [info for info in found if names_rows(info.key) and not _is_hidden(info.key, pattern)]
+    found = [info for info in found if PurePosixPath(info.key).name not in _ABOUT]
     if not names_rows(pattern):  # files called .json may be about the others
-        rows = [info for info in found if not info.key.endswith(".json")]
-        found = rows or [info for info in found if PurePosixPath(info.key).name not in _ABOUT]
+        found = [info for info in found if not info.key.endswith(".json")] or found
     _refuse_splits(path, [info.key for info in found])
     return sorted(found, key=lambda info: info.key)
 
@@ -232,14 +232,9 @@ def _one_format(path: str, names: Sequence[str]) -> RowFormat:
     if len(kinds) == 1:
         return kinds[0]
     if not kinds:
-        raise ShardError(path, f"has none of the names of row files: {listed_suffixes()}")
+        raise ShardError(path, "is no row file by its name: *.parquet, *.arrow, *.feather, *.jsonl")
     both = " and ".join(kind.title for kind in kinds)
     raise ShardError(path, f"has {both} files: name one kind, such as '*{kinds[0].suffixes[0]}'")
-
-
-def listed_suffixes() -> str:
-    """Return how the names of row files end, for messages."""
-    return ", ".join(f"*{suffix}" for kind in FORMATS for suffix in kind.suffixes)
 
 
 def _read_all(

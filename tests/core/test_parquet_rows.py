@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 import os
@@ -11,7 +10,6 @@ import random
 import threading
 import warnings
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +34,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError
 from support.noted_store import Read
 from support.remote_harness import fresh_url, put_folder
-
-VALUES: dict[str, tuple[Any, Any]] = {
-    "int8": (pa.int8(), st.integers(-128, 127)),
-    "uint64": (pa.uint64(), st.integers(0, (1 << 64) - 1)),
-    "float16": (pa.float16(), st.floats(width=16, allow_nan=False).map(np.float16)),
-    "float64": (pa.float64(), st.floats(allow_nan=False)),
-    "bool": (pa.bool_(), st.booleans()),
-    "text": (pa.string(), st.text(max_size=9)),
-    "large_text": (pa.large_string(), st.text(max_size=9)),
-    "bytes": (pa.binary(), st.binary(max_size=9)),
-    "fixed_bytes": (pa.binary(4), st.binary(min_size=4, max_size=4)),
-    "category": (pa.dictionary(pa.int8(), pa.string()), st.sampled_from(["a", "b"])),
-    "date": (pa.date32(), st.dates(datetime.date(1970, 1, 1))),
-    "time": (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(datetime.UTC))),
-    "decimal": (pa.decimal128(9, 2), st.integers(-9999, 9999).map(lambda n: Decimal(n) / 4)),
-    "ids": (pa.list_(pa.uint16()), st.lists(st.integers(0, 65_535), max_size=5)),
-    "long_ids": (pa.large_list(pa.int64()), st.lists(st.integers(-9, 9), max_size=5)),
-    "vector": (pa.list_(pa.float32(), 3), st.lists(st.just(0.5), min_size=3, max_size=3)),
-    "words": (pa.list_(pa.string()), st.lists(st.text(max_size=3), max_size=3)),
-    "nested": (pa.list_(pa.list_(pa.int32())), st.lists(st.lists(st.integers(0, 9), max_size=2), max_size=2)),
-    "struct": (
-        pa.struct([("a", pa.int64()), ("b", pa.list_(pa.string()))]),
-        st.fixed_dictionaries({"a": st.integers(0, 9), "b": st.lists(st.text(max_size=2), max_size=2)}),
-    ),
-}
-
-
-def plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+from support.row_files import VALUES, plain
 
 
 def rows_of(dataset: Dataset) -> list[dict[str, Any]]:
