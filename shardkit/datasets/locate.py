@@ -202,7 +202,7 @@ def locate(
 def _names_index(path: str, storage: StorageOptions | None) -> bool:
     """Return whether a path or URL that ends in .json is an index or a list of tars, and not JSON lines."""
     folder, _, name = path.rpartition("/")
-    if name in INDEX_NAMES:
+    if name in (*INDEX_NAMES, CARD_NAME):
         return True
     from shardkit.formats.tar.shard_list import is_pattern
 
@@ -211,8 +211,8 @@ def _names_index(path: str, storage: StorageOptions | None) -> bool:
     try:
         store = connect(folder, storage, shares_limit=True) if is_remote(path) else LocalStore(folder or ".")
         head = store.get(name, 0, min(_HEAD_BYTES, store.head(name).bytes))
-    except StoreError:  # it is a folder, or missing
-        return False
+    except StoreError:
+        return is_remote(path) or not local_path(path).is_dir()  # it is missing; Spark writes such folders
     return b'"shardlist"' in head
 
 

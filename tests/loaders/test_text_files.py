@@ -198,9 +198,9 @@ def test_conversations_have_the_loss_masks_of_a_build(tmp_path: Path, tokenizer:
 @pytest.mark.parametrize("place", ["folder", "url"])
 @pytest.mark.parametrize("pack", ["best_fit", "concat"])
 def test_a_run_resumes_exactly(
-    place: str, pack: str, tokenizer: Path, cache: Path, request: pytest.FixtureRequest
+    place: str, pack: str, tokenizer: Path, cache: Path, folder: Path, url: str
 ) -> None:
-    where = request.getfixturevalue(place)
+    where = folder if place == "folder" else url
     make = lambda: loader(where, tokenizer, pack=pack, cache_dir=cache)  # noqa: E731
     assert_exact_resume(make, steps=16, tail_steps=4)
 

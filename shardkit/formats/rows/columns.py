@@ -131,6 +131,20 @@ class Strings:
         found = self.data[self.ends[row] : self.ends[row + 1]]
         return str(found, "utf-8") if self.is_text else bytes(found)
 
+    def values(self, rows: npt.NDArray[np.int64]) -> list[str | bytes | None]:
+        """Return the values of some rows."""
+        data, ends = self.data, np.frombuffer(self.ends, np.int64)
+        spans = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
+        found: list[str | bytes | None]
+        if self.is_text:
+            found = [str(data[start:stop], "utf-8") for start, stop in spans]
+        else:
+            found = [bytes(data[start:stop]) for start, stop in spans]
+        if self.there is not None:
+            for place in np.flatnonzero(~self.there[rows]).tolist():
+                found[place] = None
+        return found
+
 
 def strings_of(column: Any, *, is_text: bool) -> Strings:
     import pyarrow as pa

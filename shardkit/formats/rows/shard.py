@@ -86,12 +86,12 @@ class RowShard:
         """
         found = self._decoded(column)
         if isinstance(found, np.ndarray):
-            return cast(npt.NDArray[Any], found[rows])
+            return cast("npt.NDArray[Any]", found[rows])
         if isinstance(found, Strings):
-            return [found.value(row) for row in rows.tolist()]
+            return found.values(rows)
         if isinstance(found, Ragged) or len(rows) < _FEW_ROWS or self._is_converted(column):
             return [self._value(column, row) for row in rows.tolist()]
-        return cast(list[Any], found.take(rows).to_pylist())
+        return cast("list[Any]", found.take(rows).to_pylist())
 
     def fixed_rows(self, column: str) -> npt.NDArray[Any] | None:
         """Return a read-only array (rows, *shape) of a column; None if its values vary in size."""
