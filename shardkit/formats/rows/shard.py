@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from os import PathLike
 from threading import Lock
 from typing import Any, cast
@@ -65,6 +65,15 @@ class RowShard:
     def resident_bytes(self) -> int:
         """The memory that the decoded columns take, in bytes."""
         return sum(column.nbytes for column in list(self._columns.values()))
+
+    def has_decoded(self, names: Iterable[str]) -> bool:
+        """Return whether these columns are decoded, so that reading their values is fast."""
+        return self._columns.keys() >= set(names)
+
+    def decode(self, names: Iterable[str]) -> None:
+        """Decode columns. Raises ShardError if one is damaged."""
+        for name in names:
+            self._decoded(name)
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
         """Return {column: value} of one row, of `columns` only if they are given.
