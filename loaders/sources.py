@@ -10,11 +10,12 @@ in one batch are an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,12 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.mds.encodings import constant_layout
+from shardkit.formats.rows import IMAGE, RowShard
+from shardkit.limits import usable_cores
 from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
-
-if TYPE_CHECKING:
-    from shardkit.formats.parquet import ParquetShard
 
 # Pairs (stored dtype, delivered dtype) that are allowed although large ids would overflow: ids are normally
 # far below 2**31, and each batch is checked for larger ones.
@@ -37,6 +37,10 @@ _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 PLAN_BYTES = 1 << 30  # maximum stored size of the samples in one plan
 
 _UNKNOWN_BYTES = 1 << 16  # assumed size of a sample if an index does not record the sizes of its tars
+
+_DECODING_THREADS = 4
+
+AHEAD_BYTES = 4 << 20  # stored size of samples of row files that are decoded together for later batches
 
 PLANS_IN_CACHE = 16  # the cache has room for this many plans, so no plan evicts shards that are in use
 
@@ -287,6 +291,35 @@ def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtyp
     return wanted
 
 
+class _ReadAhead:
+    """Reads the columns of samples for several batches at once, which costs less for each shard.
+
+    The first batch is read alone, and each time as many samples more as were read before.
+    """
+
+    def __init__(self, read: Callable[[int, int], Columns | None], count: int, most: int) -> None:
+        """`read` reads samples from one number to another (exclusive) of `count`; up to `most` at once."""
+        self._read, self._count, self._most = read, count, most
+        self._size = 0
+        self._block: tuple[int, int, Columns] = (0, 0, {})
+
+    def read(self, low: int, high: int) -> Columns | None:
+        """Return the columns of samples `low` to `high`; None if a value cannot be read."""
+        first, stop, columns = self._block
+        if not first <= low < high <= stop:
+            size = max(high - low, min(2 * self._size, self._most))
+            first, stop = low, min(low + size, self._count)
+            found = self._read(first, stop)
+            if found is None:  # perhaps because of a sample of a later batch
+                return None if stop == high else self._read(low, high)
+            columns, self._size = found, size
+            self._block = first, stop, columns
+        if (first, stop) == (low, high):
+            return columns
+        # Copies, so that a batch that is kept does not keep the others.
+        return {name: values[low - first : high - first].copy() for name, values in columns.items()}
+
+
 class DecodedSamples:
     """Reads the wanted columns of any dataset by decoding sample by sample."""
 
@@ -302,19 +335,20 @@ class DecodedSamples:
         by_name = {column.name: column for column in _columns(dataset)}
         layouts = {name: constant_layout(by_name[name].encoding) for name in names if name in by_name}
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
-        self._has_columns = dataset.manifest.format == "row_groups"
+        self._has_columns = dataset.manifest.format == "row_files"
+        mean = max(1, int(dataset.manifest.raw_bytes.clip(0).sum()) // max(1, len(dataset)))
+        has_images = any(column.encoding == IMAGE for column in by_name.values())
+        self._most_ahead = 0 if has_images else AHEAD_BYTES // mean
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
         """Open the shards of rows to decode: see `Source.open_rows`."""
         is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
         self._streams.run.fetch_ahead()  # now, because decoding needs whole shards from the first sample on
 
+        ahead = _ReadAhead(partial(self._by_column, shard, row), len(shard), self._most_ahead)
+
         def read(low: int, high: int) -> Columns:
-            if (
-                self._has_columns
-                and low < high
-                and (columns := self._by_column(shard[low:high], row[low:high])) is not None
-            ):
+            if self._has_columns and low < high and (columns := ahead.read(low, high)) is not None:
                 return columns
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
             # Shard by shard, so that a decompressed shard is not closed and opened again within a batch.
@@ -325,19 +359,30 @@ class DecodedSamples:
 
         return read, is_late
 
-    def _by_column(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Columns | None:
-        """Read samples column by column, from shards that store columns; None if a value cannot be read."""
+    def _by_column(
+        self, shards: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], low: int, high: int
+    ) -> Columns | None:
+        """Read samples low to high by column, from shards with columns; None if a value cannot be read."""
+        shard, row = shards[low:high], rows[low:high]
         order = np.argsort(shard, kind="stable")
         numbers, firsts = np.unique(shard[order], return_index=True)
         groups = list(zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True))
-        opened = [(cast("ParquetShard", self._streams.shard(number)), where) for number, where in groups]
+        opened = [(self._row_shard(number), where) for number, where in groups]
+        missing = [part for part, _ in opened if not part.has_decoded(self._names)]
         try:
+            if len(missing) > 1:  # decoders of columns do not hold the interpreter's lock
+                threads = min(len(missing), _DECODING_THREADS, usable_cores())
+                with ThreadPoolExecutor(threads, thread_name_prefix="shardkit-decode") as pool:
+                    list(pool.map(partial(RowShard.decode, names=self._names), missing))
             return {
                 name: self._joined([(where, part.values(name, row[where])) for part, where in opened], name)
                 for name in self._names
             }
         except (ShardError, ValueError):
             return None  # reading sample by sample raises an error that names the row
+
+    def _row_shard(self, number: int) -> RowShard:
+        return cast(RowShard, self._streams.shard(number))
 
     def _joined(
         self, parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.generic] | list[object]]], name: str

@@ -1,4 +1,4 @@
-"""Indexes in the cache folder: of remote datasets, of tars without an index, and of Parquet files.
+"""Indexes in the cache folder: of remote datasets, of tars without an index, and of row files.
 
 One process of a node fetches the index of a dataset, the others read it (`NodeIndexes`):
 
@@ -21,15 +21,16 @@ The process that scans a tar stores the result for the others (`TarIndexes`):
     FOLDER/shardkit-cache-1/tars/NAME        one file per tar, see `shardkit.formats.tar.members`
                                  NAME.lock   flocked by the process that scans the tar
 
-The footers of Parquet files are stored likewise (`NodeIndexes.footers`):
+What row files say about their groups, such as the footers of Parquet, is stored likewise
+(`NodeIndexes.kept`, `shardkit.cache.kept_results`):
 
-    FOLDER/shardkit-cache-1/parquet/NAME        the hash of the rest, and a compressed footer
-                                    NAME.lock   flocked by the process that reads the footers of a dataset
+    FOLDER/shardkit-cache-1/rows/NAME        the hash of the rest, and compressed what was read
+                                 NAME.lock   flocked by the process that reads it
 
 A file is named by the object's URL and version (for a local file: its time, inode and size), so one that is
 replaced is read again. Files appear by rename and are checked when they are read; they are not synced,
 because damage by a power cut is detected and the file made again. If all files of a kind exceed
-`MAX_TAR_BYTES` or `MAX_FOOTERS_BYTES`, the least recently used are removed.
+`MAX_TAR_BYTES` or `MAX_ROWS_BYTES`, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+import zstandard
+
 from shardkit.cache.folder import NO_ROOM, SUBFOLDER, explain_errors, make_subfolders
+from shardkit.cache.kept_results import WAIT_SECONDS, KeptResults, trim
 from shardkit.cache.protocol import CacheFolderError
 from shardkit.errors import ShardError
-from shardkit.files import load_json, open_regular, publish_bytes, publish_hashed, read_hashed
+from shardkit.files import load_json, open_regular, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.formats.tar.members import Scanned, TarIndex, index_file_bytes, read_head, read_index
 from shardkit.hashing import hash_bytes, hash_file
@@ -60,8 +64,8 @@ _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
 TRUST_SECONDS = 60.0  # age up to which an index fetched by another process is used; jobs start within it
 MAX_TAR_BYTES = 16 << 30  # maximum size of the indexes of all tars together: 500 million members
-
-MAX_FOOTERS_BYTES = 4 << 30  # maximum size of the footers of all Parquet files together, compressed
+MAX_ROWS_BYTES = 4 << 30  # maximum size of what all row files say about their groups, compressed
+MAX_INDEX_BYTES = 1 << 30  # of one row file, as it is used
 
 T = TypeVar("T")
 
@@ -142,36 +146,16 @@ class NodeIndexes:
                 manifest = replace(manifest, shards=read_table(file, is_proved=True) or manifest.shards)
             return manifest
 
-    def footers(
-        self, origins: Sequence[str], fetch: Callable[[Sequence[int]], Sequence[bytes]]
-    ) -> list[bytes]:
-        """Return the footers of Parquet files; `origins` are their URLs and versions.
+    def kept(self, origins: Sequence[str], make: Callable[[int], bytes], threads: int) -> KeptResults[bytes]:
+        """Return what row files say about their groups, made by `make` for a number and kept on this node.
 
-        `fetch` reads those with the given numbers, which are not stored yet, from the store; one process at a
-        time calls it, and its errors are raised here.
+        `origins` are their URLs and versions.
         """
         with explain_errors(self._root):
-            make_subfolders(self._root, ["parquet"])
-        folder = self._root / SUBFOLDER / "parquet"
-        files = [folder / _name_of(origin) for origin in origins]
-        found = [read_hashed(file) for file in files]
-        if None not in found:
-            return [one for one in found if one is not None]
-        lock = FileLock(folder / f"{_name_of(chr(0).join(origins))}.lock")
-        with explain_errors(self._root):
-            is_locked = lock.acquire(self._wait_seconds)
-        try:
-            found = [known or read_hashed(file) for known, file in zip(found, files, strict=True)]
-            missing = [number for number, known in enumerate(found) if known is None]
-            for number, data in zip(missing, fetch(missing) if missing else (), strict=True):
-                found[number] = data
-                with contextlib.suppress(OSError):  # without it, the next process reads the footer again
-                    publish_hashed(files[number], data)
-        finally:
-            if is_locked:
-                lock.release()
-        _trim(folder, MAX_FOOTERS_BYTES)
-        return [one for one in found if one is not None]
+            make_subfolders(self._root, ["rows"])
+        return kept_indexes(
+            self._root / SUBFOLDER / "rows", origins, make, threads, wait_seconds=self._wait_seconds
+        )
 
     def _folder(self, url: str) -> Path:
         make_subfolders(self._root, ["indexes"])
@@ -281,7 +265,7 @@ class TarIndexes:
         """Remove the least recently used tar indexes of all datasets until the rest fit `max_bytes`."""
         if self.folder is None:
             return
-        _trim(self.folder, max_bytes)
+        trim(self.folder, max_bytes)
 
     def _file(self, number: int) -> Path | None:
         if self.folder is None:
@@ -289,22 +273,28 @@ class TarIndexes:
         return self.folder / _name_of(self.origins[number])
 
 
+def kept_indexes(
+    folder: Path | None,
+    origins: Sequence[str],
+    make: Callable[[int], bytes],
+    threads: int,
+    *,
+    wait_seconds: float = WAIT_SECONDS,
+) -> KeptResults[bytes]:
+    """Return what row files say about their groups, made by `make` and kept in `folder` (None: nowhere).
+
+    `origins` are their URLs and versions.
+    """
+    return KeptResults(
+        folder,
+        [_name_of(origin) for origin in origins],
+        make,
+        zstandard.compress,
+        lambda number, data: zstandard.decompress(data, MAX_INDEX_BYTES),
+        wait_seconds=wait_seconds,
+        threads=threads,
+    )
+
+
 def _name_of(origin: str) -> str:
     return hashlib.blake2b(origin.encode("utf-8", "surrogateescape"), digest_size=20).hexdigest()
-
-
-def _trim(folder: Path, max_bytes: int) -> None:
-    """Remove the least recently used files of a folder until the rest fit `max_bytes`."""
-    found = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                found.append((status.st_mtime_ns, status.st_size, entry.path))
-    excess = sum(size for _, size, _ in found) - max_bytes
-    for _, size, path in sorted(found):
-        if excess <= 0:
-            return
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-        excess -= size

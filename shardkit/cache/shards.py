@@ -183,7 +183,7 @@ class CachedShards:
             return
         self._is_warned = True
         what, remedy = "its index has no hashes", "shardkit convert makes a dataset that has some"
-        if self.kind in ("tokens", "row_groups", "text"):
+        if self.kind in ("tokens", "row_files", "text"):
             files = "flat token files" if self.kind == "tokens" else "Parquet files"
             what = f"{files} have no hashes"
         warn_user(

@@ -1,4 +1,4 @@
-"""Locate a dataset by its index, its list of tars, its tars, its Parquet files or its flat token files.
+"""Locate a dataset by its index, its list of tars, its tars, its row files or its flat token files.
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, or several of these. Only
 the index and the card are read, no shard. For tars without a list, the result `Found` has only their names,
@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
-from shardkit.datasets.parquet_rows import find_parquet_rows, is_parquet_name
 from shardkit.datasets.range_store import RangeRows
+from shardkit.datasets.row_files import find_rows, names_rows
 from shardkit.datasets.text_rows import TextRows
 from shardkit.datasets.token_rows import RowCut, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.formats.trainers import TRAINER_FORMATS, dtype_of_stream
 from shardkit.manifest import Manifest, ShardInfo
+from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
     METADATA_NAME,
@@ -48,8 +49,10 @@ if TYPE_CHECKING:
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
-_NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files"
-
+_HEAD_BYTES = 1 << 16
+_NO_DATASET = (
+    "holds no dataset: looked for index.json (MDS), shards.json, *.tar, *.parquet, *.arrow and *.jsonl files"
+)
 TextRowsOf = Callable[[str | Sequence[str]], TextRows]
 
 # (modification time in ns, size in bytes). It has no inode, because file systems in user space may change it.
@@ -61,7 +64,7 @@ class Found:
     """A located dataset: its folder or store, to which shard names are relative, its manifest and its card.
 
     `versions` is set for tars without a list, whose manifest has only names and sizes. `index` is the local
-    index file with its version before it was read. `rows` is set for flat files of tokens and Parquet files.
+    index file with its version before it was read. `rows` is set for flat files of tokens and row files.
     """
 
     folder: Path | None
@@ -95,7 +98,7 @@ class LocalFiles:
             self._index, self._version = found.index[0].absolute(), found.index[1]
         self._newer: tuple[FileVersion, Sequence[ShardInfo]] | None = None
         self.dates: Mapping[str, FileVersion] | None = None if found.rows is None else found.rows.dates()
-        """Versions of files whose shards are ranges of them (tokens, Parquet); None for other datasets."""
+        """Versions of files whose shards are ranges of them (tokens, row files); None for other datasets."""
 
     def was_opened(self, number: int) -> bool:
         """Return whether a shard has passed `check` before; its hashes need not be compared again."""
@@ -148,43 +151,43 @@ def locate(
     *,
     texts: TextRowsOf | None = None,
 ) -> Found:
-    """Locate the dataset at a path or URL, or at several paths or URLs of tars or Parquet files.
+    """Locate the dataset at a path or URL, or at several paths or URLs of tars or row files.
 
     `indexes` caches the indexes of remote datasets on this node. `cut` defines the rows of flat files of
-    tokens, those that a build wrote for another trainer too. `columns`: those to read of Parquet files.
+    tokens, those that a build wrote for another trainer too. `columns`: those to read of row files.
     `texts` makes rows of tokens of these instead.
     Raises ShardError if the dataset is missing or malformed, and StoreError if a store fails.
     """
 
-    def find_rows(path: str | Sequence[str]) -> Found:
+    def rows_at(path: str | Sequence[str]) -> Found:
         if texts is not None:
             rows = texts(path)
             found = Found(None, rows.manifest, rows.card, store=rows.store, rows=rows)
         else:
             length = None if cut is None else cut.sequence_length
-            find = partial(find_parquet_rows, columns=columns, sequence_length=length, indexes=indexes)
+            find = partial(find_rows, columns=columns, sequence_length=length, indexes=indexes)
             found = _rows(find(path, storage))
         if cut is not None and (cut.token_dtype is not None or cut.per_file):
             where, problem = path if isinstance(path, str) else path[0], "apply to flat files of tokens only"
-            raise ShardError(where, f"is Parquet: token_dtype and per_file {problem}")
+            raise ShardError(where, f"has rows of its own: token_dtype and per_file {problem}")
         return found
 
     if not isinstance(path, (str, os.PathLike)):
         names = [os.fspath(name) for name in path]
-        if names and all(map(is_parquet_name, names)):
-            return find_rows(names)
+        if names and all(map(names_rows, names)):
+            return rows_at(names)
         return _find_tars(names, storage)
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
-    if is_parquet_name(text):
-        return find_rows(text)
+    if names_rows(text) and not _names_index(text, storage):
+        return rows_at(text)
     try:
         found = _locate(text, storage, indexes)
     except ShardNotFoundError as error:
         if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
             with suppress(ShardNotFoundError):
-                return find_rows(text)
+                return rows_at(text)
         if cut is None:
             raise
         return _find_rows(text, cut, storage)
@@ -194,6 +197,23 @@ def locate(
     given = dtype_of_stream(found.manifest.shards[0]).name
     names = [shard.stored.basename for shard in found.manifest.shards]
     return _rows(find_token_rows(folder, replace(cut, token_dtype=given), storage, names=names))
+
+
+def _names_index(path: str, storage: StorageOptions | None) -> bool:
+    """Return whether a path or URL that ends in .json is an index or a list of tars, and not JSON lines."""
+    folder, _, name = path.rpartition("/")
+    if name in (*INDEX_NAMES, CARD_NAME):
+        return True
+    from shardkit.formats.tar.shard_list import is_pattern
+
+    if not name.endswith(".json") or is_pattern(path) or "{" in path:
+        return False
+    try:
+        store = connect(folder, storage, shares_limit=True) if is_remote(path) else LocalStore(folder or ".")
+        head = store.get(name, 0, min(_HEAD_BYTES, store.head(name).bytes))
+    except StoreError:
+        return is_remote(path) or not local_path(path).is_dir()  # it is missing; Spark writes such folders
+    return b'"shardlist"' in head
 
 
 def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
@@ -239,7 +259,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
         raise ShardError(
-            path, "is neither a folder, an index (.json), a tar nor .parquet; for text: shardkit init"
+            path, "is neither a folder, an index (.json), a tar nor a row file; for text: shardkit init"
         )
     return _read_description(path, storage)
 

@@ -49,8 +49,8 @@ from shardkit.storage.store import Store
 if TYPE_CHECKING:
     from shardkit.cache.indexes import TarIndexes
     from shardkit.cache.shards import CachedShards, CacheReader
-    from shardkit.datasets.parquet_rows import ParquetRows
-    from shardkit.formats.parquet import ParquetShard
+    from shardkit.datasets.row_files import FileRows
+    from shardkit.formats.rows import RowShard
     from shardkit.formats.tar import TarShard
     from shardkit.order.balance import RowCosts
 
@@ -102,11 +102,11 @@ class OpenDataset(Closing):
         options: ReadOptions | None = None,
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
-        parquet: ParquetRows | None = None,
+        rows: FileRows | None = None,
     ) -> None:
         """Pass `files` for a local dataset, `shards` for a remote one.
 
-        Pass `tar_indexes` for scanned tars, `parquet` for Parquet files.
+        Pass `tar_indexes` for scanned tars, `rows` for row files.
         """
         assert (files is None) != (shards is None)
         self.manifest = manifest
@@ -116,7 +116,7 @@ class OpenDataset(Closing):
         """Row cost tables that loaders have opened, by file name; pickled with the dataset for workers."""
         self._files = files
         self._tar_indexes = tar_indexes
-        self._parquet = parquet
+        self._rows = rows
         self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -139,7 +139,7 @@ class OpenDataset(Closing):
         if self.shards is not None:
             return self.shards.store
         store = LocalStore(self.path)
-        return RangeStore(store) if self.manifest.format in ("tokens", "row_groups") else store
+        return RangeStore(store) if self.manifest.format in ("tokens", "row_files") else store
 
     def where(self, number: int) -> str:
         """Return the path or URL of shard `number`, for messages."""
@@ -160,7 +160,7 @@ class OpenDataset(Closing):
             self.fingerprint,
             manifest.shard_samples,
             int(manifest.raw_bytes.clip(0).sum()),
-            self._parquet is not None or self._is_compressed,
+            self._rows is not None or self._is_compressed,
             excluded,
             limit,
             self._held_bytes,
@@ -173,8 +173,8 @@ class OpenDataset(Closing):
 
         Rows that are made from texts, and those of a build in the same order, get the same window.
         """
-        if self._parquet is not None:
-            return self._parquet.decoded_bytes
+        if self._rows is not None:
+            return self._rows.decoded_bytes
         is_in_order = self.card is not None and self.card.data.get("shuffled") is False
         if (self.manifest.format == "text" or is_in_order) and self._token_layout is not None:
             dtype, length = self._token_layout
@@ -259,7 +259,7 @@ class OpenDataset(Closing):
         each once.
         """
         candidates = {c.name: c for c in self.columns if token_layout(c) is not None}
-        names = [TOKENS, f"{TOKENS}.npy"] if self._parquet is None else [TOKENS, "input_ids"]
+        names = [TOKENS, f"{TOKENS}.npy"] if self._rows is None else [TOKENS, "input_ids"]
         preferred = [candidates[name] for name in names if name in candidates]
         column = next(iter(preferred or candidates.values()), None)
         if column is None or (not preferred and len(candidates) > 1):
@@ -385,12 +385,12 @@ class OpenDataset(Closing):
 
     def _local_shard(self, number: int, files: LocalFiles) -> ShardReader:
         info, options = self.manifest.shards[number], self._options
-        if self._parquet is not None:
+        if self._rows is not None:
             from shardkit.formats.tokens import map_piece, pieces_of
 
             assert files.dates is not None
             pieces = pieces_of(info.raw.basename)
-            return self._row_groups(
+            return self._row_shard(
                 number, [(piece.start, map_piece(files.folder, piece, files.dates)) for piece in pieces]
             )
         if files.dates is not None:
@@ -406,11 +406,11 @@ class OpenDataset(Closing):
 
     def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
         info, options, where = self.manifest.shards[number], self._options, self.where(number)
-        if self._parquet is not None:
-            from shardkit.formats.parquet import split_pieces
+        if self._rows is not None:
+            from shardkit.formats.rows import split_pieces
             from shardkit.formats.tokens import pieces_of
 
-            return self._row_groups(number, split_pieces(pieces_of(info.raw.basename), raw))
+            return self._row_shard(number, split_pieces(pieces_of(info.raw.basename), raw))
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
@@ -432,12 +432,12 @@ class OpenDataset(Closing):
             where, info, raw, allow_pickle=options.allow_pickle, decode=options.decode, index=index
         )
 
-    def _row_groups(self, number: int, pieces: Sequence[tuple[int, Bytes]]) -> ParquetShard:
-        from shardkit.formats.parquet import ParquetShard
+    def _row_shard(self, number: int, pieces: Sequence[tuple[int, Bytes]]) -> RowShard:
+        from shardkit.formats.rows import RowShard
 
-        assert self._parquet is not None
-        part, info = self._parquet.parts[number], self.manifest.shards[number]
-        return ParquetShard(f"{self.location}/{part.file}", info, part, pieces, decode=self._options.decode)
+        assert self._rows is not None
+        part, info = self._rows.parts[number], self.manifest.shards[number]
+        return RowShard(f"{self.location}/{part.file}", info, part, pieces, decode=self._options.decode)
 
     def _forget(self) -> None:
         with self._lock:
@@ -448,8 +448,8 @@ class OpenDataset(Closing):
         """Drop least recently used shards until the limits are kept; the caller holds the lock."""
         while len(self._open) > 1:
             resident = 0
-            if self._parquet is not None:
-                resident = sum(cast("ParquetShard", shard).resident_bytes for shard in self._open.values())
+            if self._rows is not None:
+                resident = sum(cast("RowShard", shard).resident_bytes for shard in self._open.values())
             elif self.shards is None:  # the cache of a remote dataset has its own limit
                 resident = sum(s.info.raw.bytes for s in self._open.values() if s.info.compression)
             if len(self._open) <= MAX_OPEN_SHARDS and resident <= MAX_RESIDENT_BYTES:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes, Ints
-from shardkit.datasets.parquet_rows import ParquetRows
+from shardkit.datasets.row_files import FileRows
 from shardkit.errors import ShardError
 from shardkit.formats.tokenizer_file import Encoding, Engine, end_token, find_tokenizer
 from shardkit.formats.tokens import pieces_of
@@ -31,7 +31,7 @@ from shardkit.manifest import LOSS_MASK, TOKENS, Column
 from shardkit.storage.threads import remake_after_fork
 
 if TYPE_CHECKING:
-    from shardkit.formats.parquet import ParquetShard
+    from shardkit.formats.rows import RowShard
     from shardkit.tokens.chat import ChatFormat
     from shardkit.tokens.packing import Placement
     from shardkit.tokens.tokenizer import Encoder, Tokens
@@ -188,7 +188,7 @@ class Documents:
 class TextPacker:
     """Makes rows of tokens from the stored bytes of shards."""
 
-    rows: ParquetRows
+    rows: FileRows
     column: str
     tokenizer: TextTokenizer
     sequence_length: int
@@ -264,13 +264,13 @@ class TextPacker:
         ids = with_marks(ids, lengths, bos_id, self.tokenizer.eos_id)
         return Documents(ids, lengths + (1 if bos_id is None else 2), mask, values.null_count)
 
-    def shard(self, number: int, stored: Bytes, where: str) -> ParquetShard:
+    def shard(self, number: int, stored: Bytes, where: str) -> RowShard:
         """Open the stored bytes of a shard of texts."""
-        from shardkit.formats.parquet import ParquetShard, split_pieces
+        from shardkit.formats.rows import RowShard, split_pieces
 
         info, part = self.rows.manifest.shards[number], self.rows.parts[number]
         pieces = split_pieces(pieces_of(info.raw.basename), stored)
-        return ParquetShard(where, info, part, pieces, decode=False)
+        return RowShard(where, info, part, pieces, decode=False)
 
     def _rendered(self, values: Any, rows: Ints) -> tuple[Any, Any]:
         """Return the texts of conversations and their marks, as Arrow arrays."""

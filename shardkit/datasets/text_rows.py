@@ -1,8 +1,8 @@
 """Open files of text, in place, as a dataset of packed rows of tokens.
 
-    Parquet (parquet_rows) -> texts of a shard -> packed rows of tokens (text_packer) -> cache -> batches
+    Parquet (row_files) -> texts of a shard -> packed rows of tokens (text_packer) -> cache -> batches
 
-A shard is the same range of a file as in `parquet_rows`. It is fetched as it is stored, and tokenized and
+A shard is the same range of a file as in `row_files`. It is fetched as it is stored, and tokenized and
 packed when it arrives, like a compressed shard that is decompressed. Its rows of tokens are what the cache
 holds, so processes of a node that share a cache folder share them. All code that reads shards works with them
 (prefetch by deadline, eviction, resume). Local files are read through the cache, too.
@@ -35,8 +35,8 @@ import numpy as np
 from shardkit.arrays import Bytes, Ints
 from shardkit.cache.folder import SUBFOLDER
 from shardkit.card import DatasetCard
-from shardkit.datasets.parquet_rows import ParquetRows, find_parquet_rows
 from shardkit.datasets.range_store import RangeRows, connect_ranges
+from shardkit.datasets.row_files import FileRows, find_rows
 from shardkit.datasets.text_index import Lengths, TextIndex
 from shardkit.datasets.text_packer import TOKENIZER_KEYS, Pack, TextPacker, TextTokenizer, TokenizerChoice
 from shardkit.errors import ShardError, warn_user
@@ -101,7 +101,7 @@ def find_text_rows(
     """Find rows of tokens in files of text: the column of `columns`, or "text", "messages", the only text.
 
     The first time, all texts are tokenized to count the rows; the result is kept in the cache folder, or in
-    that of the user. Raises what `find_parquet_rows` raises, and ValueError if it is unclear what is text.
+    that of the user. Raises what `find_rows` raises, and ValueError if it is unclear what is text.
     """
     chosen: list[str] = []
 
@@ -109,7 +109,7 @@ def find_text_rows(
         chosen[:] = [_text_column(path, encodings, columns)]
         return chosen
 
-    rows = find_parquet_rows(path, storage, columns=choose, indexes=indexes)
+    rows = find_rows(path, storage, columns=choose, indexes=indexes)
     [column] = chosen
     has_chat = rows.manifest.shards[0].columns[0].encoding != "str"
     tokenizer = TextTokenizer.of(cut.tokenizer, has_chat=has_chat)
@@ -164,7 +164,7 @@ def _text_column(path: object, encodings: Mapping[str, str], columns: Sequence[s
     )
 
 
-def _index_key(rows: ParquetRows, tokenizer: TextTokenizer) -> str:
+def _index_key(rows: FileRows, tokenizer: TextTokenizer) -> str:
     """Return the name of the index: of the texts, the tokenizer, and the libraries that tokenize."""
     versions = {}
     for name in _LIBRARIES:
@@ -211,7 +211,7 @@ def _with_engine(
 
 
 def _text_rows(
-    rows: ParquetRows, store: ResilientStore, packer: TextPacker, samples: Ints, digest: str
+    rows: FileRows, store: ResilientStore, packer: TextPacker, samples: Ints, digest: str
 ) -> TextRows:
     filled = np.flatnonzero(samples).tolist()  # a build makes no shard of a unit without documents, either
     if not filled:

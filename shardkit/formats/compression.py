@@ -17,7 +17,7 @@ import bz2
 import io
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Protocol
@@ -197,30 +197,45 @@ def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
 def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
     """Yield the decompressed content of `data` in pieces of about `_OUTPUT_BYTES`.
 
-    With `is_single`, `data` must be one stream and nothing else. Otherwise it may hold several streams, which
-    tools such as pigz write, and then zeros, which some tools add as padding.
+    With `is_single`, `data` must be one stream and nothing else.
+    """
+    starts = range(0, len(data), _INPUT_BYTES)
+    for piece, end in frames(algorithm, (bytes(data[at : at + _INPUT_BYTES]) for at in starts)):
+        yield piece
+        if is_single and end is not None and end < len(data):
+            raise ValueError("data follows the end of the compressed stream")
+
+
+def frames(algorithm: str, inputs: Iterable[bytes]) -> Iterator[tuple[bytes, int | None]]:
+    """Decompress a file that is read in parts; yield (content, where a stream of the file ends or None).
+
+    A file may hold several streams (members of gzip, frames of zstd), which tools such as pigz write, and
+    then zeros, which some tools add as padding. Raises EOFError if it is truncated, ValueError, OSError,
+    zlib.error or ZstdError if it is damaged.
     """
     new_stream, step = _STREAMS[algorithm]
-    at, stream = 0, new_stream()
-    while True:
-        waiting = bytes(data[at : at + _INPUT_BYTES])
-        at += len(waiting)
-        done = False
-        while not done and not stream.eof:
-            piece, done = step(stream, waiting)
-            waiting = b""
-            yield piece
-        if stream.eof:
-            at -= len(stream.unused_data)
-            if at == len(data):
-                return
-            if is_single:
-                raise ValueError("data follows the end of the compressed stream")
-            if data[at] == 0 and not any(data[at:]):
-                return
-            stream = new_stream()
-        elif at == len(data):
-            raise EOFError("it is truncated")
+    stream, read, is_padded = new_stream(), 0, False
+    for part in inputs:
+        data = part
+        read += len(data)
+        while data:
+            if stream is None:
+                is_padded = is_padded or not any(data)
+                if is_padded and any(data):
+                    raise ValueError("data follows the zeros at its end")
+                if is_padded:
+                    break
+                stream = new_stream()
+            done = False
+            while not done and not stream.eof:
+                piece, done = step(stream, data)
+                data = b""
+                yield piece, None
+            if stream.eof:
+                data, stream = bytes(stream.unused_data), None
+                yield b"", read - len(data)
+    if stream is not None:
+        raise EOFError("it is truncated")
 
 
 # A step function passes input to a stream, and returns (piece of the output, whether it needs more input).

@@ -293,7 +293,7 @@ def test_what_is_not_there_is_explained(upload: Upload, where: str) -> None:
             open_dataset(url)
         return str(caught.value)
 
-    nothing = "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files"
+    nothing = "holds no dataset: looked for index.json (MDS), shards.json, *.tar, *.parquet"
     assert refusal(f"{store.url}/deeper").startswith(f"{store.url}/deeper: {nothing}")
     assert refusal(f"{store.url}/other.json") == f"{store.url}: holds no other.json"
     assert "is not a list of tar shards" in refusal(f"{store.url}/dataset.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 import os
@@ -11,7 +10,6 @@ import random
 import threading
 import warnings
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from fuzz.engine import mutate
 from shardkit.cache import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
-from shardkit.datasets.parquet_rows import ParquetRows, find_parquet_rows
+from shardkit.datasets.row_files import FileRows, find_rows
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats import mds
 from shardkit.formats.parquet import ParquetFooter, as_file, footer_bytes
@@ -36,35 +34,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError
 from support.noted_store import Read
 from support.remote_harness import fresh_url, put_folder
-
-VALUES: dict[str, tuple[Any, Any]] = {
-    "int8": (pa.int8(), st.integers(-128, 127)),
-    "uint64": (pa.uint64(), st.integers(0, (1 << 64) - 1)),
-    "float16": (pa.float16(), st.floats(width=16, allow_nan=False).map(np.float16)),
-    "float64": (pa.float64(), st.floats(allow_nan=False)),
-    "bool": (pa.bool_(), st.booleans()),
-    "text": (pa.string(), st.text(max_size=9)),
-    "large_text": (pa.large_string(), st.text(max_size=9)),
-    "bytes": (pa.binary(), st.binary(max_size=9)),
-    "fixed_bytes": (pa.binary(4), st.binary(min_size=4, max_size=4)),
-    "category": (pa.dictionary(pa.int8(), pa.string()), st.sampled_from(["a", "b"])),
-    "date": (pa.date32(), st.dates(datetime.date(1970, 1, 1))),
-    "time": (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(datetime.UTC))),
-    "decimal": (pa.decimal128(9, 2), st.integers(-9999, 9999).map(lambda n: Decimal(n) / 4)),
-    "ids": (pa.list_(pa.uint16()), st.lists(st.integers(0, 65_535), max_size=5)),
-    "long_ids": (pa.large_list(pa.int64()), st.lists(st.integers(-9, 9), max_size=5)),
-    "vector": (pa.list_(pa.float32(), 3), st.lists(st.just(0.5), min_size=3, max_size=3)),
-    "words": (pa.list_(pa.string()), st.lists(st.text(max_size=3), max_size=3)),
-    "nested": (pa.list_(pa.list_(pa.int32())), st.lists(st.lists(st.integers(0, 9), max_size=2), max_size=2)),
-    "struct": (
-        pa.struct([("a", pa.int64()), ("b", pa.list_(pa.string()))]),
-        st.fixed_dictionaries({"a": st.integers(0, 9), "b": st.lists(st.text(max_size=2), max_size=2)}),
-    ),
-}
-
-
-def plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+from support.row_files import VALUES, plain
 
 
 def rows_of(dataset: Dataset) -> list[dict[str, Any]]:
@@ -81,9 +51,9 @@ def write(folder: Path, tables: Sequence[pa.Table], **options: Any) -> None:
         pq.write_table(table, folder / f"part-{number:03d}.parquet", **options)
 
 
-def dataset_of(found: ParquetRows) -> Dataset:
+def dataset_of(found: FileRows) -> Dataset:
     files = LocalFiles(Found(found.folder, found.manifest, rows=found))
-    return Dataset(files, found.manifest, parquet=found)
+    return Dataset(files, found.manifest, rows=found)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -137,7 +107,7 @@ def test_rows_are_those_that_pyarrow_reads(
         assert rows_of(dataset) == expected_of(
             [table.select([n for n in names if n in chosen]) for table in read]
         )
-    one_by_one = dataset_of(find_parquet_rows(str(folder), shard_bytes=1))
+    one_by_one = dataset_of(find_rows(str(folder), shard_bytes=1))
     assert one_by_one.manifest.shard_samples.max() <= group_rows
     assert rows_of(one_by_one) == expected_of(read)
 
@@ -205,7 +175,7 @@ def test_a_second_start_reads_no_footer(tmp_path: Path, reads: list[Read]) -> No
             fingerprints.append(dataset.fingerprint)
             assert len(dataset) == 200
         assert len(reads) == expected
-    kept = sorted((tmp_path / "cache" / "shardkit-cache-1" / "parquet").glob("[0-9a-f]*[0-9a-f]"))
+    kept = sorted((tmp_path / "cache" / "shardkit-cache-1" / "rows").glob("[0-9a-f]*[0-9a-f]"))
     assert len(kept) == 4
     for file in kept:
         file.write_bytes(b"damaged" + file.read_bytes()[7:])
@@ -289,7 +259,7 @@ def test_files_are_found_as_writers_leave_them(tmp_path: Path) -> None:
     pq.write_table(table_of(2), literal)
     with open_dataset(literal) as dataset:
         assert len(dataset) == 2
-    with pytest.raises(ShardError, match="holds no Parquet files"):
+    with pytest.raises(ShardError, match="holds no Parquet, Arrow or JSON lines files"):
         open_dataset(tmp_path / "missing.parquet")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ShardError, match=r"holds no dataset: .*\*.parquet"):
@@ -312,7 +282,7 @@ def test_brace_lists_and_lists_of_paths_are_read_in_their_order(tmp_path: Path) 
             assert [row["id"] for row in dataset] == [0, 1, 2, 3]
         with pytest.raises(ShardError, match=r"repeats .*x0.parquet, which an earlier path names"):
             open_dataset([*paths, f"{place}/d0/x0.parquet"])
-        with pytest.raises(ShardError, match=r"x9.parquet: holds no Parquet files"):
+        with pytest.raises(ShardError, match=r"x9.parquet: holds no Parquet, Arrow or JSON lines files"):
             open_dataset([*paths, f"{place}/d0/x9.parquet"])
     assert fingerprints[0] == fingerprints[1]
     with pytest.raises(ShardError, match="is local but others are remote"):
@@ -519,7 +489,7 @@ def test_a_dataset_of_text_stays_what_it_is(tmp_path: Path) -> None:
     with open_dataset(tmp_path) as dataset:
         assert dataset.manifest.format == "parquet"
     with open_dataset(tmp_path / "part-000.parquet") as dataset:
-        assert dataset.manifest.format == "row_groups"
+        assert dataset.manifest.format == "row_files"
 
 
 def test_a_dataset_is_used_as_any_other(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkit.cache import kept_results
 from shardkit.datasets import text_index
 from shardkit.datasets.text_index import Lengths, TextIndex
 
@@ -123,7 +124,8 @@ def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_index, "publish_hashed", full)
+        for module in (text_index, kept_results):
+            patch.setattr(module, "publish_hashed", full)
         rows, digest, _ = index(tmp_path / "key").rows("512", Measured(), count)
     assert rows.tolist() == expected()
     again, same, _ = index(tmp_path / "key").rows("512", one := Measured(), count)

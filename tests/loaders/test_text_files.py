@@ -25,6 +25,7 @@ from shardkit.loaders.streaming_dataset import StreamingDataset
 from shardkit.storage.memory import MemoryStore
 from support.remote_harness import QUICK, fresh_url, put_folder
 from support.resume import assert_equal, assert_exact_resume, run, run_ranks
+from support.row_files import write_tables
 from support.small_build import EOS, train_bpe
 
 LENGTH = 32
@@ -59,17 +60,25 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("texts")
+def write_folder(folder: Path, kind: str) -> Path:
     for number, counts in enumerate(FILES):
         groups = []
         for place, count in enumerate(counts):
             texts = texts_of(100 * number + place, count)
             rows = {"text": texts, "number": list(range(count)), "waste": ["x" * 2000] * count}
             groups.append(pa.table(rows))
-        write(made / f"part-{number}.parquet", groups)
-    return made
+        write_tables(folder, f"part-{number}", kind, groups)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("parquet"), "parquet")
+
+
+@pytest.fixture(scope="module", params=["parquet", "stream", "zst"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("texts"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +133,11 @@ def test_rows_are_the_documents_of_each_shard_one_after_the_other(folder: Path, 
 @pytest.mark.parametrize("pack", ["best_fit", "concat"])
 @pytest.mark.parametrize("bos", [None, "<s>"])
 def test_rows_and_order_are_those_of_a_build(
-    folder: Path, tokenizer: Path, tmp_path: Path, pack: str, bos: str | None
+    parquet: Path, tokenizer: Path, tmp_path: Path, pack: str, bos: str | None
 ) -> None:
     given = {"path": str(tokenizer), "eos": EOS, **({} if bos is None else {"bos": bos})}
     recipe = {
-        "inputs": [{"path": f"{folder}/*.parquet"}],
+        "inputs": [{"path": f"{parquet}/*.parquet"}],
         "steps": [],
         "tokenizer": given,
         "pack": {"sequence_length": LENGTH, "strategy": pack, "order": "source"},
@@ -138,7 +147,7 @@ def test_rows_and_order_are_those_of_a_build(
     options: dict[str, Any] = {"tokenizer": given, "pack": pack}
     with (
         sk.open(tmp_path / "out") as made,
-        sk.open(folder, sequence_length=LENGTH, **options) as dataset,
+        sk.open(parquet, sequence_length=LENGTH, **options) as dataset,
     ):
         assert rows_of(dataset) == rows_of(made)
         assert dataset.manifest.shard_samples.tolist() == made.manifest.shard_samples.tolist()
@@ -149,7 +158,7 @@ def test_rows_and_order_are_those_of_a_build(
         assert sizes[0] == sizes[1]
     with (
         StreamingLoader(tmp_path / "out", **grouped(OPTIONS | FIELDS)) as first,
-        loader(folder, **options | FIELDS) as second,
+        loader(parquet, **options | FIELDS) as second,
     ):
         for (expected, _), (got, _) in zip(run(first, 50), run(second, 50), strict=True):
             assert_equal(got, expected, "from texts")
@@ -189,9 +198,9 @@ def test_conversations_have_the_loss_masks_of_a_build(tmp_path: Path, tokenizer:
 @pytest.mark.parametrize("place", ["folder", "url"])
 @pytest.mark.parametrize("pack", ["best_fit", "concat"])
 def test_a_run_resumes_exactly(
-    place: str, pack: str, tokenizer: Path, cache: Path, request: pytest.FixtureRequest
+    place: str, pack: str, tokenizer: Path, cache: Path, folder: Path, url: str
 ) -> None:
-    where = request.getfixturevalue(place)
+    where = folder if place == "folder" else url
     make = lambda: loader(where, tokenizer, pack=pack, cache_dir=cache)  # noqa: E731
     assert_exact_resume(make, steps=16, tail_steps=4)
 
@@ -249,21 +258,25 @@ def test_processes_of_a_node_share_rows_and_a_second_start_makes_none(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_of_a_dataloader_read_the_same_rows(folder: Path, tokenizer: Path, workers: int) -> None:
-    with loader(folder, tokenizer) as one:
+def test_workers_of_a_dataloader_read_the_same_rows(parquet: Path, tokenizer: Path, workers: int) -> None:
+    with loader(parquet, tokenizer) as one:
         expected = [batch["tokens"].tolist() for batch in one]
     options = {**OPTIONS, "tokenizer": str(tokenizer), "sequence_length": LENGTH}
-    read = DataLoader(StreamingDataset(folder, **grouped(options)), batch_size=None, num_workers=workers)
+    read = DataLoader(StreamingDataset(parquet, **grouped(options)), batch_size=None, num_workers=workers)
     assert [batch["tokens"].tolist() for batch in read] == expected
 
 
-def test_a_mixture_has_streams_of_texts_and_of_rows(
-    folder: Path, url: str, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_a_mixture_has_streams_of_texts_and_of_rows(parquet: Path, tokenizer: Path, tmp_path: Path) -> None:
     with mds.MdsWriter(tmp_path / "mds", columns={"tokens": f"ndarray:uint16:{LENGTH}"}) as writer:
         for number in range(50):
             writer.write({"tokens": np.full(LENGTH, number, np.uint16)})
-    streams = [Stream(folder, weight=1), Stream(url, weight=2, name="b"), Stream(tmp_path / "mds", weight=1)]
+    store = MemoryStore(fresh_url())
+    put_folder(parquet, store)
+    streams = [
+        Stream(parquet, weight=1),
+        Stream(store.url, weight=2, name="b"),
+        Stream(tmp_path / "mds", weight=1),
+    ]
     with loader(streams, tokenizer, batch_size=8) as mixed:
         ids = torch.cat([batch["stream_id"] for batch, _ in run(mixed, 8)])
     assert torch.bincount(ids).tolist() == [16, 32, 16]
@@ -345,13 +358,13 @@ def test_files_without_any_text_have_no_rows(tokenizer: Path, tmp_path: Path) ->
     ],
 )
 def test_mistakes_are_named(
-    options: dict[str, Any], error: type[Exception], message: str, folder: Path, tokenizer: Path
+    options: dict[str, Any], error: type[Exception], message: str, parquet: Path, tokenizer: Path
 ) -> None:
     given = options.pop("tokenizer", str(tokenizer)) if "tokenizer" in options else str(tokenizer)
     if isinstance(given, dict) and given.keys() == {"eos"} and given["eos"] == "<none>":
         given = {"path": str(tokenizer), **given}
     with pytest.raises(error, match=message):
-        loader(folder, given, **options)
+        loader(parquet, given, **options)
 
 
 def test_columns_of_text_must_be_told_apart(tokenizer: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from shardkit.datasets.parquet_rows import find_parquet_rows
+from shardkit.datasets.row_files import find_rows
 from shardkit.errors import ShardError
 from shardkit.kernels.numba_support import UInt64s
 from shardkit.writers.inputs.scan import Split
@@ -70,7 +70,7 @@ class Units:
 def _starts(split: Split, column: str) -> tuple[int, ...] | None:
     """Return the first row of each unit of a Parquet file; None if its text is not a column of its own."""
     try:
-        rows = find_parquet_rows(split.path, split.input.storage, columns=[column])
+        rows = find_rows(split.path, split.input.storage, columns=[column])
     except (ShardError, ValueError):  # reading the file tells what is wrong with it
         return None
     return tuple(rows.manifest.shard_starts[:-1].tolist())

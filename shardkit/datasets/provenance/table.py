@@ -87,7 +87,7 @@ class ProvenanceTable:
     def __init__(self, dataset: OpenDataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
-        if dataset.manifest.format in ("tokens", "row_groups"):  # tables are of others
+        if dataset.manifest.format in ("tokens", "row_files"):  # tables are of others
             raise NoProvenanceError(
                 f"{dataset.location}: has no provenance tables for rows that are read in place; open "
                 "the folder that shardkit built, without sequence_length"

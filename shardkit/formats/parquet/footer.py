@@ -14,23 +14,25 @@ pyarrow reads these without parsing the others. parquet.thrift numbers the field
 
 from __future__ import annotations
 
-import io
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import zstandard
+
 from shardkit.errors import NOT_WHOLE, ShardError, naming_extras
+from shardkit.formats.parquet.part import MAGIC, MAX_FOOTER_BYTES, UNIT, ParquetPart, as_file
 from shardkit.formats.parquet_limits import CompactThrift
+from shardkit.formats.rows.columns import encodings_of
+from shardkit.formats.rows.contract import Chunk, Read, RowFile, RowGroup
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 TAIL_BYTES = 1 << 16  # size of the first read at a file's end, which includes most footers
-MAX_FOOTER_BYTES = 256 << 20  # a footer of a million column chunks has about 100 MB
 
-_MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
+_ENCRYPTED_MAGIC = b"PARE"
 _END_BYTES = 8  # the length of the footer, and the magic
 _ROW_GROUPS, _ENCRYPTION = 4, 8
 _LIST_OF_STRUCTS, _LONG_LIST = 0x0C, 0xFC
@@ -39,39 +41,17 @@ _MAX_COUNT = 1 << 53
 Where = str | PathLike[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The values of one leaf column in a row group: bytes `start` to `stop` (exclusive) of the file.
-
-    `values` counts the values, including nulls; `nulls` is None if the file does not say how many there are.
-    """
-
-    start: int
-    stop: int
-    values: int
-    decoded_bytes: int
-    nulls: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """A row group: its number of rows and, for each top-level column, the chunks of its leaves."""
-
-    rows: int
-    chunks: Mapping[str, tuple[Chunk, ...]]
-
-
 def footer_bytes(where: Where, tail: bytes, file_bytes: int) -> int:
     """Return the size of the footer of a file that ends with the bytes `tail`, without magic and length.
 
     Raises ShardError if the file does not end like a Parquet file.
     """
-    if file_bytes < _END_BYTES + len(_MAGIC) or tail[-4:] not in (_MAGIC, _ENCRYPTED_MAGIC):
+    if file_bytes < _END_BYTES + len(MAGIC) or tail[-4:] not in (MAGIC, _ENCRYPTED_MAGIC):
         raise ShardError(where, f"is not a Parquet file, or {NOT_WHOLE}: it does not end with PAR1")
     if tail[-4:] == _ENCRYPTED_MAGIC:
         raise ShardError(where, "is encrypted; only Parquet files without encryption can be read")
     size = int.from_bytes(tail[-8:-4], "little")
-    if size > file_bytes - _END_BYTES - len(_MAGIC):
+    if size > file_bytes - _END_BYTES - len(MAGIC):
         raise ShardError(where, f"states a footer of {size:,} bytes in a file of {file_bytes:,}: {NOT_WHOLE}")
     if size > MAX_FOOTER_BYTES:
         raise ShardError(where, f"has a footer of {size:,} bytes; at most {MAX_FOOTER_BYTES:,} are read")
@@ -83,7 +63,7 @@ class ParquetFooter:
 
     def __init__(self, where: Where, data: bytes, file_bytes: int) -> None:
         """Parse the footer `data` of a file of `file_bytes`. Raises ShardError if it is malformed."""
-        self._where, self._data = where, data
+        self._where, self._data, self._file_bytes = where, data, file_bytes
         self._end = file_bytes - _END_BYTES - len(data)  # where the footer begins and all values have ended
         with naming_extras("a Parquet file", pyarrow="parquet"):
             import pyarrow as pa
@@ -98,6 +78,16 @@ class ParquetFooter:
             problem = f"has a footer that cannot be read ({error}); {NOT_WHOLE}"
             raise ShardError(where, problem) from error
         self.groups = tuple(self._group(number, group) for number, group in enumerate(groups))
+        try:
+            self.encodings = encodings_of(self.schema)
+        except ValueError as error:
+            raise ShardError(where, f"{error}; write the file with different names") from error
+        self.broken: dict[str, str] = {}
+
+    def part(self, file: str, groups: range, first_row: int, columns: Sequence[str]) -> ParquetPart:
+        """Return some row groups of this file, called `file`, as a part."""
+        footer = zstandard.compress(self.of_groups(groups.start, groups.stop))
+        return ParquetPart(file, self._file_bytes, groups, first_row, footer)
 
     def of_groups(self, first: int, stop: int) -> bytes:
         """Return the footer of a file that has only the row groups from `first` to `stop` (exclusive)."""
@@ -156,15 +146,10 @@ class ParquetFooter:
         values, decoded, size, start = facts[5], facts[6], facts[7], facts[9]
         dictionary = facts.get(11, 0)
         start = dictionary if 0 < dictionary < start else start
-        if not (len(_MAGIC) <= start <= start + size <= self._end and values >= 0 and decoded >= 0):
+        if not (len(MAGIC) <= start <= start + size <= self._end and values >= 0 and decoded >= 0):
             raise ValueError(f"column {name!r} is not inside the file: {NOT_WHOLE}")
         nulls = facts.get(12, {}).get(3)
         return Chunk(start, start + size, values, decoded, nulls if type(nulls) is int else None)
-
-
-def as_file(footer: bytes) -> io.BytesIO:
-    """Return a file that has this footer and nothing else."""
-    return io.BytesIO(_MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC)
 
 
 def _varint(number: int) -> bytes:
@@ -173,3 +158,32 @@ def _varint(number: int) -> bytes:
         out.append(number & 127 | 128)
         number >>= 7
     return bytes([*out, number])
+
+
+class ParquetFormat:
+    """Parquet files, whose row groups are groups of rows (`shardkit.formats.rows: RowFormat`)."""
+
+    title: str = "Parquet"
+    suffixes: tuple[str, ...] = (".parquet", ".pq")
+    unit: str = UNIT
+    version: int = 1
+    is_read_whole: bool = False
+
+    def read(self, where: str, read: Read, file_bytes: int) -> bytes:
+        """Return the footer of a file, with one request, or two if it is longer than `TAIL_BYTES`."""
+        start = max(0, file_bytes - TAIL_BYTES)
+        tail = read(start, file_bytes) if file_bytes else b""
+        size = footer_bytes(where, tail, file_bytes)
+        begin = file_bytes - 8 - size
+        if begin < start:
+            tail = read(begin, start) + tail
+            start = begin
+        return tail[begin - start : -8]
+
+    def parse(self, where: str, data: bytes, file_bytes: int) -> ParquetFooter:
+        """Parse a footer. Raises ShardError if it is malformed."""
+        return ParquetFooter(where, data, file_bytes)
+
+    def alike(self, files: Sequence[RowFile]) -> Sequence[RowFile]:
+        """Return the files as they are: their columns must be alike."""
+        return files

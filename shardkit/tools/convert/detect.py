@@ -93,7 +93,7 @@ def open_source(
                     f"holds documents for {trainer}, without rows: a loader cuts rows in place with "
                     "sequence_length=2048, and shardkit pack makes them from a token store",
                 )
-            if dataset.manifest.format == "row_groups":
+            if dataset.manifest.format == "row_files":
                 problem = "holds Parquet files, which are converted from one local folder only"
                 raise ShardError(path, f"{problem}; a loader reads them in place, from here too")
             yield dataset_source(dataset, output.format, columns, cut)

@@ -1,4 +1,4 @@
-"""A loader over Parquet files delivers each row once, reads only wanted columns, and resumes exactly."""
+"""A loader over row files delivers each row once, reads only wanted columns, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -25,6 +24,7 @@ from shardkit.storage.memory import MemoryStore
 from support.hub_environment import hub_server
 from support.remote_harness import QUICK, fresh_url, put_folder
 from support.resume import assert_equal, assert_exact_resume, run, run_ranks
+from support.row_files import KINDS, write_tables
 from support.s3_moto import S3Server, s3_server
 
 GROUPS = [[40, 40, 13], [7], [40, 1, 30]]  # rows of the row groups of three files
@@ -53,17 +53,27 @@ def group_of(first: int, rows: int) -> pa.Table:
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("files")
+def write_folder(folder: Path, kind: str) -> Path:
     first = 0
     for number, groups in enumerate(GROUPS):
-        file = made / f"part-{number}.parquet"
-        with pq.ParquetWriter(file, group_of(0, 1).schema, compression="none") as writer:
-            for rows in groups:
-                writer.write_table(group_of(first, rows))
-                first += rows
-    return made
+        tables = []
+        for rows in groups:
+            tables.append(group_of(first, rows))
+            first += rows
+        if kind in ("jsonl", "zst"):  # which have no bytes
+            tables = [table.drop_columns(["waste", "blob"]) for table in tables]
+        write_tables(folder, f"part-{number}", kind, tables)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("parquet"), "parquet")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("files"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +81,12 @@ def url(folder: Path) -> str:
     store = MemoryStore(fresh_url())
     put_folder(folder, store)
     return store.url
+
+
+@pytest.fixture(autouse=True)
+def indexes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes of JSON lines are kept in the cache folder of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "home"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +98,9 @@ def server() -> Iterator[S3Server]:
 @pytest.mark.parametrize("columns", [None, ["input_ids"], ["text", "number"], ["lengths"]])
 def test_an_epoch_delivers_each_row_of_the_files_once(folder: Path, columns: list[str] | None) -> None:
     seen: list[int] = []
-    with StreamingLoader(folder, tail="pad", columns=columns, **grouped(OPTIONS)) as loader:
+    length = 8 if columns is None or "input_ids" in columns else None
+    options = grouped(OPTIONS | {"sequence_length": length})
+    with StreamingLoader(folder, tail="pad", columns=columns, **options) as loader:
         names = set(loader.dataset.manifest.shards[0].columns)
         for batch in loader:
             ids = batch["sample_id"].tolist()
@@ -109,9 +127,9 @@ def test_an_epoch_delivers_each_row_of_the_files_once(folder: Path, columns: lis
     ],
 )
 def test_the_order_is_that_of_mds_shards_of_the_same_sizes(
-    folder: Path, tmp_path: Path, columns: list[str], expected: list[int]
+    parquet: Path, tmp_path: Path, columns: list[str], expected: list[int]
 ) -> None:
-    with StreamingLoader(folder, columns=columns, **grouped(OPTIONS)) as loader:
+    with StreamingLoader(parquet, columns=columns, **grouped(OPTIONS)) as loader:
         sizes = loader.dataset.manifest.shard_samples.tolist()
         mine = [batch["sample_id"].tolist() for batch in loader]
     assert sizes == expected
@@ -126,29 +144,39 @@ def test_the_order_is_that_of_mds_shards_of_the_same_sizes(
         assert mine == [batch["sample_id"].tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("cache", ["memory", "folder", "tiny"])
-def test_remote_files_give_what_local_ones_give(cache: str, folder: Path, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["memory", "tiny"])
+def test_remote_files_give_what_local_ones_give(cache: str, parquet: Path, tmp_path: Path) -> None:
+    store = MemoryStore(fresh_url())
+    put_folder(parquet, store)
     arguments: dict[str, Any] = {} if cache == "memory" else {"cache_dir": tmp_path}
     if cache == "tiny":
         arguments["cache_bytes"] = 9 << 20  # of 21 MB in all, 6 MB the largest
+    compare(parquet, f"{store.url}/*.parquet", arguments)
+    if cache == "tiny":
+        kept = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+        assert kept <= 9 << 20
+
+
+def compare(folder: Path, url: str, arguments: dict[str, Any]) -> None:
     with (
         StreamingLoader(folder, **grouped(OPTIONS)) as local,
-        StreamingLoader(f"{url}/*.parquet", **grouped({**OPTIONS, **arguments})) as remote,
+        StreamingLoader(url, **grouped({**OPTIONS, **arguments})) as remote,
     ):
         assert remote.dataset.fingerprint == local.dataset.fingerprint
         steps = run(local, 40)
         for got, expected in zip(run(remote, 40), steps, strict=True):
             assert_equal(got[0], expected[0], "remote")
             assert got[1] == expected[1]
-        if cache == "tiny":
+        if arguments:
             assert remote.stats().cache is not None
-            kept = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-            assert kept <= 9 << 20
-    if cache == "folder":
-        with StreamingLoader(url, **grouped({**OPTIONS, **arguments})) as again:
-            run(again, 20)
-            counts = again.dataset.shards.counters()  # type: ignore[union-attr]
-        assert counts["fetched_shards"] == 0
+
+
+def test_a_second_run_over_remote_files_fetches_none(folder: Path, url: str, tmp_path: Path) -> None:
+    compare(folder, url, {"cache_dir": tmp_path})
+    with StreamingLoader(url, **grouped({**OPTIONS, "cache_dir": tmp_path})) as again:
+        run(again, 20)
+        counts = again.dataset.shards.counters()  # type: ignore[union-attr]
+    assert counts["fetched_shards"] == 0
 
 
 def test_a_run_over_files_resumes_exactly_local_and_remote(folder: Path, url: str) -> None:
@@ -160,7 +188,8 @@ def test_a_run_over_files_resumes_exactly_local_and_remote(folder: Path, url: st
 def test_a_run_continues_on_another_number_of_ranks_and_at_another_place(folder: Path, url: str) -> None:
     def maker(place: Path | str) -> Any:
         def make(rank: int, ranks: int) -> StreamingLoader:
-            placed = {"rank": rank, "world_size": ranks, "batch_size": 6 // ranks, "columns": ["input_ids"]}
+            placed: dict[str, Any] = {"rank": rank, "world_size": ranks, "batch_size": 6 // ranks}
+            placed |= {"columns": ["input_ids"], "sequence_length": 8}
             return StreamingLoader(place, **grouped(OPTIONS | placed))
 
         return make
@@ -200,17 +229,17 @@ def test_a_mixture_has_streams_of_parquet_and_of_other_datasets(
         for row in rows:
             writer.write({"input_ids": row})
     streams = [Stream(folder, weight=1), Stream(url, weight=2, name="b"), Stream(tmp_path / "mds", weight=1)]
-    options = OPTIONS | {"columns": ["input_ids"], "batch_size": 8}
+    options = OPTIONS | {"columns": ["input_ids"], "batch_size": 8, "sequence_length": 8}
     with StreamingLoader(streams, **grouped(options)) as loader:
         batches = [batch for batch, _ in run(loader, 8)]
     assert torch.bincount(torch.cat([batch["stream_id"] for batch in batches])).tolist() == [16, 32, 16]
 
 
 def test_files_on_s3_take_one_footer_request_each_and_only_wanted_bytes(
-    server: S3Server, folder: Path, tmp_path: Path
+    server: S3Server, parquet: Path, tmp_path: Path
 ) -> None:
     bucket = server.new_bucket()
-    for file in folder.iterdir():
+    for file in parquet.iterdir():
         server.client().upload_file(str(file), bucket, f"data/{file.name}")
     ranges: list[tuple[int, int]] = []
     lock = threading.Lock()
@@ -228,7 +257,7 @@ def test_files_on_s3_take_one_footer_request_each_and_only_wanted_bytes(
         for again in (False, True):
             ranges.clear()
             with (
-                StreamingLoader(folder, columns=["number", "lengths"], **grouped(OPTIONS)) as local,
+                StreamingLoader(parquet, columns=["number", "lengths"], **grouped(OPTIONS)) as local,
                 StreamingLoader(f"s3://{bucket}/data/*.parquet", **options) as remote,
             ):
                 footers = len(ranges)
@@ -246,8 +275,8 @@ def test_an_audit_proves_that_each_row_of_the_files_comes_once(folder: Path) -> 
     assert main(["audit", str(folder), "--resume-at", "3"]) == 0
 
 
-def test_files_on_the_hub_are_read_at_one_commit(folder: Path, tmp_path: Path) -> None:
-    files = {f"data/train-{file.stem}.parquet": file.read_bytes() for file in sorted(folder.iterdir())}
+def test_files_on_the_hub_are_read_at_one_commit(parquet: Path, tmp_path: Path) -> None:
+    files = {f"data/train-{file.stem}.parquet": file.read_bytes() for file in sorted(parquet.iterdir())}
     with hub_server() as hub:
         name = hub.new_repository()
         hub.commit(name, {**files, "README.md": b"# data"})
