@@ -246,6 +246,11 @@ class OpenDataset(Closing):
         return self._options.verify
 
     @property
+    def decode(self) -> bool | str:
+        """The option `decode` with which the dataset was opened."""
+        return self._options.decode
+
+    @property
     def gives_bytes(self) -> bool:
         """Whether all values are bytes, which is so for tars opened with `decode=False`."""
         return self.manifest.format == "tar" and self._options.decode is False
