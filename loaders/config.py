@@ -18,6 +18,7 @@ from numbers import Rational
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.files import local_path
+from shardkit.formats.mds.images import IMAGE_WORDS, pixel_decoder
 from shardkit.loaders.foreign_names import FOREIGN
 from shardkit.order.balance import Balance, DocumentIds, cost_model
 from shardkit.storage.store import StorageOptions
@@ -516,6 +517,8 @@ class LoaderConfig(Layout, Order, Run):
             options["columns"] = sorted(self.columns)  # the order of columns has no effect
         for name in ("transform", "collate_fn"):  # two processes have different objects of one function
             options[name] = _name_of(options[name])
+        if self.decode in IMAGE_WORDS:
+            options["image decoder"] = pixel_decoder()
         return options
 
     @property

@@ -76,6 +76,7 @@ _EXTRAS = {
     "pypdfium2": ("pypdfium2", "pdf"),
     "resiliparse": ("resiliparse", "html"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
+    "simplejpeg": ("simplejpeg", "images"),
     "snappy": ("python-snappy", "formats"),
     "jieba": ("jieba", "spacy"),
     "spacy": ("spacy", "spacy"),
