@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 # The tests compare with it. Without its dependencies: 60 packages of cloud clients that no test uses, and a
 # torchvision that cannot be imported beside a PyTorch for CPUs.
 PEER = mosaicml-streaming==0.13.0
+# Examples of images need it; in a folder of its own, because the libraries that find it import it.
+IMAGES = torchvision==0.28.0
 
 .PHONY: demo test
 
@@ -32,4 +34,5 @@ $(VENV)/.installed-all: pyproject.toml | $(VENV)/.installed-torch
 $(VENV)/.installed-dev: pyproject.toml Makefile | $(VENV)/.installed-torch
 	$(VENV)/bin/pip install -e '.[dev]'
 	$(VENV)/bin/pip install --no-deps $(PEER)
+	$(VENV)/bin/pip install --no-deps --target $(VENV)/torchvision $(IMAGES)
 	touch $@

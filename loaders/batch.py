@@ -106,17 +106,23 @@ class BatchMaker:
     ) -> None:
         """Raise ValueError if `rename` has an unknown field, or if two fields would get the same name.
 
+        With a transform, whose fields are not known yet, `fields` raises these errors.
+
         `output`: memory that fields are written to. `mark_padding`: whole rows may be padding, so batches
         get the field `is_padding`.
         """
+        if mark_padding and config.collate_fn is not None:
+            raise ValueError("tail='pad' fills batches with padding, which is no sample for collate_fn")
         self.batch_size = batch_size
         self.config = config
         self.tokens = tokens
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
-        self._memory = output or OutputMemory()
-        self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
+        self.memory = output or OutputMemory()
+        self._transforms = config.transform is not None
+        if not self._transforms:  # otherwise the columns are known when a sample has been transformed
+            self._names = self._field_names(columns)
         has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
         has_padding |= config.pad_id is not None
         self._loss_mask = LOSS_MASK if LOSS_MASK in columns else None
@@ -135,17 +141,18 @@ class BatchMaker:
     def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
         """Return the fields of all batches, not yet divided into batches, and their size in bytes."""
         count = len(sample_ids) // self.batch_size
-        if self.tokens.may_overflow and self.tokens.key in columns:
-            self._check_overflow(columns[self.tokens.key])
+        names = self._field_names(list(columns)) if self._transforms else self._names
+        if not self._transforms:
+            self.check_overflow(columns)
         if self._only_columns and len(columns) == 1:
             ((field, values),) = columns.items()
             if isinstance(values, np.ndarray):
-                return {self._names[field]: self._by_batch(field, values, count)}, values.nbytes
+                return {names[field]: self._by_batch(field, values, count)}, values.nbytes
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
         token_fields, of_batches = self._token_fields(columns, padding, sample_ids)
-        of_rows = columns | token_fields | self._sample_fields(sample_ids, padding)
+        of_rows = columns | token_fields | self.sample_fields(sample_ids, padding)
         fields: Fields = {}
         size = 0
         for field, values in of_rows.items():
@@ -156,11 +163,13 @@ class BatchMaker:
                 cuts = range(0, count * self.batch_size, self.batch_size)
                 fields[field] = [values[low : low + self.batch_size] for low in cuts]
         fields |= of_batches
-        return {self._names[field]: values for field, values in fields.items()}, size
+        return {names[field]: values for field, values in fields.items()}, size
 
-    def _check_overflow(self, tokens: _Array | list[object]) -> None:
+    def check_overflow(self, columns: Columns) -> None:
         """Raise ValueError if a token id does not fit the delivered dtype, or has wrapped around in it."""
-        dtype = self.tokens.dtype
+        if not self.tokens.may_overflow or self.tokens.key not in columns:
+            return
+        tokens, dtype = columns[self.tokens.key], self.tokens.dtype
         assert dtype is not None
         if not isinstance(tokens, np.ndarray) or not tokens.size:
             return
@@ -237,13 +246,13 @@ class BatchMaker:
         shift, keep = int(config.labels == "shifted"), config.keep_length or config.labels != "shifted"
         rows, length = stored.shape
         if shift and dtype == np.int64 and not (keep or self._masks_labels or config.flat):
-            whole = self._memory.converted(stored, np.dtype(np.int64)).view(np.int64)
+            whole = self.memory.converted(stored, np.dtype(np.int64)).view(np.int64)
             return whole[:, :-1], whole[:, 1:]
         kept = length if keep else length - 1
-        tokens = self._memory.converted(stored[:, :kept], dtype)
+        tokens = self.memory.converted(stored[:, :kept], dtype)
         if not config.labels:
             return tokens, None
-        labels = self._memory.lend((rows, kept), np.dtype(np.int64)).view(np.int64)
+        labels = self.memory.lend((rows, kept), np.dtype(np.int64)).view(np.int64)
         labels[:, : length - shift] = stored[:, shift:]
         if shift and keep:
             labels[:, -1] = IGNORED_LABEL
@@ -257,7 +266,7 @@ class BatchMaker:
         rows: Columns = {}
         batches: Fields = {}
         if config.position_ids:
-            rows["position_ids"] = positions = self._memory.lend(segments.shape, np.dtype(np.int64))
+            rows["position_ids"] = positions = self.memory.lend(segments.shape, np.dtype(np.int64))
             segments.position_ids(positions.view(np.int64))
         if config.document_ids:
             rows["document_ids"] = segments.document_ids()
@@ -289,7 +298,11 @@ class BatchMaker:
         fields: Fields = {name: self._by_batch(name, table, count) for name, table in tables.items()}
         return fields | {"block_size": [block] * count}
 
-    def _sample_fields(self, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:
+    def _field_names(self, columns: Sequence[str]) -> dict[str, str]:
+        """Return the name of each field of a batch with these columns; see `_field_names`."""
+        return _field_names(list(columns), self._added_fields(), dict(self.config.rename or {}))
+
+    def sample_fields(self, sample_ids: npt.NDArray[np.int64], padding: _Bools | None = None) -> Columns:
         """Return the fields that identify samples and mark padding."""
         fields: Columns = {}
         if self.return_ids:
@@ -330,6 +343,16 @@ def batches_of(fields: Fields, tensor: Callable[[_Array], object]) -> list[Batch
         return [{name: value} for value in parts[0]]
     names = list(fields)
     return [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+
+
+def bytes_of_arrays(value: object) -> int:
+    """Return the size in bytes of the arrays and tensors in a value and in its dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return sum(map(bytes_of_arrays, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(bytes_of_arrays, value))
+    size = getattr(value, "nbytes", 0)
+    return size if isinstance(size, int) else 0
 
 
 def tensor_maker(config: LoaderConfig) -> Callable[[_Array], object]:

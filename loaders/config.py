@@ -11,13 +11,14 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Rational
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.files import local_path
+from shardkit.formats.mds.images import IMAGE_WORDS, pixel_decoder
 from shardkit.loaders.foreign_names import FOREIGN
 from shardkit.order.balance import Balance, DocumentIds, cost_model
 from shardkit.storage.store import StorageOptions
@@ -39,17 +40,22 @@ if TYPE_CHECKING:
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 MaskedTokens: TypeAlias = "TokenMask | Iterable[tuple[int, int, int]] | str | os.PathLike[str] | None"
 TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
+Transform: TypeAlias = "Callable[[dict[str, Any]], dict[str, Any]] | RandomTransform"
+RandomTransform: TypeAlias = "Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]"
+Collate: TypeAlias = "Callable[[list[dict[str, Any]]], Any] | RandomCollate"
+RandomCollate: TypeAlias = "Callable[[list[dict[str, Any]], np.random.Generator], Any]"
 Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction]"
 """Weights of all streams in stream order, or by name; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
+MAX_THREADS = 1024
 _DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths", "block_mask")
 
 # Options that may differ between ranks: they affect neither the samples of a batch nor its form.
 _OF_ONE_RANK = frozenset(
     (
         *("prefetch_batches", "prefetch_bytes", "timeout_seconds", "cache_dir", "cache_bytes", "connections"),
-        *("storage", "verify", "usage_log", "stop_grace_seconds", "stop_together"),
+        *("storage", "verify", "usage_log", "stop_grace_seconds", "stop_together", "threads"),
         *("mesh", "group"),
     )
 )
@@ -252,6 +258,11 @@ class Run(_Group):
     """Maximum number of batches ready ahead of the training loop; 0: no thread, batches made on request."""
     prefetch_bytes: int | str = "256MiB"
     """Maximum number of bytes ready ahead of the training loop; one batch is always allowed."""
+    threads: int = 0
+    """Number of threads that decode and transform the samples of a batch; 0: the one that makes the batch.
+
+    For images, whose decoders run in parallel. Transforms that use the global random generators, with one
+    parameter, run one after another in the loop's thread."""
     connections: int = 16
     """Number of shards, or ranges of shards, that a process fetches at a time."""
     timeout_seconds: float = 600.0
@@ -322,6 +333,9 @@ class LoaderOptions(TypedDict, total=False):
     bos_id: int | None
     pad_id: int | None
     columns: Sequence[str] | None
+    decode: bool | str
+    transform: Transform | None
+    collate_fn: Collate | None
     endless: bool
     restart: bool
     cache_dir: str | os.PathLike[str] | None
@@ -366,6 +380,20 @@ class LoaderConfig(Layout, Order, Run):
     For data padded by other tools; rows that are padded with the eos id need no option."""
     columns: Sequence[str] | None = None
     """Deliver these columns only; default: all. Of Parquet files, the others are not read."""
+    decode: bool | str = True
+    """How images and members of tars are decoded: see `shardkit.open`."""
+    transform: Transform | None = None
+    """Function that is applied to each sample, a dict {column: value}, and returns the sample to deliver.
+
+    f(sample, rng) draws from a NumPy generator with a seed of the sample's position; f(sample), such as
+    torchvision's transforms, from the global generators of Python, NumPy and torch, which are seeded with it.
+    So augmentation resumes exactly, for any number of ranks and workers. Numbers, arrays and tensors that it
+    returns are stacked, and must have one shape in a batch; other values become lists. Must be picklable for
+    worker processes that are not forked. See `shardkit.loaders.transform`."""
+    collate_fn: Collate | None = None
+    """Function that makes the batch, of any type, from the list of a batch's samples after `transform`.
+
+    May have the parameter `rng`, too."""
     endless: bool = False
     """Continue with the next epoch instead of ending the `for`; the loader then has no length."""
     restart: bool = False
@@ -424,6 +452,7 @@ class LoaderConfig(Layout, Order, Run):
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:
             raise ValueError("mask_document_starts masks labels: give labels=True too, or leave it out")
+        self._check_functions()
         cost_model(self.balance)  # raises ValueError for an invalid value
         self._check_layout()
         if self.epoch_samples is not None and self.epoch_samples < 1:
@@ -436,6 +465,19 @@ class LoaderConfig(Layout, Order, Run):
         for size in (self.prefetch_bytes, self.cache_bytes):
             if size is not None:
                 parse_bytes(size)
+
+    def _check_functions(self) -> None:
+        if isinstance(self.threads, bool) or not 0 <= self.threads <= MAX_THREADS:
+            raise ValueError(f"threads must be from 0 to {MAX_THREADS}, not {self.threads!r}")
+        for name in ("transform", "collate_fn"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function, not {function!r:.80}")
+            wrong = [option for option in self.token_options if option != "balance"]
+            if function is not None and wrong:
+                raise ValueError(f"{wrong[0]} describes stored tokens: make it in {name}, or leave one out")
+        if self.collate_fn is not None and self.rename:
+            raise ValueError("collate_fn makes the batch: give its fields their names there, without rename")
 
     @classmethod
     def of(cls, options: LoaderOptions) -> LoaderConfig:
@@ -473,12 +515,25 @@ class LoaderConfig(Layout, Order, Run):
             return {name: options[name] for name in ("endless", "restart")}
         if self.columns is not None:
             options["columns"] = sorted(self.columns)  # the order of columns has no effect
+        for name in ("transform", "collate_fn"):  # two processes have different objects of one function
+            options[name] = _name_of(options[name])
+        if self.decode in IMAGE_WORDS:
+            options["image decoder"] = pixel_decoder()
         return options
 
     @property
     def opening(self) -> dict[str, Any]:
         """The given options of `open_dataset`, which are the same for all streams."""
-        names = ("sequence_length", "token_dtype", "per_file", "columns", "tokenizer", "pack", "verify")
+        names = (
+            "sequence_length",
+            "token_dtype",
+            "per_file",
+            "columns",
+            "tokenizer",
+            "pack",
+            "verify",
+            "decode",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -497,6 +552,11 @@ class LoaderConfig(Layout, Order, Run):
         return [name for name in _DOCUMENT_OPTIONS if getattr(self, name)]
 
     @property
+    def changes_samples(self) -> bool:
+        """Whether functions of the user change samples, or make the batches."""
+        return self.transform is not None or self.collate_fn is not None
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether a batch has fields that are computed from the tokens."""
         return bool(self.labels or self.document_options)
@@ -507,3 +567,11 @@ class LoaderConfig(Layout, Order, Run):
         if self.mask_document_starts is None:
             return bool(self.document_options)
         return self.mask_document_starts
+
+
+def _name_of(function: object) -> str | None:
+    """Return a name of a function that is the same in all processes; objects are named by their type."""
+    if function is None:
+        return None
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

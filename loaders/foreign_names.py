@@ -38,7 +38,7 @@ _DATA_LOADER = {
     "pin_memory_device": _PINNED,
     "sampler": _ORDER,
     "batch_sampler": _ORDER,
-    "collate_fn": "call it in the loop: batches are dicts of tensors and lists",
+    "collate_fn": "`collate_fn`, which gets the list of samples of a batch",
 }
 
 _STREAM_OR_DATASET = {
@@ -97,7 +97,7 @@ LITDATA: Mapping[str, str] = _DATA_LOADER | {
     "encryption": "not supported: `shardkit convert` refuses encrypted chunks",
     "storage_options": "`storage`",
     "session_options": "`storage`",
-    "transform": "call it in the loop, on the batch",
+    "transform": "`transform`, on a sample",
     "force_override_state_dict": '`load_state_dict(state, on_mismatch="fork")`',
     "max_pre_download": "not needed: follows from the order and the size of the cache",
     "batch_decode": "not needed: rows of constant size are gathered, not decoded",
@@ -137,7 +137,6 @@ FOREIGN: Mapping[str, str] = {
             *("multiprocessing_context",),
         )
     },
-    "collate_fn": "call it in the loop, on the batch, or give it to `StreamingDataLoader`",
     "weights": "`Stream(path, weight=…)` for each dataset; to change weights later, `loader.set_weights`",
     "proportion": "`Stream(path, weight=…)`",
     "datasets": "a list of `Stream`, as the first argument",

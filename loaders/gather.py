@@ -52,6 +52,7 @@ _LARGE_PAGE = 2 << 20  # size of a large page of memory, in bytes
 _ARENA_BYTES = 512 << 20  # address space reserved, not memory used: twice the default of prefetch_bytes
 # Sizes of arrays whose memory is reused here: malloc reuses smaller ones itself; larger ones have few faults.
 _MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20
+_MAX_SHARED_BYTES = 128 << 20  # in shared memory, larger arrays too: the alternative is a new shared file
 
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANON | getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -296,7 +297,8 @@ class OutputMemory:
         """Return an uninitialized array; its memory is reused after the array is garbage."""
         count = prod(shape) * dtype.itemsize
         size = 1 << (count - 1).bit_length()
-        piece = self._take(size) if _MIN_BYTES <= count <= _MAX_BYTES else None
+        most = _MAX_SHARED_BYTES if self.is_shared else _MAX_BYTES
+        piece = self._take(size) if _MIN_BYTES <= count <= most else None
         if piece is None:
             return np.empty(shape, dtype)
         # From a memoryview, so that views of `lent` have `lent` as their base, not `piece`.

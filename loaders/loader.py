@@ -111,6 +111,7 @@ class StreamingLoader:
             self.output,
             mixed_lengths=self.config.mixed_lengths,
             keep_stored=self.config.reads_tokens,
+            changes=self.config.changes_samples,
         )
         self._cursor = (0, 0)
         timeout_seconds = self.config.timeout_seconds
@@ -269,7 +270,7 @@ class StreamingLoader:
         self._running = Prefetcher(
             maker.groups(cursor, endless=config.endless, first=portion.first, every=portion.every),
             maker.describe,
-            most_batches=config.prefetch_batches if portion.reads_ahead else 0,
+            most_batches=config.prefetch_batches if portion.reads_ahead and not maker.needs_loop else 0,
             most_bytes=self._prefetch_bytes,
             timeout_seconds=config.timeout_seconds,
         )

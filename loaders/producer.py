@@ -32,11 +32,12 @@ import numpy.typing as npt
 
 from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
-from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
+from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of, bytes_of_arrays
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.profiled import profiled
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
-from shardkit.loaders.streams import ReadRows, Streams
+from shardkit.loaders.streams import Columns, ReadRows, Streams
+from shardkit.loaders.transform import PlannedRows, SampleTransform
 from shardkit.order.arrangement import Arrangement
 from shardkit.order.balance import BALANCED_POSITIONS, WorkBalance, planned_steps
 from shardkit.order.batches import BatchPlan, Cursor
@@ -88,11 +89,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Planned batches and the function that reads them from their open shards."""
+    """Planned batches and the rows that they are made of, in open shards."""
 
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]
-    read: ReadRows
+    rows: PlannedRows
     is_late: bool  # whether shards had to be fetched first
     real: npt.NDArray[np.int64] | None  # number of samples before entry i that are not padding; None: all
     work: npt.NDArray[np.int64] | None
@@ -119,6 +120,12 @@ class GroupMaker:
         self._streams = streams
         self._group_bytes = min(most_bytes, GROUP_BYTES)
         self._planning, self._reading = "", 0
+        self._samples = SampleTransform(maker.config, arrangement.seed, maker.memory)
+
+    @property
+    def needs_loop(self) -> bool:
+        """Whether groups must be made in the thread of the training loop; see `loaders.transform`."""
+        return self._samples.needs_loop
 
     def groups(self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1) -> Iterator[Group]:
         """Yield groups of batches from `cursor` to the end of its epoch, or with `endless` without end.
@@ -171,16 +178,17 @@ class GroupMaker:
         if (count - 1) * every + 1 == left:
             cursors[-1] = (steps.after[-1], 0)
         shard, row, ids = steps.shard.ravel(), steps.row.ravel(), steps.sample_id.ravel()
-        real = None
+        places, real = steps.position.ravel(), None
         if steps.padded:
             is_real = ids >= 0
-            shard, row = shard[is_real], row[is_real]
+            shard, row, places = shard[is_real], row[is_real], places[is_real]
             real = np.concatenate([[0], np.cumsum(is_real)])
         self._planning = f"; opening {self._shard_names(shard)}"
         with self._errors_with_place():
             read, is_late = self._source.source.open_rows(self._streams.in_datasets(shard), row)
         self._planning = ""
-        return _Planned(cursors, ids, read, is_late, real, steps.work)
+        found = PlannedRows(self._checked(read), self._streams, shard, row, places)
+        return _Planned(cursors, ids, found, is_late, real, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """Return how many of `count` batches the streams' limits allow; if 0, raise StreamExhaustedError."""
@@ -196,21 +204,55 @@ class GroupMaker:
         return max(1, min(count, -(-allowed // every)))
 
     def _read(self, planned: _Planned) -> Iterator[Group]:
-        size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
-        read = planned.read
-        per_group = max(1, self._group_bytes // (size * (self._source.delivered_bytes or GROUP_BYTES)))
+        per_batch = self._plan.batch_size * (self._source.delivered_bytes or GROUP_BYTES)
+        per_group = max(1, self._group_bytes // per_batch)
         with self._errors_with_place():
-            for first in range(0, len(cursors), per_group):
-                done = cursors[first : first + per_group]
-                low, high = first * size, (first + len(done)) * size
-                self._reading = done[0][0]
-                with profiled("shardkit.gather"):
-                    columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
-                with profiled("shardkit.make"):
-                    fields, count = self._maker.fields(columns, ids[low:high])
-                    batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
-                work = None if planned.work is None else planned.work[first : first + len(done)]
-                yield Group(fields, batches, done, ids[low:high].reshape(-1, size), count, work)
+            for first in range(0, len(planned.cursors), per_group):
+                yield self._group(planned, slice(first, first + per_group))
+
+    def _group(self, planned: _Planned, which: slice) -> Group:
+        """Read the planned batches `which`."""
+        cursors, real = planned.cursors[which], planned.real
+        self._reading = cursors[0][0]
+        first = which.start * self._plan.batch_size
+        ids = planned.ids[first : first + len(cursors) * self._plan.batch_size]
+        work = None if planned.work is None else planned.work[which]
+        by_batch = ids.reshape(len(cursors), -1)
+        low, high = first, first + len(ids)
+        if real is not None:
+            low, high = int(real[low]), int(real[high])
+        if self._samples.collates:
+            with profiled("shardkit.make"):
+                batch = self._samples.batch(planned.rows, low, high, self._maker.sample_fields(ids))
+            return Group({}, [batch], cursors, by_batch, bytes_of_arrays(batch), work)
+        with profiled("shardkit.gather"):
+            columns = self._columns(planned.rows, low, high)
+        with profiled("shardkit.make"):
+            fields, count = self._maker.fields(columns, ids)
+            batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
+        return Group(fields, batches, cursors, by_batch, count, work)
+
+    def _checked(self, read: ReadRows) -> ReadRows:
+        """Return a reader that also checks stored token ids, where a transform gets them first."""
+        if not (self._maker.config.changes_samples and self._maker.tokens.may_overflow):
+            return read
+
+        def checked(low: int, high: int) -> Columns:
+            columns = read(low, high)
+            self._maker.check_overflow(columns)
+            return columns
+
+        return checked
+
+    def _columns(self, rows: PlannedRows, low: int, high: int) -> Columns:
+        """Return the columns of planned samples `low` to `high` - 1, transformed."""
+        if low < high or not self._samples.transforms:
+            return self._samples.columns(rows, low, high)
+        # A batch of padding only has the keys and types of other batches: of the run's first sample.
+        first = self._arrangement.order.locate((0, 1))
+        read, _ = self._source.source.open_rows(self._streams.in_datasets(first.shard), first.row)
+        one = PlannedRows(read, self._streams, first.shard, first.row, first.position)
+        return {name: values[:0] for name, values in self._samples.columns(one, 0, 1).items()}
 
     @contextmanager
     def _errors_with_place(self) -> Iterator[None]:

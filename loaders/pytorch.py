@@ -267,20 +267,28 @@ class StreamingDataLoader(DataLoader[Batch]):
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        collate_fn: Callable[[Batch], Any] = unchanged,
+        convert_fn: Callable[[Batch], Any] = unchanged,
         block_bytes: int | str = BLOCK_BYTES,
         **options: Unpack[WorkerOptions],
     ) -> None:
         """`block_bytes`: a worker sends batches in blocks of up to this size; 0: each batch separately.
 
-        Batches of columns that vary in size, which may be slow to decode, and batches of a `collate_fn` are
-        always sent separately. `prefetch_factor` counts batches; a worker makes whole blocks of them.
+        Batches of columns that vary in size, or are transformed, are always sent separately, and those of a
+        `convert_fn` (what torch calls `collate_fn` for whole batches: it gets a batch, in the worker) or of
+        the dataset's `collate_fn` by torch's queue. `prefetch_factor` counts batches; a worker makes whole
+        blocks of them.
         """
+        if "collate_fn" in options:
+            raise TypeError(
+                "StreamingDataLoader() takes no collate_fn: give it to the StreamingDataset, where it gets "
+                "the list of samples; for a function of whole batches use convert_fn"
+            )
         known = [*WorkerOptions.__annotations__, "in_order", "pin_memory_device"]
         refuse_unknown("StreamingDataLoader()", options, known)
         limit, size = parse_bytes(block_bytes), dataset.loader.batch_bytes
         self._block_batches = 1 if size is None else max(1, min(MAX_BLOCK_BATCHES, limit // size))
-        self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged
+        makes_fields = convert_fn is unchanged and dataset.loader.config.collate_fn is None
+        self._hands_over_blocks = num_workers > 0 and makes_fields
         self._timeout_seconds = options.pop("timeout", 0) or dataset.loader.config.timeout_seconds
         if num_workers:
             options["timeout"] = LOOK_SECONDS  # interval at which torch checks for dead workers
@@ -292,7 +300,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
-            collate_fn=cast(Any, collate_fn),
+            collate_fn=cast(Any, convert_fn),
             **options,
         )
         self._memory: BlockMemory | None = None

@@ -77,12 +77,14 @@ def open_source(
     *,
     mixed_lengths: bool = False,
     keep_stored: bool = False,
+    changes: bool = False,
 ) -> SourceInfo:
     """Return the source of `columns` (None: all); tokens are converted to `dtype`.
 
     Raises ValueError for unknown names, and for streams whose columns cannot be in one batch. `output`:
     memory that gathered rows are written to. `keep_stored`: if all streams store tokens in one type, the
-    source reads that type, because the receiver searches the tokens before it converts them.
+    source reads that type, because the receiver searches the tokens before it converts them. `changes`: the
+    receiver changes samples, so their delivered size is not known.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
@@ -97,7 +99,7 @@ def open_source(
         token_dtype=None if first.token_key is None else first.delivered.get(first.token_key),
         stored_bytes=sum(part.stored_bytes for part in each) // len(each),
         delivered_bytes=first.delivered_bytes
-        if all(part.delivered_bytes == first.delivered_bytes for part in each)
+        if not changes and all(part.delivered_bytes == first.delivered_bytes for part in each)
         else None,
         may_overflow=any(part.may_overflow for part in each),
         plan_bytes=min(part.plan_bytes for part in each),
@@ -400,16 +402,8 @@ class DecodedSamples:
         except ShardNotFoundError:
             raise
         except ShardError as error:
-            problem = f"{error.problem}; {self._advice(shard, row)}"
+            problem = f"{error.problem}; {self._streams.exclusion_advice(shard, row)}"
             raise ShardError(error.file, problem, offset=error.offset) from error
-
-    def _advice(self, shard: int, row: int) -> str:
-        (dataset,) = self._streams.datasets
-        number = int(dataset.manifest.shard_starts[shard]) + row
-        return (
-            f"Stream(path, exclude=[{number}]) leaves this row out, on all ranks; to continue the run from "
-            "its state, use load_state_dict(state, on_mismatch='fork')"
-        )
 
     def _column(
         self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
@@ -430,7 +424,7 @@ class DecodedSamples:
         return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
     def _error(self, place: tuple[int, int], problem: str) -> ShardError:
-        problem = f"sample {place[1]} {problem}; {self._advice(*place)}"
+        problem = f"sample {place[1]} {problem}; {self._streams.exclusion_advice(*place)}"
         return ShardError(self._streams.where(place[0]), problem)
 
 

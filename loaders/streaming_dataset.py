@@ -245,7 +245,7 @@ class StreamingDataset(IterableDataset[Batch]):
         rename = self.loader.config.rename or {}
         sample_id, stream_id = (rename.get(name, name) for name in ("sample_id", "stream_id"))
         if not isinstance(batch, dict) or sample_id not in batch:
-            raise ValueError(f"usage_log with workers: collate_fn must return dicts that keep {sample_id}")
+            raise ValueError(f"usage_log with workers: batches must be dicts that keep {sample_id}")
         ids = np.asarray(batch[sample_id])
         if stream_id in batch:
             starts = np.cumsum([0, *map(len, self.loader.datasets)])

@@ -160,6 +160,16 @@ class Streams:
         """Return a phrase for messages about the shard that is being waited for; "" if there is no wait."""
         return next(filter(None, (reader.progress() for reader in self.readers if reader is not None)), "")
 
+    def exclusion_advice(self, shard: int, row: int) -> str:
+        """Return, for messages, how to leave out row `row` of shard number `shard`."""
+        stream = self.stream_of(shard)
+        starts = self.datasets[stream].manifest.shard_starts
+        number = int(starts[shard - self._first_shards[stream]]) + row
+        return (
+            f"Stream(path, exclude=[{number}]) leaves this row out, on all ranks; to continue the run from "
+            "its state, use load_state_dict(state, on_mismatch='fork')"
+        )
+
     def where(self, number: int) -> str:
         """Return a shard's path or URL."""
         stream = self.stream_of(number)
@@ -348,6 +358,7 @@ def open_streams(
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
         opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
+    _check_decode(datasets, config)
     for opened_one in datasets:
         if (kind := TRAINER_FORMATS.get(opened_one.manifest.format)) is not None:
             problem = f"holds documents for {kind.trainer}, without rows: give the length of a row"
@@ -358,6 +369,16 @@ def open_streams(
     streams = Streams(datasets, _names(specs, datasets), timeout_seconds=config.timeout_seconds)
     masks = [_token_mask(spec.mask, found, config) for spec, found in zip(specs, datasets, strict=True)]
     return Opened(streams, specs, tuple(exclusions), tuple(masks))
+
+
+def _check_decode(datasets: Sequence[Dataset], config: LoaderConfig) -> None:
+    """Raise ValueError for a dataset that was opened with another `decode` than is given."""
+    for dataset in datasets:
+        if config.decode is not True and dataset.decode != config.decode:
+            raise ValueError(
+                f"decode={config.decode!r}, but {dataset.location} was opened with decode="
+                f"{dataset.decode!r}: give the path, or open it with the same decode"
+            )
 
 
 def _require_hashes(datasets: Sequence[Dataset]) -> None:

@@ -85,7 +85,7 @@ def describe_wait(iterator: Any, seconds: float) -> str:
     named = ", ".join(f"worker {n} (process {workers[n].pid}, {_state(workers[n].pid)})" for n in numbers)
     return (
         f"no batch from {named} within {seconds:g} s (timeout_seconds); if stderr has a traceback, a batch "
-        "could not be sent: batches of a collate_fn must be picklable and need space in /dev/shm"
+        "could not be sent: batches of collate_fn or convert_fn must be picklable and need space in /dev/shm"
         f"{_shared_memory()} (docker run --shm-size)"
     )
 

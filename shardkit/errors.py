@@ -27,6 +27,7 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "StreamExhaustedError",
+    "TransformError",
     "clean_message",
     "naming_extras",
     "warn_user",
@@ -75,6 +76,7 @@ _EXTRAS = {
     "pypdfium2": ("pypdfium2", "pdf"),
     "resiliparse": ("resiliparse", "html"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
+    "simplejpeg": ("simplejpeg", "images"),
     "snappy": ("python-snappy", "formats"),
     "jieba": ("jieba", "spacy"),
     "spacy": ("spacy", "spacy"),
@@ -184,6 +186,10 @@ class StateError(ShardkitError):
 
 class StreamExhaustedError(ShardkitError):
     """A stream of a mixture has delivered all samples that its `repeat` or `choose` allows."""
+
+
+class TransformError(ShardkitError):
+    """A `transform` or `collate_fn` failed, or returned what cannot be in a batch; names the sample."""
 
 
 class PeerError(ShardkitError):

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from support.script_server import ScriptServer
-from support.train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset, script_server
+from support.train_harness import (
+    CHECKPOINT_EVERY,
+    TORCHVISION,
+    WITH_TORCHVISION,
+    Record,
+    Training,
+    by_step,
+    make_dataset,
+    script_server,
+)
 
 pytestmark = pytest.mark.slow
 TRANSFORMERS = ["transformers.trainer", "transformers.models.llama.modeling_llama"]
@@ -63,6 +72,43 @@ def test_a_killed_trainer_continues_with_the_same_samples_and_losses(dataset: Pa
         whole = Training("train_hf.py", tmp_path / "whole", arguments, server=server)
         whole.run(last_step)
     assert_exact(killed, whole, last_step)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(
+    not TORCHVISION.exists(), reason="`make test` installs torchvision beside the environment"
+)
+def test_killed_training_on_images_continues_on_other_ranks_with_the_same_crops(tmp_path: Path) -> None:
+    """Also with another number of workers; torchvision draws crops from torch's global generator."""
+
+    def training(name: str, ranks: int, workers: int) -> Training:
+        arguments = ["--data", str(tmp_path / "pictures"), "--crop", "16", "--workers", str(workers)]
+        return Training(
+            "train_images.py",
+            tmp_path / name,
+            arguments,
+            ranks,
+            sizes=["--global-batch-size", "8"],
+            environment=WITH_TORCHVISION,
+        )
+
+    last_step = training("killed", 2, 2).run_until_killed_between_checkpoints(KILL_STEP) + 4
+    killed = training("killed", 1, 0)
+    killed.run(last_step)
+    whole = training("whole", 1, 1)
+    whole.run(last_step)
+    crops = {record["step"]: cropped(record) for record in whole.records()}
+    assert list(crops) == list(range(1, last_step + 1))
+    assert len(killed.records()) > last_step, "no step was repeated"
+    assert all(cropped(record) == crops[record["step"]] for record in killed.records())
+    losses = {record["step"]: record["loss"] for record in whole.records()}
+    for record in killed.records():
+        assert record["loss"] == pytest.approx(losses[record["step"]], rel=1e-3)
+
+
+def cropped(record: Record) -> list[tuple[int, int]]:
+    """The images of a step with the sums of the crops' pixels, whatever rank had them."""
+    return sorted(zip(record["sample_ids"], record["pixels"], strict=True))
 
 
 def assert_exact(killed: Training, whole: Training, last_step: int) -> None:

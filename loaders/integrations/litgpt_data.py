@@ -81,7 +81,7 @@ class ShardkitData(DataModule):
         }
         dataset = StreamingDataset(streams, batch_size=self.batch_size, **(common | options))
         return StreamingDataLoader(
-            dataset, num_workers=self.num_workers, collate_fn=partial(_tokens, self.seq_length)
+            dataset, num_workers=self.num_workers, convert_fn=partial(_tokens, self.seq_length)
         )
 
 

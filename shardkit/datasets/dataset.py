@@ -164,10 +164,10 @@ def open_dataset(
     the lists of tokens in Parquet files have one length, `sequence_length` says so.
     `tokenizer` makes rows of `sequence_length` tokens from the texts of Parquet files, in place, and `pack`
     says how: see `shardkit.datasets.text_rows`. Files of tokens, and datasets that have rows, ignore both.
-    `decode` selects how members of tars and Hugging Face's image columns are decoded: with True, images
-    become PIL images; "basic" keeps images as bytes; webdataset's "rgb8", "torchrgb", ... give arrays and
-    tensors; False keeps all members as bytes (see `shardkit.formats.tar.values`). Raises ShardError if the
-    dataset is missing or malformed.
+    `decode` selects how members of tars, and image files in columns of MDS and of Hugging Face's Parquet
+    files, are decoded: with True, images become PIL images; "basic" keeps images as bytes; webdataset's
+    "rgb8", "torchrgb", ... give arrays and tensors; False keeps all members of tars as bytes (see
+    `shardkit.formats.tar.values`). Raises ShardError if the dataset is missing or malformed.
     """
     decode = checked_decode(decode)
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode, columns=columns)

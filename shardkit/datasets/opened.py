@@ -246,6 +246,11 @@ class OpenDataset(Closing):
         return self._options.verify
 
     @property
+    def decode(self) -> bool | str:
+        """The option `decode` with which the dataset was opened."""
+        return self._options.decode
+
+    @property
     def gives_bytes(self) -> bool:
         """Whether all values are bytes, which is so for tars opened with `decode=False`."""
         return self.manifest.format == "tar" and self._options.decode is False
@@ -401,7 +406,13 @@ class OpenDataset(Closing):
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
-            return mds.open_shard(files.folder, info, allow_pickle=options.allow_pickle, verify=verify)
+            return mds.open_shard(
+                files.folder,
+                info,
+                allow_pickle=options.allow_pickle,
+                verify=verify,
+                decode=options.decode,
+            )
         return self._shard_from(number, load_raw(self.manifest.format, files.folder, info, verify=verify))
 
     def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
@@ -414,7 +425,9 @@ class OpenDataset(Closing):
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
-            return mds.shard_from_raw(where, info, raw, allow_pickle=options.allow_pickle)
+            return mds.shard_from_raw(
+                where, info, raw, allow_pickle=options.allow_pickle, decode=options.decode
+            )
         if self.manifest.format in ("tokens", "text"):
             from shardkit.formats.tokens import TokenShard
 

@@ -138,6 +138,11 @@ class Arrangement:
         else:
             self.order = parts[0].order if parts[0].exclusions is None else parts[0]
 
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self._settings.order.seed
+
     def positions(self, position: int) -> list[int]:
         """Return the number of samples of each stream before `position`."""
         if self.mixture is None:

@@ -239,6 +239,7 @@ class WorkBalance:
         shape = (count, plan.batch_size)
         shard, row = steps.shard.reshape(shape).copy(), steps.row.reshape(shape).copy()
         sample_id = steps.sample_id.reshape(shape).copy()
+        positions = steps.position.reshape(shape).copy()
         work = np.zeros((count, 6), dtype=np.int64)
         low, whole = 0, count - steps.padded
         for located, places, figures in self._placed(plan, order, plan.start(position), whole, every):
@@ -247,8 +248,9 @@ class WorkBalance:
             shard[piece] = np.take_along_axis(located.shard, own, axis=1)
             row[piece] = np.take_along_axis(located.row, own, axis=1)
             sample_id[piece] = np.take_along_axis(located.sample_id, own, axis=1)
+            positions[piece] = np.take_along_axis(located.position, own, axis=1)
             work[piece], low = figures, piece.stop
-        return replace(steps, shard=shard, row=row, sample_id=sample_id, work=work)
+        return replace(steps, shard=shard, row=row, sample_id=sample_id, position=positions, work=work)
 
     def places(self, plan: BatchPlan, order: SampleOrder, start: int) -> Ints:
         """Return how the order's global batch at `start` is rearranged, int64[global batch].

@@ -56,6 +56,7 @@ class Steps:
     shard: npt.NDArray[np.int32]
     row: npt.NDArray[np.int64]
     sample_id: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]  # the position of each sample, counted over all ranks and epochs
     after: tuple[int, ...]  # the position after each batch
     padded: bool = False
     work: npt.NDArray[np.int64] | None = None
@@ -180,7 +181,7 @@ class BatchPlan:
         short = self.tail == "pad" and after[-1] - last < self.global_batch
         part = rank_slice(self.global_batch, self.rank, self.world_size)
         located = order.global_batches(start, self.global_batch, count - short, part=part, every=every)
-        steps = Steps(located.shard, located.row, located.sample_id, after)
+        steps = Steps(located.shard, located.row, located.sample_id, located.position, after)
         return self._with_short_batch(order, steps, last) if short else steps
 
     def _afters(self, start: int, count: int, every: int) -> tuple[int, ...]:
@@ -198,11 +199,12 @@ class BatchPlan:
             (steps.shard, located.shard),
             (steps.row, located.row),
             (steps.sample_id, located.sample_id),
+            (steps.position, located.position),
         ):
             padded = np.full((1, self.batch_size), -1, dtype=whole.dtype)
             padded[0, : len(last)] = last
             columns.append(np.concatenate([whole.reshape(-1, self.batch_size), padded]))
-        return Steps(columns[0], columns[1], columns[2], steps.after, padded=True)
+        return Steps(columns[0], columns[1], columns[2], columns[3], steps.after, padded=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ BENCHMARKS = (
     Benchmark("first_batch", "bench_remote.py first-batch", 3, ("rgw",)),
     Benchmark("cold_mixture", "bench_remote.py mixture", 4, ("rgw",)),
     Benchmark("utilization", "bench_utilization.py", 5, ("rgw",)),
+    Benchmark("images", "bench_images.py", 15),
     Benchmark("cold_epoch", "bench_remote.py cold-epoch", 3, ("rgw",)),
     Benchmark("belady", "bench_remote.py belady", 3, ("rgw",)),
     Benchmark("resume", "bench_resume.py", 25),

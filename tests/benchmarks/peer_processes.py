@@ -31,6 +31,7 @@ __all__ = [
     "median_ratio",
     "peer_parser",
     "running",
+    "site_folder",
     "take_turns",
 ]
 
@@ -50,6 +51,13 @@ REQUIREMENTS = {
     "datatrove": [
         *("datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"),
         *("orjson", "fasteners", "fasttext-numpy2-wheel"),
+    ],
+}
+# Packages beside our own environment, in a folder of their own, without their dependencies.
+SITES = {
+    "images": [
+        *("torchvision==0.28.0", "litdata", "lightning-utilities", "tifffile", "obstore", "filelock"),
+        *("scikit-image", "imageio", "lazy-loader", "simplejpeg"),
     ],
 }
 VENVS = Path("~/.cache/shardkit-peers").expanduser()
@@ -150,6 +158,20 @@ def environment(tool: str, venvs: Path) -> str:
                 raise SideError(f"{tool} cannot be installed: {lines[-1]}")
         marker.write_text(json.dumps(REQUIREMENTS[tool]))
     return python
+
+
+def site_folder(name: str, venvs: Path) -> Path:
+    """The folder with the packages of `SITES[name]`, for PYTHONPATH, which is made if it is not there yet."""
+    home = venvs.expanduser() / f"{name}-site"
+    marker = home / MARKER
+    if not marker.exists() or json.loads(marker.read_text()) != SITES[name]:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps"]
+        done = subprocess.run([*install, "--target", str(home), *SITES[name]], capture_output=True, text=True)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["it failed without a word"]
+            raise SideError(f"{name} cannot be installed: {lines[-1]}")
+        marker.write_text(json.dumps(SITES[name]))
+    return home
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from shardkit.datasets.dataset import open_dataset
+from shardkit.formats.budget import SampleBudget
+from shardkit.formats.mds import MdsWriter, images
 from shardkit.formats.mds.encodings import Encoding, encoding_of
 from support import peers
 
@@ -137,3 +140,40 @@ def test_a_flipped_byte_gives_an_image_or_a_value_error(name: str, position: int
 def test_values_that_are_no_such_images_are_refused(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         encoding_of(name).encode(value)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+def test_image_files_are_decoded_as_the_dataset_is_asked_to(tmp_path: Path, encoding: str) -> None:
+    files = [io.BytesIO() for _ in range(3)]
+    for number, file in enumerate(files):
+        Image.new("RGB", (4 + number, 3), (9 * number, 100, 200)).save(file, encoding.upper())
+    with MdsWriter(tmp_path, columns={"image": encoding, "raw": "pil", "label": "int"}) as writer:
+        for number, file in enumerate(files):
+            writer.write({"image": file.getvalue(), "raw": Image.new("L", (2, 2)), "label": number})
+    for decode in ("basic", False):
+        found = open_dataset(tmp_path, decode=decode)
+        assert [row["image"] for row in found] == [file.getvalue() for file in files]
+        assert [row["label"] for row in found] == [0, 1, 2]
+        assert all(isinstance(row["raw"], Image.Image) for row in found)
+    for row, file in zip(open_dataset(tmp_path, decode="rgb8"), files, strict=True):
+        with Image.open(file) as image:
+            np.testing.assert_array_equal(row["image"], np.asarray(image), strict=True)
+    assert open_dataset(tmp_path, decode="torchrgb")[2]["image"].shape == (3, 3, 6)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:Image size")  # Pillow warns of what is refused here
+def test_damage_and_bombs_are_refused_whatever_decodes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = io.BytesIO()
+    Image.new("RGB", (300, 300)).save(good, "JPEG")
+    for data, why in (
+        (good.getvalue()[:400], "cannot be read"),
+        (b"\xff\xd8\xff", "cannot be read"),
+        (b"", "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            images.decode_pixels(memoryview(data), "rgb8")
+    with pytest.raises(ValueError, match=r"would take [\d,]+ bytes"):
+        images.decode_pixels(memoryview(good.getvalue()), "rgb8", SampleBudget(limit=100_000))
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 80_000)
+    with pytest.raises(ValueError, match="MAX_IMAGE_PIXELS"):
+        images.decode_pixels(memoryview(good.getvalue()), "rgb8")

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import cbor  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import torch
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,8 +24,9 @@ from PIL import Image
 
 from shardkit.errors import MissingExtraError
 from shardkit.formats.budget import SampleBudget
+from shardkit.formats.mds import images
+from shardkit.formats.mds.images import IMAGE_WORDS
 from shardkit.formats.tar.values import (
-    IMAGE_WORDS,
     MAX_CBOR_DEPTH,
     checked_decode,
     decode_member,
@@ -217,6 +220,55 @@ def test_images_keep_their_mode_and_their_bytes_if_nothing_else_is_asked_for(ext
     assert decode_member(extension, memoryview(data), decode=False) == data
 
 
+@pytest.mark.parametrize("word", IMAGE_WORDS)
+def test_words_of_webdataset_give_what_it_gives(word: str) -> None:
+    from webdataset.autodecode import imagehandler
+
+    for extension, data in IMAGES.items():
+        file = gzip.decompress(data) if extension.endswith("gz") else data
+        expected = imagehandler(word)(".png", file)
+        found = decode_member(extension, memoryview(data), decode=word)
+        assert type(found) is type(expected)
+        if isinstance(expected, Image.Image):
+            assert isinstance(found, Image.Image)
+            assert (found.mode, found.tobytes()) == (expected.mode, expected.tobytes())
+        elif isinstance(expected, torch.Tensor):
+            assert isinstance(found, torch.Tensor)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        else:
+            assert isinstance(found, np.ndarray)
+            np.testing.assert_array_equal(found, expected, strict=True)
+            assert found.flags.writeable
+
+
+@given(
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    st.sampled_from(["RGB", "L", "CMYK"]),
+    st.integers(1, 100),
+    st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]),
+    st.booleans(),
+    st.integers(0, 1 << 32),
+)
+def test_both_decoders_of_jpeg_files_give_the_same_pixels(
+    size: tuple[int, int], mode: str, quality: int, subsampling: str, progressive: bool, seed: int
+) -> None:
+    """So that it does not matter which one a machine has."""
+    pytest.importorskip("simplejpeg")
+    pixels = np.random.default_rng(seed).integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
+    corner = (0.0, 0.0, max(1.0, size[0] / 3), max(1.0, size[1] / 3))
+    smooth = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC, corner)
+    stream = io.BytesIO()
+    options: dict[str, Any] = {} if mode == "L" else {"subsampling": subsampling}
+    smooth.convert(mode).save(stream, "JPEG", quality=quality, progressive=progressive, **options)
+    with Image.open(stream) as image:
+        expected = np.array(image.convert("RGB"))
+    data = memoryview(stream.getvalue())
+    form, budget = IMAGE_WORDS["rgb8"], SampleBudget()
+    assert (images._decode_rgb(data, form, budget) is None) == (mode == "CMYK"), "left to Pillow"
+    np.testing.assert_array_equal(images.decode_pixels(data, "rgb8"), expected)
+
+
 @pytest.mark.filterwarnings("ignore:Image size")  # Pillow warns of what is refused here
 @pytest.mark.parametrize("decode", [True, "pil", "rgb8"])
 @pytest.mark.parametrize(
@@ -240,7 +292,7 @@ def test_images_that_should_not_be_opened_are_refused(
 def test_every_word_of_webdatasets_is_known_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     from webdataset.autodecode import imagespecs
 
-    assert set(imagespecs) == IMAGE_WORDS
+    assert set(imagespecs) == set(IMAGE_WORDS)
     words: list[bool | str] = [True, False, "basic", *IMAGE_WORDS]
     for word in words:
         assert checked_decode(word) == word

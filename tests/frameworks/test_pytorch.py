@@ -340,7 +340,7 @@ class Failing:
 def test_a_workers_error_comes_where_its_batch_was_due(data: dict[str, Path]) -> None:
     expected = reference(data["mds"], 14)
     at = next(n for n, (batch, _) in enumerate(expected) if 5 in batch["sample_id"])
-    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), 2, collate_fn=Failing())
+    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), 2, convert_fn=Failing())
     iterator = iter(loader)
     got = list(islice(iterator, at))
     with pytest.raises(ValueError, match="nothing doing"):

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,15 @@ def test_every_option_is_compared_unless_it_belongs_to_one_rank_or_to_the_state(
     left_out = {field.name for field in fields(LoaderConfig)} - LoaderConfig().shared_by_ranks().keys()
     assert left_out == {
         *("prefetch_batches", "prefetch_bytes", "timeout_seconds", "cache_dir", "cache_bytes", "connections"),
-        *("storage", "verify", "usage_log", "stop_grace_seconds", "stop_together"),
+        *("storage", "verify", "usage_log", "stop_grace_seconds", "stop_together", "threads"),
         *("mesh", "group", "lanes", "window", "schedule", "epoch_samples", "global_batch"),
     }
+
+
+def test_functions_are_compared_by_name_because_ranks_have_different_objects() -> None:
+    def of(function: Any) -> object:
+        return json.loads(json.dumps(LoaderConfig(transform=function).shared_by_ranks()["transform"]))
+
+    assert of(json.loads) == of(json.loads) == "json.loads"
+    assert of(json.loads) != of(json.dumps)
+    assert of(partial(json.loads)) == of(partial(json.loads)) == "functools.partial"

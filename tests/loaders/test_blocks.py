@@ -323,15 +323,15 @@ def late_start(worker: int) -> None:
     time.sleep(0.15 * worker)
 
 
-@pytest.mark.parametrize("collate_fn", [unchanged, Batch])
-def test_a_loop_may_be_left_before_all_workers_have_come(folder: Path, collate_fn: Any) -> None:
+@pytest.mark.parametrize("convert_fn", [unchanged, Batch])
+def test_a_loop_may_be_left_before_all_workers_have_come(folder: Path, convert_fn: Any) -> None:
     """Those of an iteration that is over neither begin it nor the next one."""
     loader = dataloader(
         arguments(folder, "carry"),
         2,
         persistent_workers=True,
         worker_init_fn=late_start,
-        collate_fn=collate_fn,
+        convert_fn=convert_fn,
     )
     done = 0
     for steps in (1, 0, 1, 12, 9):
@@ -343,8 +343,8 @@ def test_a_loop_may_be_left_before_all_workers_have_come(folder: Path, collate_f
     loader.close()
 
 
-def test_with_a_collate_function_batches_travel_alone(folder: Path) -> None:
-    loader = dataloader(arguments(folder, "carry"), 2, collate_fn=collated)
+def test_with_a_convert_function_batches_travel_alone(folder: Path) -> None:
+    loader = dataloader(arguments(folder, "carry"), 2, convert_fn=collated)
     got = list(islice(batches(loader), 20))
     assert got == [batch["sample_id"].tolist() for batch, _ in reference(folder, "carry")[:20]]
     assert loader._memory is None

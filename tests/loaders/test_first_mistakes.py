@@ -27,7 +27,7 @@ MOST_CHARACTERS = 300
     [
         ("drop_last", '`tail`: "drop"'),
         *((name, "StreamingDataLoader") for name in ("num_workers", "prefetch_factor", "persistent_workers")),
-        *((name, "StreamingDataLoader") for name in ("worker_init_fn", "generator", "collate_fn")),
+        *((name, "StreamingDataLoader") for name in ("worker_init_fn", "generator")),
         *((name, "CudaPrefetcher") for name in ("pin_memory", "pin_memory_device")),
         *((name, "its own order") for name in ("sampler", "batch_sampler")),
         ("weights", "Stream(path, weight=…)"),

@@ -38,6 +38,23 @@ sizes = st.tuples(
 
 
 @given(sizes)
+def test_steps_name_the_position_of_each_sample(case: tuple[int, int, int, Tail, int]) -> None:
+    samples, batch_size, ranks, tail, lanes = case
+    if tail == "drop" and samples < batch_size * ranks:
+        return
+    order, found = make_order(samples, lanes), []
+    for rank in range(ranks):
+        plan = BatchPlan(samples, batch_size, rank, ranks, tail)
+        steps = plan.steps(order, samples, plan.batches_left(samples))  # of the second epoch
+        is_real = steps.sample_id >= 0
+        located = order.locate(steps.position[is_real])
+        assert (located.sample_id == steps.sample_id[is_real]).all()
+        assert (steps.position[~is_real] == -1).all()
+        found += steps.position[is_real].tolist()
+    assert sorted(found) == list(range(samples, samples + len(found)))
+
+
+@given(sizes)
 def test_an_epoch_delivers_every_sample_once_over_all_ranks(case: tuple[int, int, int, Tail, int]) -> None:
     samples, batch_size, ranks, tail, lanes = case
     if tail == "drop" and samples < batch_size * ranks:

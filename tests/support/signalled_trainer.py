@@ -48,7 +48,7 @@ def main() -> None:
             dataset, batch_size=None, collate_fn=cast(Any, unchanged), **context
         )
     else:
-        options: dict[str, Any] = {"collate_fn": collate} if kind == "collate" else {}
+        options: dict[str, Any] = {"convert_fn": collate} if kind == "collate" else {}
         loader = StreamingDataLoader(dataset, persistent_workers=kind == "persistent", **context, **options)
     for step, _ in enumerate(loader):
         if step == 20:

@@ -41,7 +41,7 @@ def main() -> None:
         num_workers=2,
         multiprocessing_context=method,
         persistent_workers=case == "anew",
-        collate_fn=function,
+        convert_fn=function,
     )
     batches = iter(loader)
     try:

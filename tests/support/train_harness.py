@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,17 @@ ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks read killed ones' addresses
 }
 Record = dict[str, Any]  # of the log: step, loss, sample ids in rank order
+TORCHVISION = Path(sys.prefix) / "torchvision"
+"""Where `make test` installs torchvision: beside the environment, because other libraries look for it."""
+WITH_TORCHVISION = {
+    "PYTHONPATH": os.pathsep.join(
+        [
+            str(EXAMPLES.parent / "tests" / "trainers" / "site"),  # a torchvision for CUDA beside any torch
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+            str(TORCHVISION),
+        ]
+    )
+}
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--vocabulary", str(VOCABULARY)]
 
 
@@ -72,6 +83,8 @@ class Training:
     ranks: int | None = None  # None: plain python; a number: torchrun with so many processes
     server: ScriptServer | None = None  # runs the script in forks of it, torchrun's ranks without torchrun
     torchrun: Sequence[str] = ()  # further options of it
+    sizes: Sequence[str] = tuple(SIZES)  # options of the model
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables, of programs
 
     def copy(self, name: str, ranks: int | None, server: ScriptServer, *arguments: str) -> Training:
         """The job as it is now in another folder, to be continued there by forks, with further arguments."""
@@ -89,7 +102,7 @@ class Training:
     def script_command(self, steps: int) -> list[str]:
         files = ["--checkpoint", "checkpoint.ckpt", "--log-file", "log.jsonl"]  # in `folder`, where it runs
         every = ["--checkpoint-every", str(CHECKPOINT_EVERY), "--steps", str(steps)]
-        return [str(EXAMPLES / self.script), *self.arguments, *SIZES, *files, *every]
+        return [str(EXAMPLES / self.script), *self.arguments, *self.sizes, *files, *every]
 
     def start(self, steps: int) -> Run:
         self.folder.mkdir(exist_ok=True)
@@ -102,7 +115,7 @@ class Training:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.folder,
-                env=os.environ | ENVIRONMENT,
+                env={**os.environ, **ENVIRONMENT, **self.environment},
             )
         return Run(self, [process])
 

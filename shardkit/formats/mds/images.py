@@ -1,4 +1,4 @@
-"""Encode and decode the image encodings of MDS, with Pillow.
+"""Encode and decode images: the encodings of MDS, and image files anywhere as pixels.
 
     pil          u32 width, u32 height, u32 bytes of the mode's name, mode, raw pixels
     jpeg, png    the image file
@@ -8,17 +8,26 @@
 Decoded images are loaded, so that damage raises an error here and not in user code. Only the common file
 formats are opened, only up to `PIL.Image.MAX_IMAGE_PIXELS` pixels, and all images of a sample must fit in its
 budget (formats.budget).
+
+`decode_pixels` gives arrays, tensors and images of one mode, by the words of webdataset ("rgb8", "torchrgb").
+Pillow decodes them, except JPEG files to RGB, which `simplejpeg` decodes in two thirds of the time if it is
+installed. Both use libjpeg-turbo with the same settings, and their pixels are equal (a test compares them).
+Files that simplejpeg refuses (CMYK, or damage that Pillow repairs) are left to Pillow.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkit.errors import MissingExtraError, naming_extras
 from shardkit.formats.budget import SampleBudget
@@ -42,6 +51,39 @@ _PIXEL_BYTES = {
 # Bytes per pixel of a loaded image, by mode. All other modes take four: Pillow pads three bytes to four.
 _LOADED_PIXEL_BYTES = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B"), 2)}
 _BUFFERED_FORMATS = frozenset({"WEBP", "GIF"})
+
+
+@dataclass(frozen=True, slots=True)
+class PixelForm:
+    """What an image is decoded to: a NumPy array, a tensor or an image of Pillow, in one mode."""
+
+    kind: str
+    """"numpy" (height, width, channels), "torch" (channels, height, width) or "pil"."""
+    mode: str
+    is_float: bool = False
+    """Whether values are float32 from 0 to 1 instead of uint8."""
+
+
+IMAGE_WORDS: Mapping[str, PixelForm] = {
+    **{
+        f"{library}{mode}{size}": PixelForm(library or "numpy", mode.upper(), is_float=not size)
+        for library in ("", "torch")
+        for mode in ("l", "rgb", "rgba")
+        for size in ("", "8")
+    },
+    "torch": PixelForm("torch", "RGB", is_float=True),
+    **{word: PixelForm("pil", "RGB") for word in ("pil", "pilrgb")},
+    "pill": PixelForm("pil", "L"),
+    "pilrgba": PixelForm("pil", "RGBA"),
+}
+"""The words with which webdataset selects how images are decoded."""
+
+# Bytes per pixel that decoding takes at most: the file in Pillow's memory, its conversion, and the result.
+_WORD_BYTES = {False: 12, True: 32}
+_JPEG_START = b"\xff\xd8\xff"
+FILE_ENCODINGS = frozenset({"jpeg", "png"})
+"""The encodings of columns whose values are image files, which the option `decode` applies to."""
+_SIMPLE_COLORS = ("YCbCr", "RGB", "Gray")  # of JPEG files, as simplejpeg calls them
 
 
 def encode_raw(image: object) -> bytes:
@@ -124,6 +166,72 @@ def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
     except Exception as error:  # Pillow does not document which errors its decoders raise
         raise ValueError(f"{_UNREADABLE}{error or type(error).__name__}") from error
     return image
+
+
+def decode_pixels(
+    data: memoryview, word: str, budget: SampleBudget | None = None, *, more_formats: bool = False
+) -> object:
+    """Decode an image file as one of `IMAGE_WORDS` says. Raises ValueError as `decode_file` does."""
+    form, budget = IMAGE_WORDS[word], budget or SampleBudget()
+    if (pixels := _decode_rgb(data, form, budget)) is None:
+        image = open_file(data, more_formats=more_formats)
+        budget.take(_WORD_BYTES[form.is_float] * image.width * image.height)
+        try:
+            image = image.convert(form.mode)
+        except Exception as error:  # Pillow does not document which errors its decoders raise
+            raise ValueError(f"{_UNREADABLE}{error or type(error).__name__}") from error
+        if form.kind == "pil":
+            return image
+        pixels = np.array(image)
+    values: npt.NDArray[Any] = pixels.astype(np.float32) / 255.0 if form.is_float else pixels
+    if form.kind == "numpy":
+        return values
+    with naming_extras(f"decode={word!r}"):
+        import torch
+    tensor = torch.from_numpy(values)
+    # A view, whose channels are last in memory: torchvision resizes such images fastest.
+    return tensor.permute(2, 0, 1) if tensor.ndim > 2 else tensor
+
+
+def _decode_rgb(data: memoryview, form: PixelForm, budget: SampleBudget) -> npt.NDArray[np.uint8] | None:
+    """Decode a JPEG file to RGB by simplejpeg; None if that is not wanted, not installed or not possible."""
+    is_rgb = form.mode == "RGB" and form.kind != "pil"
+    if not is_rgb or data[:3] != _JPEG_START or (codec := _simplejpeg()) is None:
+        return None
+    with suppress(ValueError):
+        height, width, colors, _ = codec.decode_jpeg_header(data)
+        if colors in _SIMPLE_COLORS:
+            _check_pixels(width, height)
+            budget.take(_WORD_BYTES[form.is_float] * height * width)
+            pixels: npt.NDArray[np.uint8] = codec.decode_jpeg(data)
+            return pixels
+    return None
+
+
+def decode_as(data: memoryview, decode: bool | str, budget: SampleBudget) -> object:
+    """Return an image file as the option `decode` says: its bytes for False and "basic", else its pixels."""
+    if decode is True:
+        return decode_file(data, budget)
+    if decode is False or decode == "basic":
+        budget.take(len(data))
+        return bytes(data)
+    return decode_pixels(data, decode, budget)
+
+
+def pixel_decoder() -> str:
+    """Return name and version of the library that decodes JPEG files to RGB pixels."""
+    name = "Pillow" if _simplejpeg() is None else "simplejpeg"
+    return f"{name} {version(name)}"
+
+
+@cache
+def _simplejpeg() -> Any:
+    """Return the module `simplejpeg` if it is installed; else None, because Pillow decodes JPEG files too."""
+    with suppress(ImportError):
+        import simplejpeg
+
+        return simplejpeg
+    return None
 
 
 def encode_jpeg_array(files: object) -> bytes:

@@ -27,6 +27,7 @@ from shardkit.errors import ShardError
 from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget
 from shardkit.formats.mds.encodings import Encoding, encoding_of
+from shardkit.formats.mds.images import FILE_ENCODINGS, decode_as
 from shardkit.formats.mds.index import parse_columns
 from shardkit.formats.stored import load_raw
 from shardkit.manifest import Column, ShardInfo
@@ -107,10 +108,17 @@ def read_header(
 class MdsShard:
     """An open shard with random access to its samples; safe to share among threads. See `open_shard`."""
 
-    def __init__(self, file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]) -> None:
-        """Check the raw shard `data` against `info`; errors name `file`."""
+    def __init__(
+        self,
+        file: str | PathLike[str],
+        info: ShardInfo,
+        data: npt.NDArray[np.uint8],
+        *,
+        decode: bool | str = True,
+    ) -> None:
+        """Check the raw shard `data` against `info`; errors name `file`. `decode`: for columns of images."""
         self.info = info
-        self._file = file
+        self._file, self._decode = file, decode
         self._data = data
         self._layout = SampleLayout(file, info.columns)
         self._offsets = _checked_offsets(file, info, data)
@@ -141,7 +149,9 @@ class MdsShard:
                     values[column.name] = encoding.decode(data)
                     continue
                 budget = budget or SampleBudget(self.info.stored.bytes)
-                if encoding.decode_within is None:
+                if self._decode is not True and encoding.name in FILE_ENCODINGS:
+                    values[column.name] = decode_as(data, self._decode, budget)
+                elif encoding.decode_within is None:
                     budget.take(len(data))
                     values[column.name] = encoding.decode(data)
                 else:
@@ -200,30 +210,41 @@ class MdsShard:
 
 
 def open_shard(
-    folder: Path, info: ShardInfo, *, allow_pickle: bool = False, verify: bool = False
+    folder: Path,
+    info: ShardInfo,
+    *,
+    allow_pickle: bool = False,
+    verify: bool = False,
+    decode: bool | str = True,
 ) -> MdsShard:
     """Open the shard that `info` describes; its file is in `folder` or below.
 
     The raw file is preferred if `folder` holds it in addition to a compressed one, as MosaicML's caches do.
     `verify` checks every recorded hash. Columns of pickles can run any code when they are read: they are
-    refused unless `allow_pickle`.
+    refused unless `allow_pickle`. `decode` says what image files are decoded to (`decode_as`).
     """
     folder = Path(folder)
     is_raw_there = (folder / info.raw.basename).is_file()
     found = replace(info, zip=None, compression=None) if is_raw_there else info
     raw = load_raw("mds", folder, found, verify=verify)
-    return shard_from_raw(folder / found.stored.basename, info, raw, allow_pickle=allow_pickle)
+    where = folder / found.stored.basename
+    return shard_from_raw(where, info, raw, allow_pickle=allow_pickle, decode=decode)
 
 
 def shard_from_raw(
-    where: str | PathLike[str], info: ShardInfo, raw: npt.NDArray[np.uint8], *, allow_pickle: bool = False
+    where: str | PathLike[str],
+    info: ShardInfo,
+    raw: npt.NDArray[np.uint8],
+    *,
+    allow_pickle: bool = False,
+    decode: bool | str = True,
 ) -> MdsShard:
     """Open the shard whose raw bytes are `raw`; `where` is its name in errors."""
     _refuse_pickles(where, info, allow_pickle)
     if len(raw) != info.raw.bytes:
         problem = f"has {len(raw):,} bytes, the index states {info.raw.bytes:,}; fetch it again"
         raise ShardError(where, problem)
-    return MdsShard(where, info, raw)
+    return MdsShard(where, info, raw, decode=decode)
 
 
 def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: bool) -> None:

@@ -16,10 +16,11 @@
 | any that begins with `__`             | metadata: str, or bytes if it is not UTF-8 |
 
 With `decode=True`, images are PIL images in the mode of their file, as in MDS columns; with "basic", they are
-bytes. With one of webdataset's words ("pil", "rgb8", "torchrgb", ...), images are decoded as by
-`webdataset.WebDataset(...).decode(word)`. With False, every member is bytes. Other members are decoded as by
-`webdataset.WebDataset(...).decode()`, but not with its decoder for CBOR, the unmaintained `cbor` package: its
-stack overflows on nested data. Errors are ValueErrors; the reader adds file and offset.
+bytes. With one of webdataset's words ("pil", "rgb8", "torchrgb", ...), they are what
+`webdataset.WebDataset(...).decode(word)` gives (`formats.mds.images`). With False, every member is bytes.
+Other members are decoded as by `webdataset.WebDataset(...).decode()`, but not with its decoder for CBOR, the
+unmaintained `cbor` package: its stack overflows on nested data. Errors are ValueErrors; the reader adds file
+and offset.
 
 .npy members are not trusted. A header is a Python literal of at most 64 KiB. It is parsed only if it is
 shallow and holds no operators, because deep literals can exhaust the parser's stack. The size of an array
@@ -49,7 +50,7 @@ from shardkit.errors import MissingExtraError, naming_extras
 from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.compression import gunzip
-from shardkit.formats.mds.images import decode_file, open_file
+from shardkit.formats.mds.images import IMAGE_WORDS, decode_file, decode_pixels
 
 MAX_INTEGER_BYTES = 4096  # maximum number of digits; Python itself refuses integers of over 4,300 digits
 MAX_HEADER_BYTES = 1 << 16  # maximum size of a .npy header; NumPy itself accepts 10,000 characters
@@ -152,16 +153,8 @@ def make_npy_header(dtype: np.dtype[np.generic], length: int) -> bytes:
     return _MAGIC + b"\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
 
 
-IMAGE_WORDS = frozenset(
-    f"{library}{mode}{size}"
-    for library in ("", "torch")
-    for mode in ("l", "rgb", "rgba")
-    for size in ("", "8")
-) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
-
 MAX_COMPRESSIONS = 4  # maximum times that one member may be compressed, as in .txt.gz.gz.gz.gz
 MAX_CBOR_DEPTH = 400
-_WORD_BYTES = 32  # memory per pixel of an image decoded by webdataset: four float32 channels, plus the source
 _OBJECT_BYTES = 64  # memory of the largest CPython object that one byte of CBOR or MessagePack encodes
 
 _METADATA = "__"  # prefix of an extension that marks metadata
@@ -202,7 +195,7 @@ def decode_member(
         extension, payload = _expanded(extension, payload, budget)
         kind = extension.rpartition(".")[2]
     if kind in _IMAGES and decode != "basic":
-        return _decode_image(kind, payload, decode, budget)
+        return _decode_image(payload, decode, budget)
     if kind in _PICKLE:
         return _unpickle(kind, payload, allow_pickle=allow_pickle)
     try:
@@ -311,16 +304,13 @@ _DECODERS: dict[str, tuple[str, Callable[[memoryview, SampleBudget], object]]] =
 _ANY = ("bytes", _decode_bytes)
 
 
-def _decode_image(kind: str, payload: memoryview, decode: bool | str, budget: SampleBudget) -> object:
+def _decode_image(payload: memoryview, decode: bool | str, budget: SampleBudget) -> object:
     try:
         if decode is True:
             return decode_file(payload, budget, more_formats=True)
-        # Check the format first: webdataset opens any that Pillow knows, even if that starts other programs.
-        image = open_file(payload, more_formats=True)
-        budget.take(_WORD_BYTES * image.width * image.height)
+        return decode_pixels(payload, str(decode), budget, more_formats=True)
     except ValueError as error:
         raise ValueError(f'{error}; decode="basic" returns images as bytes') from error
-    return _through_webdataset(kind, payload, str(decode))
 
 
 def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
@@ -337,13 +327,12 @@ def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
         raise ValueError(f"the member cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-def _through_webdataset(kind: str, payload: memoryview, image_word: str | None = None) -> object:
+def _through_webdataset(kind: str, payload: memoryview) -> object:
     try:
         with naming_extras(f"decoding .{kind} members (decode=False gives their bytes)"):
-            from webdataset.autodecode import basichandlers, imagehandler
+            from webdataset.autodecode import basichandlers
 
-            handler = imagehandler(image_word) if image_word else basichandlers
-            return handler(f".{kind}", bytes(payload))
+            return basichandlers(f".{kind}", bytes(payload))
     except ImportError:
         raise
     except Exception as error:  # the library's decoders raise errors of many types, even AssertionError
