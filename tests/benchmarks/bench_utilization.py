@@ -5,9 +5,13 @@
 
 A step sleeps instead of training, as in MLPerf Storage, so one machine without GPUs shows what a loader lets
 an accelerator do. The bucket (Ceph RGW) is behind a proxy with 50 ms latency and 80 MB/s a connection; rows
-are packed tokens, uint32 x 4,096, in shards of 32 MiB; a batch is 32 rows, 0.5 MiB a step. `text` reads one
-dataset, `mixture` three of them, 5:3:2 (streaming mixes, too; the others read `text` only). Every run is a
+are packed tokens, uint32 x 4,096, in shards of 32 MiB; a batch is 32 rows, 0.5 MiB a step. Every run is a
 process of its own with an empty disk.
+
+    text        one dataset of rows
+    mixture     three of them, 5:3:2 (streaming mixes, too)
+    raw text    zstd Parquet files that the loader tokenizes and packs; batches of 16 (shardkit alone)
+    images      squares of 256 pixels of photos of 500 x 375, in tars and MDS; batches of 4
 
     utilization    from the first batch on; `with_start`: from its request on
     reported       shardkit's own `Accelerators.report`, with the start
@@ -23,22 +27,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench_images import cut_photos
 from bench_loaders import WRITE_LITDATA
 from bench_remote import BUCKET, BYTES_PER_SECOND, LATENCY_SECONDS, servers
 from figures import Heads, give, in_turns
-from peer_processes import SideError, environment, peer_parser
+from peer_processes import SideError, environment, peer_parser, site_folder
 from servers.bucket import s3_client
 from servers.faults import Rule
 from shardkit.formats import mds, tar
+from shardkit.formats.mds import MdsWriter
+from texts import EOS, documents, put_tokenizer
 
 LENGTH, BATCH, SHARD_ROWS = 4096, 32, 2048
+RAW_MEGABYTES, RAW_BATCH, PHOTOS, PHOTO_BATCH = 120, 16, 1600, 4
 SCRIPT = Path(__file__).with_name("utilization_sides.py")
 STREAMS = {"web": 5, "code": 3, "books": 2}
 SIDE_SECONDS = 120.0  # longest run of a side
@@ -79,6 +90,31 @@ def write_all(folder: Path, shards: int, python: str | None) -> None:
     (folder / "whole.bin").unlink()
 
 
+def write_raw_text(folder: Path) -> dict[str, str]:
+    """Documents in zstd Parquet files below "raw"; returns options of a tokenizer."""
+    (folder / "raw").mkdir()
+    put_tokenizer(folder, None)
+    texts = documents(None, RAW_MEGABYTES)
+    for number in range(8):
+        table = pa.table({"text": texts[number::8]})
+        file = folder / "raw" / f"part-{number}.parquet"
+        pq.write_table(table, file, row_group_size=500, compression="zstd")
+    return {"path": str(folder / "tokenizer.json"), "eos": EOS}
+
+
+def write_photos(folder: Path, site: Path) -> None:
+    """The photos of bench_images in MDS shards below "photos", and in tars below "phototars"."""
+    import webdataset
+
+    (folder / "phototars").mkdir()
+    tars = webdataset.ShardWriter(str(folder / "phototars" / "photos-%04d.tar"), maxcount=200, verbose=0)
+    columns = {"jpg": "jpeg", "cls": "int"}
+    with tars, MdsWriter(folder / "photos", columns=columns, shard_bytes=8 << 20, hashes=["xxh64"]) as rows:
+        for number, data in enumerate(cut_photos(site / "skimage" / "data", PHOTOS)):
+            tars.write({"__key__": f"{number:06d}", "jpg": data, "cls": number % 10})
+            rows.write({"jpg": data, "cls": number % 10})
+
+
 def put_tree(folder: Path, endpoint: str) -> None:
     client = s3_client(endpoint)
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
@@ -111,7 +147,8 @@ def measure(
             if name in left_out:
                 continue
             try:
-                taken.setdefault(name, []).append(run_side(side, pythons[side], cases[case, side]))
+                given = cases[case, side] | {"case": case}
+                taken.setdefault(name, []).append(run_side(side, pythons[side], given))
             except SideError as error:
                 print(f"left out: {name}: {error}", file=sys.stderr)
                 left_out.add(name)
@@ -121,6 +158,29 @@ def measure(
         for name, found in taken.items()
         if name not in left_out
     ]
+
+
+def all_cases(
+    folder: Path, endpoint: str, tokenizer: dict[str, str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (case, its sides, their settings)."""
+
+    def urls(prefix: str) -> list[str]:
+        names = sorted(file.name for file in (folder / prefix).glob("*.tar"))
+        keys = [{"Bucket": BUCKET, "Key": f"{prefix}/{name}"} for name in names]
+        return [client.generate_presigned_url("get_object", key) for key in keys]
+
+    client = s3_client(endpoint)
+    base = {"endpoint": endpoint, "length": LENGTH, "batch": BATCH}
+    text = {"mds": {f"s3://{BUCKET}/text": 1}, "tars": urls("tar"), "litdata": f"s3://{BUCKET}/litdata"}
+    yield "text", "shardkit,streaming,webdataset,litdata", base | text
+    mixed = {f"s3://{BUCKET}/{name}": weight for name, weight in STREAMS.items()}
+    yield "mixture", "shardkit,streaming", base | {"mds": mixed}
+    raw = {"mds": {f"s3://{BUCKET}/raw/*.parquet": 1}, "batch": RAW_BATCH, "tokenizer": tokenizer}
+    yield "raw text", "shardkit", base | raw
+    if (folder / "photos").exists():
+        photos = {"mds": {f"s3://{BUCKET}/photos": 1}, "tars": urls("phototars"), "batch": PHOTO_BATCH}
+        yield "images", "shardkit,streaming,webdataset", base | photos
 
 
 def main() -> None:
@@ -141,25 +201,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, servers(slow) as (direct, proxy):
         folder = Path(scratch)
         write_all(folder, arguments.shards, pythons.get("litdata"))
+        tokenizer = write_raw_text(folder)
+        try:
+            write_photos(folder, site_folder("images", arguments.venvs))
+        except SideError as error:
+            print(f"left out: images: {error}", file=sys.stderr)
         put_tree(folder, direct)
-        tars = sorted(file.name for file in (folder / "tar").glob("*.tar"))
-        client = s3_client(proxy)
-        settings: dict[str, Any] = {
-            "batch": BATCH,
-            "length": LENGTH,
-            "steps": arguments.steps,
-            "step_seconds": arguments.step_ms / 1000,
-            "endpoint": proxy,
-            "tars": [
-                client.generate_presigned_url("get_object", {"Bucket": BUCKET, "Key": f"tar/{name}"})
-                for name in tars
-            ],
-            "litdata": f"s3://{BUCKET}/litdata",
+        cases = {
+            (case, side): settings | {"steps": arguments.steps, "step_seconds": arguments.step_ms / 1000}
+            for case, sides, settings in all_cases(folder, proxy, tokenizer)
+            for side in sides.split(",")
+            if side in pythons
         }
-        text = {"mds": {f"s3://{BUCKET}/text": 1}}
-        mixed = {"mds": {f"s3://{BUCKET}/{name}": weight for name, weight in STREAMS.items()}}
-        cases = {("text", side): settings | text for side in pythons}
-        cases |= {("mixture", s): settings | mixed for s in ("shardkit", "streaming") if s in pythons}
         rows = measure(cases, pythons, arguments.runs)
     give(arguments, rows, HEADS, title="utilization")
 

@@ -21,18 +21,31 @@ Settings = dict[str, Any]
 
 def shardkit(settings: Settings, disk: str) -> Iterable[Any]:
     from shardkit.loaders import Stream, StreamingLoader
+    from shardkit.loaders.config import Run
     from shardkit.storage import StorageOptions
 
-    mixed = [Stream(url, weight=weight) for url, weight in settings["mds"].items()]
+    given: dict[str, Any] = {}
+    if settings["case"] == "raw text":
+        given = {"tokenizer": settings["tokenizer"], "sequence_length": settings["length"]}
+    elif settings["case"] == "images":
+        given = {"decode": "torchrgb8", "transform": cropped, "run": Run(threads=WORKERS)}
     return StreamingLoader(
-        mixed,
+        [Stream(url, weight=weight) for url, weight in settings["mds"].items()],
         batch_size=settings["batch"],
         endless=True,
         cache_dir=disk,
         storage=StorageOptions(endpoint_url=settings["endpoint"], path_style=True),
         rank=0,
         world_size=1,
+        **given,
     )
+
+
+def cropped(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
+    """A random square of 256 pixels of a photo."""
+    image = sample["jpg"]
+    y, x = (int(rng.integers(side - 256 + 1)) for side in image.shape[1:])
+    return {"image": image[:, y : y + 256, x : x + 256], "label": sample["cls"]}
 
 
 def streaming(settings: Settings, disk: str) -> Iterable[Any]:
@@ -50,14 +63,35 @@ def streaming(settings: Settings, disk: str) -> Iterable[Any]:
         for number, (url, weight) in enumerate(settings["mds"].items())
     ]
     dataset = tool.StreamingDataset(streams=streams, shuffle=True, batch_size=settings["batch"])
+    if settings["case"] == "images":
+        return DataLoader(
+            dataset, batch_size=settings["batch"], num_workers=WORKERS, collate_fn=collated, drop_last=True
+        )
     return DataLoader(dataset, batch_size=settings["batch"], num_workers=WORKERS)
+
+
+def collated(samples: list[dict[str, Any]]) -> Any:
+    """A batch of random squares of photos that Pillow decoded."""
+    import numpy as np
+    import torch
+
+    rng, images = np.random.default_rng(), []
+    for sample in samples:
+        image = torch.from_numpy(np.asarray(sample["jpg"].convert("RGB")).copy()).permute(2, 0, 1)
+        images.append(cropped({"jpg": image, "cls": 0}, rng)["image"])
+    return torch.stack(images)
 
 
 def webdataset(settings: Settings, disk: str) -> Iterable[Any]:
     import webdataset as tool
 
     shards = [f"pipe:curl -sf '{url}'" for url in settings["tars"]]
-    samples = tool.WebDataset(shards, shardshuffle=len(shards), seed=0).shuffle(1000).decode()
+    samples = tool.WebDataset(shards, shardshuffle=len(shards), seed=0).shuffle(1000)
+    if settings["case"] == "images":
+        photos = samples.decode("pil").to_tuple("jpg").map(lambda one: {"jpg": one[0]})
+        batches = photos.batched(settings["batch"], partial=False, collation_fn=collated)
+        return tool.WebLoader(batches, batch_size=None, num_workers=WORKERS)  # type: ignore[no-any-return]
+    samples = samples.decode()
     batches = samples.to_tuple("tokens.npy").batched(settings["batch"], partial=False)
     loader: Iterable[Any] = tool.WebLoader(batches, batch_size=None, num_workers=WORKERS)
     return loader
