@@ -25,7 +25,6 @@ from shardkit.cache import CacheOptions
 from shardkit.card import block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, TextRowsOf, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
-from shardkit.datasets.row_files import FileRows
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.datasets.text_packer import Pack, TokenizerChoice
 from shardkit.datasets.text_rows import TextCut, TextRows, find_text_rows
@@ -201,9 +200,8 @@ def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
     if options.verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
-    rows = found.rows if isinstance(found.rows, FileRows) else None
     return Dataset(
-        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, rows=rows
+        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, rows=found.rows
     )
 
 
