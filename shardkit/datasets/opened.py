@@ -256,7 +256,7 @@ class OpenDataset(Closing):
     def token_column(self) -> str | None:
         """Name of the column that holds a row of integers, of constant length, in every sample, or None.
 
-        It is "tokens" (members `tokens.npy` in tars, "input_ids" in Parquet files) if that is such a column,
+        It is "tokens" (members `tokens.npy` in tars, "input_ids" in row files) if that is such a column,
         otherwise the only such column. Tars for which the list records no columns are opened to find it,
         each once.
         """
