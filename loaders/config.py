@@ -379,7 +379,7 @@ class LoaderConfig(Layout, Order, Run):
 
     For data padded by other tools; rows that are padded with the eos id need no option."""
     columns: Sequence[str] | None = None
-    """Deliver these columns only; default: all. Of Parquet files, the others are not read."""
+    """Deliver these columns only; default: all. Of row files, the others are not read."""
     decode: bool | str = True
     """How images and members of tars are decoded: see `shardkit.open`."""
     transform: Transform | None = None
@@ -413,9 +413,9 @@ class LoaderConfig(Layout, Order, Run):
     """Read flat token files in place, in rows of this many tokens: Megatron's .idx/.bin, other .bin, .npy.
 
     Paths may be files, folders and patterns. If given, all other datasets must have rows of this length;
-    lists of integers in Parquet files become such rows."""
+    lists of integers in row files become such rows."""
     tokenizer: TokenizerChoice | None = None
-    """Tokenize the texts of Parquet files while loading, and pack them in rows of `sequence_length`.
+    """Tokenize the texts of row files while loading, and pack them in rows of `sequence_length`.
 
     A tokenizer.json, its folder or a model's name; or a mapping with the keys of `tokenizer` in a recipe:
     {"path": …, "eos": …, "bos": …}. The text is the column of `columns`, or else "text" or "messages"

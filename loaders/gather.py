@@ -27,17 +27,20 @@ import mmap
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.rows import FetchedRows
+from shardkit.datasets.opened import ShardReader
 from shardkit.errors import ShardError
+from shardkit.formats.rows import RowShard, decode_together
 from shardkit.loaders.streams import ReadRows, Streams
 
 _MAX_SPAN = 1 << 62  # limit of span * row_bytes: NumPy refuses arrays of 2**63 bytes
@@ -86,8 +89,22 @@ class FixedRows:
             raise IndexError("a planned row is outside its shard")
         used = np.unique(shard)
         fetched, is_late = self._first_rows(used, shard, row)
-        readers = {name: column.reader(shard, row, used, fetched) for name, column in self._columns.items()}
+        decoded = self._decode([number for number in used.tolist() if number not in fetched])
+        readers = {
+            name: column.reader(shard, row, used, fetched, decoded) for name, column in self._columns.items()
+        }
         return lambda low, high: {name: read(low, high) for name, read in readers.items()}, is_late
+
+    def _decode(self, numbers: Sequence[int]) -> dict[int, ShardReader]:
+        """Decode the columns of shards of row files in threads; other formats are mapped as they are."""
+        streams, columns = self._streams, list(self._columns.values())
+        are_decoded = [dataset.manifest.format == "row_files" for dataset in streams.datasets]
+        if not any(are_decoded):
+            return {}
+        wanted = [n for n in numbers if are_decoded[streams.stream_of(n)]]
+        opened = {n: streams.shard(n) for n in wanted if not all(column.has_map(n) for column in columns)}
+        decode_together([cast(RowShard, shard) for shard in opened.values()], [c.name for c in columns])
+        return opened
 
     def _first_rows(
         self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
@@ -127,6 +144,7 @@ class _MappedColumn:
     def __init__(self, streams: Streams, column: FixedColumn, output: OutputMemory) -> None:
         self._streams = streams
         self._column = column
+        self.name = column.name
         self._row_bytes = column.stored.itemsize * prod(column.shape)
         self._gather = Gather(column.shape, column.stored, column.delivered, output)
         shards = len(streams.infos)
@@ -143,14 +161,16 @@ class _MappedColumn:
         row: npt.NDArray[np.int64],
         used: npt.NDArray[np.int32],
         fetched: Mapping[int, FetchedRows],
+        opened: Mapping[int, ShardReader],
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
         """Return a function (low, high) that reads planned rows low to high - 1. Their numbers must be valid.
 
         `used`: the distinct shards of the rows. `fetched`: by shard, rows that were fetched one by one.
+        `opened`: shards that are open already.
         """
         numbers = used.tolist()
         # Drops the maps of shards that this plan does not use; their dataset keeps recent shards open.
-        maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
+        maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n, opened) for n in numbers}
         self._maps = WeakValueDictionary(maps)
         held = list(maps.values())
         if fetched:
@@ -181,13 +201,18 @@ class _MappedColumn:
         self._partial.add(number)
         return values.reshape(len(values), *self._column.shape)
 
-    def _map(self, number: int) -> npt.NDArray[np.generic]:
+    def has_map(self, number: int) -> bool:
+        """Return whether all rows of a shard are mapped by the last plan."""
+        return number in self._maps and number not in self._partial
+
+    def _map(self, number: int, opened: Mapping[int, ShardReader]) -> npt.NDArray[np.generic]:
         mapped = self._maps.get(number)
         if mapped is not None and number not in self._partial:
             return mapped
         self._partial.discard(number)
         info, name = self._streams.infos[number], self._column.name
-        rows = self._streams.shard(number).fixed_rows(name)
+        reader = opened[number] if number in opened else self._streams.shard(number)
+        rows = reader.fixed_rows(name)
         expected = (info.samples, *self._column.shape)
         if rows is None or rows.shape != expected or rows.dtype != self._column.stored:
             found = "not of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"

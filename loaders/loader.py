@@ -60,7 +60,7 @@ from shardkit.units import parse_bytes
 class StreamingLoader:
     """Iterates over a dataset's batches: {"tokens": int64[batch_size, length], …}, one epoch per `for`.
 
-    `dataset`: a path or URL (MDS, tars, Parquet or token files: `shardkit.open`), an open `Dataset` or a list
+    `dataset`: a path or URL (MDS, tars, row or token files: `shardkit.open`), an open `Dataset` or a list
     of `Stream`, which are mixed by weight. `batch_size`: sequences per rank and step. `shuffle`: "window"
     (within a bounded window of each lane), "global" or "none". `tail`: what happens at the end of an epoch:
     "carry" fills the last batch from the next epoch, "drop" leaves it out, "pad" fills it with padding rows.

@@ -11,7 +11,6 @@ in one batch are an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -23,8 +22,7 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.mds.encodings import constant_layout
-from shardkit.formats.rows import IMAGE, RowShard
-from shardkit.limits import usable_cores
+from shardkit.formats.rows import IMAGE, RowShard, decode_together
 from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
@@ -37,8 +35,6 @@ _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 PLAN_BYTES = 1 << 30  # maximum stored size of the samples in one plan
 
 _UNKNOWN_BYTES = 1 << 16  # assumed size of a sample if an index does not record the sizes of its tars
-
-_DECODING_THREADS = 4
 
 AHEAD_BYTES = 4 << 20  # stored size of samples of row files that are decoded together for later batches
 
@@ -369,22 +365,15 @@ class DecodedSamples:
         order = np.argsort(shard, kind="stable")
         numbers, firsts = np.unique(shard[order], return_index=True)
         groups = list(zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True))
-        opened = [(self._row_shard(number), where) for number, where in groups]
-        missing = [part for part, _ in opened if not part.has_decoded(self._names)]
+        opened = [(cast(RowShard, self._streams.shard(number)), where) for number, where in groups]
         try:
-            if len(missing) > 1:  # decoders of columns do not hold the interpreter's lock
-                threads = min(len(missing), _DECODING_THREADS, usable_cores())
-                with ThreadPoolExecutor(threads, thread_name_prefix="shardkit-decode") as pool:
-                    list(pool.map(partial(RowShard.decode, names=self._names), missing))
+            decode_together([part for part, _ in opened], self._names)
             return {
                 name: self._joined([(where, part.values(name, row[where])) for part, where in opened], name)
                 for name in self._names
             }
         except (ShardError, ValueError):
             return None  # reading sample by sample raises an error that names the row
-
-    def _row_shard(self, number: int) -> RowShard:
-        return cast(RowShard, self._streams.shard(number))
 
     def _joined(
         self, parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.generic] | list[object]]], name: str

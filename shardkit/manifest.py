@@ -2,7 +2,7 @@
 
 One immutable `Manifest` describes datasets of all formats; `shardkit.formats.mds` and `shardkit.formats.tar`
 read and write the files (`index.json`, `shards.json`) that store it, `shardkit.datasets.token_rows` makes
-the manifest of flat token files, `shardkit.datasets.row_files` that of Parquet files,
+the manifest of flat token files, `shardkit.datasets.row_files` that of row files,
 `shardkit.datasets.text_rows` that of rows made from texts. Basenames are
 checked when they are read, so that no index can direct a reader out of the dataset's folder.
 

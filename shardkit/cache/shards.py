@@ -184,7 +184,7 @@ class CachedShards:
         self._is_warned = True
         what, remedy = "its index has no hashes", "shardkit convert makes a dataset that has some"
         if self.kind in ("tokens", "row_files", "text"):
-            files = "flat token files" if self.kind == "tokens" else "Parquet files"
+            files = "flat token files" if self.kind == "tokens" else "row files"
             what = f"{files} have no hashes"
         warn_user(
             f"{self.store.url}: rows cannot be verified, because {what}: only the size of fetched data is "

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
+    OF_FILES,
     PATH_HELP,
     add_json_argument,
     add_loader_arguments,
     add_storage_arguments,
     count,
+    file_options,
     file_path,
     loader_options,
     natural,
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 SHOWN_OF_KIND = 5
 SHOWN_SHARDS = 8
-_OF_FILES = ("sequence_length", "token_dtype", "per_file", "tokenizer", "pack")
 
 
 def _counts(text: str) -> list[int]:
@@ -115,7 +116,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workers", type=natural, default=0, metavar="K", help="DataLoader workers per rank (default: 0)"
     )
-    add_loader_arguments(group, "epoch_samples", *_OF_FILES)
+    add_loader_arguments(group, "epoch_samples", *OF_FILES)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -172,7 +173,7 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
 
     options = loader_options(arguments)
     if arguments.logs is not None:  # the logs record the order, so no other option is needed
-        options = {name: options[name] for name in _OF_FILES if name in options}
+        options = file_options(arguments)
     config = LoaderConfig(**options, storage=storage_options(arguments))
     opened = open_streams(_streams(arguments), config, 1)
     if arguments.logs is not None:

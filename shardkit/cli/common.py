@@ -169,6 +169,10 @@ def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None
     )
 
 
+OF_FILES = ("columns", "sequence_length", "token_dtype", "per_file", "tokenizer", "pack")
+"""Keys of --loader that say what the rows of files are which are read in place."""
+
+
 def add_loader_arguments(group: argparse._ActionsContainer, *keys: str) -> None:
     """Register --seed, --shuffle, --tail and --loader; `keys` are keys of --loader in this verb only."""
     add_options(
@@ -190,11 +194,19 @@ def add_loader_arguments(group: argparse._ActionsContainer, *keys: str) -> None:
     )
 
 
+def file_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of --loader that say what the rows of files are which are read in place."""
+    options = {name: value for name, value in (arguments.loader or {}).items() if name in OF_FILES}
+    if "columns" in options:
+        options["columns"] = options["columns"].split(",")
+    return options
+
+
 def loader_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of --loader for `LoaderConfig`; raise ValueError for an invalid balance."""
     from shardkit.order.balance import CostModel
 
-    options = dict(arguments.loader or {})
+    options = dict(arguments.loader or {}) | file_options(arguments)
     if (balance := options.get("balance", "attention")) != "attention":
         linear, mark, quadratic = balance.partition(":")
         if not (mark and linear.isdecimal() and quadratic.isdecimal()):

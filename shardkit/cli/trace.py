@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
+    OF_FILES,
     add_json_argument,
     add_loader_arguments,
     add_storage_arguments,
     add_tokenizer_argument,
     count,
+    file_options,
     file_path,
     loader_options,
     natural,
@@ -226,7 +228,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches of each rank per step, if gradients are accumulated (default: 1)",
     )
-    add_loader_arguments(group)
+    add_loader_arguments(group, *OF_FILES)
     group.add_argument(
         "--epochs",
         type=count,
@@ -244,7 +246,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     kind = _kind(arguments)
     with ExitStack() as opened:
-        dataset = opened.enter_context(open_dataset(arguments.path, storage=storage_options(arguments)))
+        options = {"storage": storage_options(arguments)} | file_options(arguments)
+        dataset = opened.enter_context(open_dataset(arguments.path, **options))
         traced = find_run(arguments, dataset, opened)
         tracer = _tracer(arguments, dataset)
         if kind == "search":
@@ -315,7 +318,7 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     from shardkit.order.exclusions import Exclusions
 
     try:
-        options = loader_options(arguments)
+        options = {k: v for k, v in loader_options(arguments).items() if k not in OF_FILES}
         ids = DocumentIds(**{name: options.pop(name) for name in _IDS if name in options})
     except ValueError as error:
         arguments.misuse(str(error))
@@ -339,8 +342,9 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
             "balance decides which rank gets a row of a step: give --batch-size and --world-size"
         )
     if arguments.state is not None:
-        state, storage = read_state(Path(arguments.state)), storage_options(arguments)
-        others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
+        state, opening = read_state(Path(arguments.state)), file_options(arguments)
+        opening |= {"storage": storage_options(arguments)}
+        others = [opened.enter_context(open_dataset(path, **opening)) for path in arguments.stream]
         sizes = {name: getattr(arguments, name) for name in ("batch_size", "world_size", "accumulate")}
         return Run.from_state(state, [dataset, *others], exclusions, **sizes, **balance)
     if len(exclusions) > 1:

@@ -1,4 +1,4 @@
-"""Open an MDS dataset, WebDataset tars, Parquet files or flat files of tokens as one sequence of samples.
+"""Open an MDS dataset, WebDataset tars, row files or flat files of tokens as one sequence of samples.
 
 `open_dataset` determines the format of a path and reads only the index. Remote shards are read through a
 cache; tars without a list are scanned to number their samples. Reading samples of a `Dataset` opens its
@@ -25,7 +25,6 @@ from shardkit.cache import CacheOptions
 from shardkit.card import block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, TextRowsOf, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
-from shardkit.datasets.row_files import FileRows
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.datasets.text_packer import Pack, TokenizerChoice
 from shardkit.datasets.text_rows import TextCut, TextRows, find_text_rows
@@ -159,10 +158,10 @@ def open_dataset(
     Flat files of tokens (Megatron's .idx and .bin, llm.c's and nanoGPT's .bin, .npy; a file, a folder or a
     pattern) are read in place as rows of `sequence_length`; for `token_dtype` and `per_file` see `RowCut`
     (`shardkit.datasets.token_rows`). If given for another dataset, `sequence_length` must match its rows.
-    Parquet files (names as those of tars, such as "s3://bucket/data/*.parquet") are read in place by row
-    groups, and of their columns only `columns`; in other formats, `columns` selects what samples have. If
-    the lists of tokens in Parquet files have one length, `sequence_length` says so.
-    `tokenizer` makes rows of `sequence_length` tokens from the texts of Parquet files, in place, and `pack`
+    Row files (Parquet, Arrow, JSON lines; names as those of tars, such as "s3://bucket/data/*.parquet") are
+    read in place by groups of rows, and of their columns only `columns`; in other formats, `columns` selects
+    what samples have. If the lists of tokens in row files have one length, `sequence_length` says so.
+    `tokenizer` makes rows of `sequence_length` tokens from the texts of row files, in place, and `pack`
     says how: see `shardkit.datasets.text_rows`. Files of tokens, and datasets that have rows, ignore both.
     `decode` selects how members of tars, and image files in columns of MDS and of Hugging Face's Parquet
     files, are decoded: with True, images become PIL images; "basic" keeps images as bytes; webdataset's
@@ -201,9 +200,8 @@ def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
     if options.verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
-    rows = found.rows if isinstance(found.rows, FileRows) else None
     return Dataset(
-        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, rows=rows
+        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, rows=found.rows
     )
 
 

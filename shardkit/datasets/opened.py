@@ -25,7 +25,8 @@ import numpy.typing as npt
 from shardkit.arrays import Bytes
 from shardkit.card import DatasetCard
 from shardkit.datasets.locate import LocalFiles
-from shardkit.datasets.range_store import RangeStore
+from shardkit.datasets.range_store import RangeRows, RangeStore
+from shardkit.datasets.row_files import FileRows
 from shardkit.errors import ShardError
 from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
@@ -49,7 +50,6 @@ from shardkit.storage.store import Store
 if TYPE_CHECKING:
     from shardkit.cache.indexes import TarIndexes
     from shardkit.cache.shards import CachedShards, CacheReader
-    from shardkit.datasets.row_files import FileRows
     from shardkit.formats.rows import RowShard
     from shardkit.formats.tar import TarShard
     from shardkit.order.balance import RowCosts
@@ -102,11 +102,11 @@ class OpenDataset(Closing):
         options: ReadOptions | None = None,
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
-        rows: FileRows | None = None,
+        rows: RangeRows | None = None,
     ) -> None:
         """Pass `files` for a local dataset, `shards` for a remote one.
 
-        Pass `tar_indexes` for scanned tars, `rows` for row files.
+        Pass `tar_indexes` for scanned tars, `rows` for rows that are read in place.
         """
         assert (files is None) != (shards is None)
         self.manifest = manifest
@@ -116,7 +116,9 @@ class OpenDataset(Closing):
         """Row cost tables that loaders have opened, by file name; pickled with the dataset for workers."""
         self._files = files
         self._tar_indexes = tar_indexes
-        self._rows = rows
+        self.in_place = rows
+        """What the rows are made from, if they are read in place."""
+        self._rows = rows if isinstance(rows, FileRows) else None
         self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -259,7 +261,7 @@ class OpenDataset(Closing):
     def token_column(self) -> str | None:
         """Name of the column that holds a row of integers, of constant length, in every sample, or None.
 
-        It is "tokens" (members `tokens.npy` in tars, "input_ids" in Parquet files) if that is such a column,
+        It is "tokens" (members `tokens.npy` in tars, "input_ids" in row files) if that is such a column,
         otherwise the only such column. Tars for which the list records no columns are opened to find it,
         each once.
         """

@@ -1,6 +1,6 @@
 """Present byte ranges of files as objects of a store, for datasets whose shards are such ranges.
 
-These are flat files of tokens and Parquet files (`RangeRows`). The key of an object is the shard's name,
+These are flat files of tokens and row files (`RangeRows`). The key of an object is the shard's name,
 which lists its pieces (`shardkit.formats.tokens: Piece`).
 """
 

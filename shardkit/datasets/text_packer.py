@@ -175,11 +175,13 @@ class TextTokenizer:
 class Documents:
     """The documents of a shard: their ids with marks, one after the other, and the number of null texts.
 
-    `masks` has one byte per token if the documents are conversations: 1 if it is trained on.
+    `rows` are their rows in the shard of texts. `masks` has one byte per token if the documents are
+    conversations: 1 if it is trained on.
     """
 
     tokens: Tokens
     lengths: Ints
+    rows: Ints
     masks: Bytes | None
     nulls: int
 
@@ -262,7 +264,7 @@ class TextPacker:
             end = last[is_there].astype(np.uint8)
             mask = with_marks(mask, lengths, None if bos_id is None else 0, end)
         ids = with_marks(ids, lengths, bos_id, self.tokenizer.eos_id)
-        return Documents(ids, lengths + (1 if bos_id is None else 2), mask, values.null_count)
+        return Documents(ids, lengths + (1 if bos_id is None else 2), rows[is_there], mask, values.null_count)
 
     def shard(self, number: int, stored: Bytes, where: str) -> RowShard:
         """Open the stored bytes of a shard of texts."""

@@ -1,6 +1,6 @@
 """Open files of text, in place, as a dataset of packed rows of tokens.
 
-    Parquet (row_files) -> texts of a shard -> packed rows of tokens (text_packer) -> cache -> batches
+    row files (row_files) -> texts of a shard -> packed rows of tokens (text_packer) -> cache -> batches
 
 A shard is the same range of a file as in `row_files`. It is fetched as it is stored, and tokenized and
 packed when it arrives, like a compressed shard that is decompressed. Its rows of tokens are what the cache
@@ -9,8 +9,8 @@ holds, so processes of a node that share a cache folder share them. All code tha
 
 Rows. The documents of each shard are packed on their own, in the order of the file, so any shard can be made
 without the others. The rows of a dataset are those of its shards, in order. `shardkit build` makes the same
-rows from the same files with `pack.order: source`. A text that is empty makes no document; one that is null
-is left out, with a warning.
+rows from the same Parquet files with `pack.order: source`. A text that is empty makes no document; one that
+is null is left out, with a warning.
 
 Index. The number of rows of a shard follows from the lengths of its documents, which one pass over all texts
 measures (`text_index`). The pass also chooses the engine of the tokenizer (`shardkit.tokens.parity`).

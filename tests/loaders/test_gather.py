@@ -70,7 +70,7 @@ def test_gathering_by_address_and_by_shard_give_the_same_rows(tmp_path: Path, ki
     for _ in range(20):
         shard = rng.integers(0, len(sizes), 70).astype(np.int32)
         row = (rng.random(70) * sizes[shard]).astype(np.int64)
-        by_address = column.reader(shard, row, np.unique(shard), {})
+        by_address = column.reader(shard, row, np.unique(shard), {}, {})
         by_shard = _reader_by_shard(dict(column._maps), column._column, shard, row)
         expected = token_rows(200)[loader.dataset.manifest.shard_starts[shard] + row]
         for low, high in ((0, 70), (3, 4), (11, 60), (5, 5)):

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.provenance.duplicates import NOTHING_FOLLOWED, Duplicates
+from shardkit.datasets.provenance.in_place import is_in_place, pieces_in_place
 from shardkit.datasets.provenance.outputs import (
     Exporter,
     Ranges,
@@ -47,19 +48,25 @@ class Tracer:
     def __init__(self, dataset: OpenDataset, decoder: Decoder | None = None, characters: int = 160) -> None:
         self.dataset = dataset
         self.labels = [] if dataset.card is None else dataset.card.source_labels
+        self.is_in_place = is_in_place(dataset)
         self.problem: str | None = None
         """The reason why documents are unknown; None if they are known."""
         self.table: ProvenanceTable | None = None
-        try:
-            self.table = ProvenanceTable(dataset)
-        except NoProvenanceError as error:
-            self.problem = str(error)
+        if self.is_in_place:
+            self.labels = [dataset.location]
+        else:
+            try:
+                self.table = ProvenanceTable(dataset)
+            except NoProvenanceError as error:
+                self.problem = str(error)
         self.decoder, self.characters = decoder, characters
 
     @property
     def no_text(self) -> str | None:
         """A message on why answers have no text and how to get it; None if they have it or do not need it."""
         if self.decoder is not None or self.problem is not None or not self.characters:
+            return None
+        if self.is_in_place and self.dataset.token_column is None:
             return None
         return self.how_to_see_text()
 
@@ -73,12 +80,21 @@ class Tracer:
     def known(self) -> ProvenanceTable:
         """Return the provenance tables. Raises NoProvenanceError if there are none."""
         if self.table is None:
-            raise NoProvenanceError(self.problem)
+            in_place = "has no tables to search, as its rows are read in place; ask for a row or a step"
+            raise NoProvenanceError(self.problem or f"{self.dataset.location}: {in_place}")
         return self.table
+
+    def check_rows(self) -> None:
+        """Raise NoProvenanceError if the documents in rows are not known."""
+        if not self.is_in_place:
+            self.known()
 
     def rows(self, sample_ids: Sequence[int], *, excerpts: bool = True) -> list[dict[str, Any]]:
         """Describe rows and their documents, in the given order. Raises ShardkitError for a missing row."""
         found: dict[int, list[Piece]] = {}
+        if self.is_in_place:
+            for piece in pieces_in_place(self.dataset, sample_ids):
+                found.setdefault(piece.sample_id, []).append(piece)
         if self.table is not None:
             for piece in pieces_of(self.table.of_rows(sample_ids)):
                 found.setdefault(piece.sample_id, []).append(piece)

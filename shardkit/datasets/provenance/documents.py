@@ -189,7 +189,7 @@ def documents_of(
 ) -> list[Document]:
     """Implement `Dataset.documents`."""
     tracer = _tracer(dataset, tokenizer)
-    tracer.known()  # raises NoProvenanceError if there is no provenance
+    tracer.check_rows()
     [answer] = tracer.rows([_row(dataset, row)])
     return [Document.of(answer["row"], facts) for facts in answer["documents"]]
 
@@ -201,7 +201,7 @@ def trace_of(dataset: OpenDataset, question: Question) -> Trace:
     if kind == "search":
         answer = _search(tracer, run, question, limit)
     elif kind == "row":
-        tracer.known()  # raises NoProvenanceError if there is no provenance
+        tracer.check_rows()
         answer = trace_rows(tracer, [_row(dataset, question["row"])], run)
     elif run is None:
         raise TypeError("the documents of a step depend on the run: give state and batch_size")

@@ -2,7 +2,7 @@
 
 from shardkit.formats.rows.columns import IMAGE, NULL, NULLABLE, encodings_of, fixed_size
 from shardkit.formats.rows.contract import Chunk, RowFile, RowFormat, RowGroup, RowPart, plural, split_pieces
-from shardkit.formats.rows.shard import RowShard
+from shardkit.formats.rows.shard import RowShard, decode_together
 
 __all__ = [
     "IMAGE",
@@ -14,6 +14,7 @@ __all__ = [
     "RowGroup",
     "RowPart",
     "RowShard",
+    "decode_together",
     "encodings_of",
     "fixed_size",
     "plural",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from threading import Lock
 from typing import Any, cast
@@ -26,8 +27,10 @@ from shardkit.formats.rows.columns import (
 )
 from shardkit.formats.rows.contract import Pieces, ReadColumn, RowPart
 from shardkit.formats.tar.values import decode_member
+from shardkit.limits import usable_cores
 from shardkit.manifest import Column, ShardInfo
 
+_DECODING_THREADS = 4
 _FEW_ROWS = 16  # fewer values are read one by one, because a call of Arrow takes some microseconds
 # The first bytes of image files, and the extension by which webdataset's words select a decoder.
 _IMAGE_STARTS = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
@@ -248,3 +251,15 @@ class RowShard:
 
     def _error(self, row: int, problem: str) -> ShardError:
         return ShardError(self._where, f"row {self._part.first_row + row:,}: {problem}")
+
+
+def decode_together(shards: Sequence[RowShard], names: Sequence[str]) -> None:
+    """Decode columns of several shards in threads, because decoders do not hold the interpreter's lock.
+
+    Raises ShardError if one is damaged.
+    """
+    missing = [shard for shard in shards if not shard.has_decoded(names)]
+    if len(missing) > 1:
+        threads = min(len(missing), _DECODING_THREADS, usable_cores())
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardkit-decode") as pool:
+            list(pool.map(lambda shard: shard.decode(names), missing))

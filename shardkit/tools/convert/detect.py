@@ -94,7 +94,9 @@ def open_source(
                     "sequence_length=2048, and shardkit pack makes them from a token store",
                 )
             if dataset.manifest.format == "row_files":
-                problem = "holds Parquet files, which are converted from one local folder only"
+                problem = (
+                    "holds row files, which are converted from one local folder of Parquet or Arrow only"
+                )
                 raise ShardError(path, f"{problem}; a loader reads them in place, from here too")
             yield dataset_source(dataset, output.format, columns, cut)
         return
