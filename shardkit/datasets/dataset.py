@@ -25,7 +25,6 @@ from shardkit.cache import CacheOptions
 from shardkit.card import block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, TextRowsOf, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
-from shardkit.datasets.parquet_rows import ParquetRows
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.datasets.text_packer import Pack, TokenizerChoice
 from shardkit.datasets.text_rows import TextCut, TextRows, find_text_rows
@@ -162,6 +161,8 @@ def open_dataset(
     Parquet files (names as those of tars, such as "s3://bucket/data/*.parquet") are read in place by row
     groups, and of their columns only `columns`; in other formats, `columns` selects what samples have. If
     the lists of tokens in Parquet files have one length, `sequence_length` says so.
+    A folder of images, local or in a store, has the columns `image`, `path`, and `label` if it has a folder
+    for each class (`shardkit.datasets.image_files`).
     `tokenizer` makes rows of `sequence_length` tokens from the texts of Parquet files, in place, and `pack`
     says how: see `shardkit.datasets.text_rows`. Files of tokens, and datasets that have rows, ignore both.
     `decode` selects how members of tars, and image files in columns of MDS and of Hugging Face's Parquet
@@ -201,9 +202,8 @@ def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
     if options.verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
-    parquet = found.rows if isinstance(found.rows, ParquetRows) else None
     return Dataset(
-        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, parquet=parquet
+        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, rows=found.rows
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
+from shardkit.datasets.image_files import find_image_files
 from shardkit.datasets.parquet_rows import find_parquet_rows, is_parquet_name
 from shardkit.datasets.range_store import RangeRows
 from shardkit.datasets.text_rows import TextRows
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
-_NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files"
+_NO_DATASET = (
+    "holds no dataset: looked for index.json (MDS), shards.json, *.tar and *.parquet files, and images"
+)
 
 TextRowsOf = Callable[[str | Sequence[str]], TextRows]
 
@@ -61,7 +64,8 @@ class Found:
     """A located dataset: its folder or store, to which shard names are relative, its manifest and its card.
 
     `versions` is set for tars without a list, whose manifest has only names and sizes. `index` is the local
-    index file with its version before it was read. `rows` is set for flat files of tokens and Parquet files.
+    index file with its version before it was read. `rows` is set for files of tokens, Parquet and image
+    files.
     """
 
     folder: Path | None
@@ -185,6 +189,9 @@ def locate(
         if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
             with suppress(ShardNotFoundError):
                 return find_rows(text)
+            if cut is None:
+                with suppress(ShardNotFoundError):
+                    return _rows(find_image_files(text, storage))
         if cut is None:
             raise
         return _find_rows(text, cut, storage)

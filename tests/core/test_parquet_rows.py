@@ -83,7 +83,7 @@ def write(folder: Path, tables: Sequence[pa.Table], **options: Any) -> None:
 
 def dataset_of(found: ParquetRows) -> Dataset:
     files = LocalFiles(Found(found.folder, found.manifest, rows=found))
-    return Dataset(files, found.manifest, parquet=found)
+    return Dataset(files, found.manifest, rows=found)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

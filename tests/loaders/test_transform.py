@@ -601,7 +601,8 @@ def test_classes_in_balance_resume_exactly_too(places: dict[str, Any], kind: str
     streams = balanced_streams(places["local"], "cls", weights={1: 2, 2: 3, 7: 1})
 
     def labels(sample: dict[str, Any], *rng: np.random.Generator) -> dict[str, Any]:
-        return FUNCTIONS[kind](sample, *rng) | {"label": sample["cls"]}  # type: ignore[operator]
+        function: Any = FUNCTIONS[kind]
+        return {**function(sample, *rng), "label": sample["cls"]}
 
     function: Any = labels if kind == "globals" else lambda sample, rng: labels(sample, rng)
     assert_exact_resume(lambda: closing(make(streams, kind, transform=function)), steps=STEPS)
