@@ -34,6 +34,7 @@ Format = Literal[
     "tar",
     "tokens",
     "row_files",
+    "image_files",
     "text",
     "parquet",
     "jsonl",

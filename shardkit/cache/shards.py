@@ -40,6 +40,13 @@ from shardkit.units import parse_bytes
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LOOK_SECONDS = 10.0  # how often to check that an open shard is cached; 1/6 of planner.IDLE_SECONDS
 _MAX_MEMORY_BYTES = 8 << 30  # maximum size of a default cache in memory
+_IN_PLACE = {
+    "tokens": "flat token files",
+    "row_files": "row files",
+    "text": "row files",
+    "image_files": "image files",
+}
+"""What data of each format without an index is called in messages."""
 _MEMORY_SHARE = 4  # default: 1/4 of the free memory, for all processes of the machine together
 
 
@@ -183,8 +190,8 @@ class CachedShards:
             return
         self._is_warned = True
         what, remedy = "its index has no hashes", "shardkit convert makes a dataset that has some"
-        if self.kind in ("tokens", "row_files", "text"):
-            files = "flat token files" if self.kind == "tokens" else "row files"
+        if self.kind in _IN_PLACE:
+            files = _IN_PLACE[self.kind]
             what = f"{files} have no hashes"
         warn_user(
             f"{self.store.url}: rows cannot be verified, because {what}: only the size of fetched data is "

@@ -32,10 +32,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="convert MDS, tars, litdata, Megatron, nanoGPT, Hugging Face, TFRecord files",
         description="Write a dataset of another format as MDS or WebDataset shards, with the same rows in "
         "the same order, or shuffled. The result is read back and compared before the index is written. "
-        "Sources: MDS folders and tars; litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and "
-        "llm.c; Hugging Face folders, .arrow and .parquet files; TFRecord files. Rows of one length are "
-        "copied; documents and token streams need --sequence-length or --keep-lengths. An interrupted "
-        "conversion leaves no index: run it again.",
+        "Sources: MDS folders, tars and folders of images; litdata chunk folders; Megatron .bin/.idx; .bin "
+        "files of nanoGPT and llm.c; Hugging Face folders, .arrow and .parquet files; TFRecord files. Rows "
+        "of one length are copied; documents and token streams need --sequence-length or --keep-lengths. An "
+        "interrupted conversion leaves no index: run it again.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", help="folder, file, pattern in quotes, or URL of a dataset")

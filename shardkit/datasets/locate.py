@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
+from shardkit.datasets.image_files import find_image_files
 from shardkit.datasets.range_store import RangeRows
 from shardkit.datasets.row_files import find_rows, names_rows
 from shardkit.datasets.text_rows import TextRows
@@ -51,7 +52,8 @@ _FORBIDDEN = 403
 _OPEN_AGAIN = "open the dataset again, with a new loader; it accepts a state of the run if the data are equal"
 _HEAD_BYTES = 1 << 16
 _NO_DATASET = (
-    "holds no dataset: looked for index.json (MDS), shards.json, *.tar, *.parquet, *.arrow and *.jsonl files"
+    "holds no dataset: looked for index.json (MDS), shards.json, *.tar, *.parquet, *.arrow and *.jsonl files "
+    "and for images"
 )
 TextRowsOf = Callable[[str | Sequence[str]], TextRows]
 
@@ -64,7 +66,7 @@ class Found:
     """A located dataset: its folder or store, to which shard names are relative, its manifest and its card.
 
     `versions` is set for tars without a list, whose manifest has only names and sizes. `index` is the local
-    index file with its version before it was read. `rows` is set for flat files of tokens and row files.
+    index file with its version before it was read. `rows` is set for files of tokens, row files and images.
     """
 
     folder: Path | None
@@ -188,6 +190,9 @@ def locate(
         if error.problem.startswith(_NO_DATASET):  # and not the rest of an unfinished upload
             with suppress(ShardNotFoundError):
                 return rows_at(text)
+            if cut is None:
+                with suppress(ShardNotFoundError):
+                    return _rows(find_image_files(text, storage))
         if cut is None:
             raise
         return _find_rows(text, cut, storage)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Bytes
 from shardkit.card import DatasetCard
+from shardkit.datasets.image_files import ImageFiles, ImageFilesShard
 from shardkit.datasets.locate import LocalFiles
 from shardkit.datasets.range_store import RangeRows, RangeStore
 from shardkit.datasets.row_files import FileRows
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
 MAX_OPEN_SHARDS = 1024  # limit per dataset
 MAX_MAPS = 16384  # limit per process: a quarter of Linux's default; leaves maps for other libraries
 MAX_RESIDENT_BYTES = 2 << 30  # limit of decompressed shards per dataset; the last one used always stays
+
+IN_PLACE = ("tokens", "row_files", "image_files")
+"""Formats whose shards are ranges of files that others wrote."""
 
 # Datasets with open shards, by id(). Threads and the garbage collector change it, only by atomic operations.
 _keeping: dict[int, weakref.ref[OpenDataset]] = {}
@@ -106,7 +110,7 @@ class OpenDataset(Closing):
     ) -> None:
         """Pass `files` for a local dataset, `shards` for a remote one.
 
-        Pass `tar_indexes` for scanned tars, `rows` for rows that are read in place.
+        Pass `tar_indexes` for scanned tars, `rows` for rows and images that are read in place.
         """
         assert (files is None) != (shards is None)
         self.manifest = manifest
@@ -119,6 +123,7 @@ class OpenDataset(Closing):
         self.in_place = rows
         """What the rows are made from, if they are read in place."""
         self._rows = rows if isinstance(rows, FileRows) else None
+        self._images = rows if isinstance(rows, ImageFiles) else None
         self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -141,7 +146,7 @@ class OpenDataset(Closing):
         if self.shards is not None:
             return self.shards.store
         store = LocalStore(self.path)
-        return RangeStore(store) if self.manifest.format in ("tokens", "row_files") else store
+        return RangeStore(store) if self.manifest.format in IN_PLACE else store
 
     def where(self, number: int) -> str:
         """Return the path or URL of shard `number`, for messages."""
@@ -400,6 +405,8 @@ class OpenDataset(Closing):
             return self._row_shard(
                 number, [(piece.start, map_piece(files.folder, piece, files.dates)) for piece in pieces]
             )
+        if self._images is not None:
+            return self._image_files(number)
         if files.dates is not None:
             from shardkit.formats import tokens
 
@@ -424,6 +431,8 @@ class OpenDataset(Closing):
             from shardkit.formats.tokens import pieces_of
 
             return self._row_shard(number, split_pieces(pieces_of(info.raw.basename), raw))
+        if self._images is not None:
+            return self._image_files(number, raw)
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
@@ -453,6 +462,26 @@ class OpenDataset(Closing):
         assert self._rows is not None
         part, info = self._rows.parts[number], self.manifest.shards[number]
         return RowShard(f"{self.location}/{part.file}", info, part, pieces, decode=self._options.decode)
+
+    def _image_files(self, number: int, raw: Bytes | None = None) -> ImageFilesShard:
+        """Return a shard of image files, whose bytes are `raw`, or else those of local files."""
+        from shardkit.formats.rows import split_pieces
+        from shardkit.formats.tokens import map_piece, pieces_of
+
+        assert self._images is not None
+        info = self.manifest.shards[number]
+        pieces = pieces_of(info.raw.basename)
+        files, parts = self._files, [] if raw is None else split_pieces(pieces, raw)
+
+        def read(row: int) -> Bytes:
+            if raw is not None:
+                return parts[row][1]
+            assert files is not None
+            assert files.dates is not None
+            return map_piece(files.folder, pieces[row], files.dates)
+
+        labels, decode = self._images.labels, self._options.decode
+        return ImageFilesShard(self.location, info, pieces, read, labels, decode=decode)
 
     def _forget(self) -> None:
         with self._lock:

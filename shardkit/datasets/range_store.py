@@ -105,8 +105,8 @@ class RangeStore(BaseStore):
             for piece, its_version, low, high in parts:
                 if low >= high:
                     continue
-                if piece.file in seen:  # opened when it is read, because idle connections time out
-                    one = seen[piece.file].version
+                one = its_version or (seen[piece.file].version if piece.file in seen else None)
+                if bodies and one is not None:  # opened when it is read, because idle connections time out
                     bodies.append((partial(self._store.open, piece.file, low, high, version=one), high - low))
                     continue
                 body = self._store.open(piece.file, low, high, version=its_version)
@@ -114,6 +114,8 @@ class RangeStore(BaseStore):
                 seen[piece.file] = body.info
             for piece, _, _, _ in parts:  # no byte of some files is read, but the version names theirs, too
                 if piece.file not in seen:
+                    if bodies and version is not None:
+                        continue  # `version` states the size, too: it was listed with it
                     seen[piece.file] = self._store.head(piece.file)
                 _check_size(self.where(key), piece, seen[piece.file])
         except BaseException:

@@ -150,7 +150,7 @@ def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Probl
             )
         if dataset.shards is not None and quick:
             return _check_size(dataset, info) or 0
-        if dataset.manifest.format == "row_files":
+        if dataset.manifest.format in ("row_files", "image_files"):
             shard = dataset.shard(number)
             if not quick:
                 _check_samples(shard)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 import shardkit as sk
 from shardkit.cli.main import main as run_command
@@ -27,6 +29,7 @@ from shardkit.formats import mds
 from shardkit.storage import open_store
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.yaml_file import load_yaml
+from support.foreign_tars import make_tar
 from support.loader_data import make_rows
 from support.pages import PAGES, ROOT, Block, blocks
 from support.remote_harness import fresh_url, put_folder
@@ -102,6 +105,18 @@ def test_python_compiles_and_imports_what_there_is(block: Block) -> None:
             assert all(hasattr(module, alias.name) for alias in node.names), f"{block}: {ast.unparse(node)}"
 
 
+def make_pictures(folder: Path) -> None:
+    """Tars of JPEG files in three classes, as webdataset writes them."""
+    folder.mkdir()
+    for first in range(0, 60, 20):
+        members = []
+        for number in range(first, first + 20):
+            file = io.BytesIO()
+            Image.new("RGB", (40 + number % 3, 30), (number, 99, 3)).save(file, "JPEG")
+            members += [(f"{number:03d}.jpg", file.getvalue()), (f"{number:03d}.cls", b"%d" % (number % 3))]
+        (folder / f"pictures-{first:03d}.tar").write_bytes(make_tar(members))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path:
     """What the pages name."""
@@ -131,6 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:
         for number in range(40):
             writer.write({"label": number % 3, "image": bytes([number])})
+    make_pictures(folder / "pictures")
     for option, name in (("--exclude", "removed.txt"), ("--mask", "masked.txt")):
         asked = ["trace", str(folder / "out"), "--source", "zipped", option, str(folder / name), "--json"]
         assert run_command(asked) == 0

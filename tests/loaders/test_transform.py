@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shardkit.errors import TransformError
-from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders import Stream, StreamingLoader, balanced_streams
 from shardkit.loaders.config import grouped
 from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
@@ -594,6 +594,21 @@ def test_a_key_of_an_option_is_not_silently_replaced(places: dict[str, Any]) -> 
             iterator = iter(loader)
             with pytest.raises(error, match="sample_id"):
                 next(iterator)
+
+
+@kinds
+def test_classes_in_balance_resume_exactly_too(places: dict[str, Any], kind: str) -> None:
+    streams = balanced_streams(places["local"], "cls", weights={1: 2, 2: 3, 7: 1})
+
+    def labels(sample: dict[str, Any], *rng: np.random.Generator) -> dict[str, Any]:
+        function: Any = FUNCTIONS[kind]
+        return {**function(sample, *rng), "label": sample["cls"]}
+
+    function: Any = labels if kind == "globals" else lambda sample, rng: labels(sample, rng)
+    assert_exact_resume(lambda: closing(make(streams, kind, transform=function)), steps=STEPS)
+    with closing(make(streams, kind, transform=function)) as loader:
+        for batch in islice(batches(loader), STEPS):
+            assert sorted(batch["label"].tolist()) == [1, 1, 2, 2, 2, 7]
 
 
 # Decoding.

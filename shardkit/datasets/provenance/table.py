@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.opened import IN_PLACE, OpenDataset
 from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.datasets.provenance.search import Selection
 from shardkit.errors import ShardError, ShardkitError
@@ -87,7 +87,7 @@ class ProvenanceTable:
     def __init__(self, dataset: OpenDataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
-        if dataset.manifest.format in ("tokens", "row_files"):  # tables are of others
+        if dataset.manifest.format in IN_PLACE:  # tables are of others
             raise NoProvenanceError(
                 f"{dataset.location}: has no provenance tables for rows that are read in place; open "
                 "the folder that shardkit built, without sequence_length"

@@ -208,14 +208,16 @@ def _decode_rgb(data: memoryview, form: PixelForm, budget: SampleBudget) -> npt.
     return None
 
 
-def decode_as(data: memoryview, decode: bool | str, budget: SampleBudget) -> object:
+def decode_as(
+    data: memoryview, decode: bool | str, budget: SampleBudget, *, more_formats: bool = False
+) -> object:
     """Return an image file as the option `decode` says: its bytes for False and "basic", else its pixels."""
     if decode is True:
-        return decode_file(data, budget)
+        return decode_file(data, budget, more_formats=more_formats)
     if decode is False or decode == "basic":
         budget.take(len(data))
         return bytes(data)
-    return decode_pixels(data, decode, budget)
+    return decode_pixels(data, decode, budget, more_formats=more_formats)
 
 
 def pixel_decoder() -> str:

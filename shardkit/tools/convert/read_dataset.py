@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.image_files import ImageFilesShard
 from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.shard import MdsShard
@@ -182,7 +183,7 @@ class DatasetSamples(DatasetSource):
                 yield Sample(values, key, place, size // len(shard))
 
     def _raw(self, shard: Any, row: int) -> tuple[Mapping[str, bytes | memoryview], str | None]:
-        if isinstance(shard, MdsShard):
+        if isinstance(shard, (MdsShard, ImageFilesShard)):
             found: Mapping[str, bytes | memoryview] = shard.payloads(row)
             return found, None if self._key is None else str(found[KEY], "utf-8")
         assert isinstance(shard, TarShard)
@@ -205,7 +206,7 @@ def dataset_source(
     chosen = _chosen(dataset, columns)
     if not len(dataset):
         raise ShardError(dataset.location, "has no samples: there is nothing to convert")
-    is_mds = dataset.manifest.format == "mds"
+    is_mds = dataset.manifest.format in ("mds", "image_files")
     if cut.changes_rows or cut.dtype is not None or cut.source_dtype is not None:
         return _tokens(dataset, chosen, cut)
     if len(chosen) == 1 and _is_block(dataset, chosen[0], target):
