@@ -32,6 +32,7 @@ from shardkit.datasets.segments import IGNORED_LABEL, Segments, find_segments
 from shardkit.errors import naming_extras
 from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_tables
 from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.document_values import DocumentValues
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
 from shardkit.manifest import LOSS_MASK
@@ -103,11 +104,12 @@ class BatchMaker:
         return_ids: bool = False,
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
+        values: DocumentValues | None = None,
     ) -> None:
         """Raise ValueError if `rename` has an unknown field, or if two fields would get the same name.
 
         `output`: memory that fields are written to. `mark_padding`: whole rows may be padding, so batches
-        get the field `is_padding`.
+        get the field `is_padding`. `values`: values of documents, of which each field gets its name.
         """
         self.batch_size = batch_size
         self.config = config
@@ -115,6 +117,7 @@ class BatchMaker:
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
+        self.values = values
         self._memory = output or OutputMemory()
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
         has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
@@ -123,7 +126,7 @@ class BatchMaker:
         masks_tokens = mark_padding or has_padding or tokens.mask is not None or self._loss_mask is not None
         masks_tokens |= config.max_repetitions is not None
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
-        self._describes_documents = bool(config.document_options)
+        self._describes_documents = config.needs_bounds
         self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
         self.tensor = tensor_maker(config)
 
@@ -188,6 +191,7 @@ class BatchMaker:
         fields = ["labels"] if config.labels else []
         for option in config.document_options:
             fields += _FIELDS.get(option, (option,))
+        fields += [] if self.values is None else [*self.values.types]
         fields += ["sample_id"] if self.return_ids else []
         fields += ["stream_id"] if self.return_ids and self.split_ids is not None else []
         return fields + (["is_padding"] if self.mark_padding else [])
@@ -229,6 +233,9 @@ class BatchMaker:
         if self.config.labels == "shifted" and not self.config.keep_length:
             segments = segments.without_last_tokens()
         documents, batches = self._document_fields(segments)
+        if self.values is not None:
+            for name, values in self.values.of_documents(segments, sample_ids).items():
+                batches[name] = segments.by_row(values, self.batch_size, self.values.missing(name))
         return rows | documents, batches
 
     def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:

@@ -195,7 +195,8 @@ def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
         manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
-    if isinstance(found.rows, TextRows):
+    texts = found.rows if isinstance(found.rows, TextRows) else None
+    if texts is not None:
         options = replace(options, columns=None)  # they name what the rows are made from
     card = found.card
     if options.verify and card is not None:
@@ -203,7 +204,14 @@ def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
     parquet = found.rows if isinstance(found.rows, ParquetRows) else None
     return Dataset(
-        files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes, parquet=parquet
+        files,
+        manifest,
+        card=card,
+        options=options,
+        shards=shards,
+        tar_indexes=tar_indexes,
+        parquet=parquet,
+        texts=texts,
     )
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shardkit.cache.indexes import TarIndexes
     from shardkit.cache.shards import CachedShards, CacheReader
     from shardkit.datasets.parquet_rows import ParquetRows
+    from shardkit.datasets.text_rows import TextRows
     from shardkit.formats.parquet import ParquetShard
     from shardkit.formats.tar import TarShard
     from shardkit.order.balance import RowCosts
@@ -103,10 +104,11 @@ class OpenDataset(Closing):
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
         parquet: ParquetRows | None = None,
+        texts: TextRows | None = None,
     ) -> None:
         """Pass `files` for a local dataset, `shards` for a remote one.
 
-        Pass `tar_indexes` for scanned tars, `parquet` for Parquet files.
+        Pass `tar_indexes` for scanned tars, `parquet` for Parquet files, `texts` for rows made from texts.
         """
         assert (files is None) != (shards is None)
         self.manifest = manifest
@@ -114,6 +116,7 @@ class OpenDataset(Closing):
         self.shards = shards
         self.row_costs: dict[str, RowCosts] = {}
         """Row cost tables that loaders have opened, by file name; pickled with the dataset for workers."""
+        self.texts = texts
         self._files = files
         self._tar_indexes = tar_indexes
         self._parquet = parquet

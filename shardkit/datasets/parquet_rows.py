@@ -390,6 +390,21 @@ def _shards(
         yield first, len(file.footer.groups), begun
 
 
+def other_columns(part: ParquetPart, names: Sequence[str], where: str) -> tuple[ShardInfo, dict[str, str]]:
+    """Return the shard of columns in the row groups of `part`, and the encodings of all its columns.
+
+    Leaves out `names` that the file does not have. Raises ShardError if the footer is malformed.
+    """
+    footer = ParquetFooter(where, zstandard.decompress(part.footer, MAX_FOOTER_BYTES), part.file_bytes)
+    encodings = encodings_of(footer.schema)
+    columns = [Column(name, encodings[name], None) for name in names if name in encodings]
+    groups = footer.groups[: part.stop - part.first]
+    chunks = [chunk for group in groups for one in columns for chunk in group.chunks.get(one.name, ())]
+    pieces = _pieces(part.file, chunks)
+    info = FileInfo(name_of(pieces), sum(piece.bytes for piece in pieces))
+    return ShardInfo(info, sum(group.rows for group in groups), tuple(columns)), encodings
+
+
 def _pieces(file: str, chunks: Sequence[Chunk]) -> list[Piece]:
     """Return the ranges of a file that hold these chunks, sorted; ranges that are close become one."""
     found: list[Piece] = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,8 +128,7 @@ class Segments:
 
     def document_ids(self) -> npt.NDArray[np.int32]:
         """Return the index of each token's document, counted from 0 in each row, as int32[rows, length]."""
-        numbers = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
-        return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
+        return np.repeat(self._numbers.astype(np.int32), self.lengths).reshape(self.shape)
 
     def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
         """Return (int32[documents + 1] bounds, length of the longest document) for each flattened batch."""
@@ -165,17 +165,39 @@ class Segments:
 
         n is the largest number of documents in a row of the batch; rows with fewer are padded with zeros.
         """
-        first = self.first_of_rows()
-        counts = np.diff(first)
-        table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
-        table[self.rows, np.arange(len(self.starts)) - first[self.rows]] = self.lengths
-        longest = table.max(axis=1, initial=0).tolist()
-        most = counts.reshape(-1, batch_size).max(axis=1).tolist()
+        of_rows = (
+            np.maximum.reduceat(self.lengths, self.first_of_rows()[:-1]).tolist() if len(self.starts) else []
+        )
+        tables = self.by_row(self.lengths.astype(np.int32), batch_size, np.zeros(1, np.int32))
+        edges = pairwise(range(0, self.shape[0] + 1, batch_size))
+        return [(table, of_rows[low:high]) for (low, high), table in zip(edges, tables, strict=True)]
+
+    def by_row(
+        self, values: npt.NDArray[Any], batch_size: int, missing: npt.NDArray[Any]
+    ) -> list[npt.NDArray[Any]]:
+        """Return the values of documents as an array [rows, n] for each batch, of the type of `values`.
+
+        n is the largest number of documents in a row of the batch; rows with fewer are padded with `missing`.
+        """
+        table = np.full((self.shape[0], self._counts.max(initial=0)), missing, dtype=values.dtype)
+        table[self.rows, self._numbers] = values
+        most = self._counts.reshape(-1, batch_size).max(axis=1).tolist()
         edges = pairwise(range(0, self.shape[0] + 1, batch_size))
         return [
-            (np.ascontiguousarray(table[low:high, :width]), longest[low:high])
+            np.ascontiguousarray(table[low:high, :width])
             for (low, high), width in zip(edges, most, strict=True)
         ]
+
+    @cached_property
+    def _counts(self) -> _Ints:
+        """Number of documents of each row."""
+        return np.diff(self.first_of_rows())
+
+    @cached_property
+    def _numbers(self) -> _Ints:
+        """Number of each document in its row, from 0."""
+        numbers: _Ints = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
+        return numbers
 
     def seq_lengths(self) -> list[list[int]]:
         """Return the lengths of the documents of each row."""

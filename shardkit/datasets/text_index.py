@@ -38,7 +38,7 @@ _DIGEST_BYTES = 16
 
 Lengths = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Measure = Callable[[int], Lengths]
-"""Returns the tokens of each document of a shard, marks included, and 0 for each null, as uint32[n]."""
+"""Returns what `Documents.measured` has for each row of a shard's file, as uint32[n]; 0 is a null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,19 @@ class TextIndex:
                 measured = [measure(shard) for shard in block]
             for shard, lengths in zip(block, measured, strict=True):
                 digests.update(len(lengths).to_bytes(8, "little") + lengths.tobytes())
-                rows[shard] = count(lengths[lengths > 0])
+                rows[shard] = count(lengths)
                 nulls += int((lengths == 0).sum())
         if file is not None:
             with contextlib.suppress(OSError):  # a full disk: the next start counts again
                 publish_hashed(file, digests.digest() + np.append(nulls, rows).astype("<i8").tobytes())
             _trim(file.parent.parent, MAX_BYTES)
         return rows, digests.hexdigest(), nulls
+
+    def lengths(self, shard: int) -> Lengths | None:
+        """Return what was measured of a shard; None if it is not kept."""
+        number, block = next((n, block) for n, block in enumerate(self._blocks()) if shard in block)
+        measured = self._stored(number, block)
+        return None if measured is None else measured[shard - block.start]
 
     def _blocks(self) -> list[range]:
         edges, size = [0], 0
