@@ -52,7 +52,6 @@ with naming_extras("shardkit.loaders.pytorch"):
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened, refuse_unknown
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
-from shardkit.loaders.document_values import document_values
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.producer import LoaderTimeoutError
@@ -195,7 +194,6 @@ class MapDataset(TorchDataset[Sample]):
             ),
             output=output,
             return_ids=self._return_ids,
-            values=document_values(streams, self._config.document_values),
         )
         return source, maker
 

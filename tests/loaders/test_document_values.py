@@ -26,7 +26,6 @@ from shardkit.errors import ShardError, ShardkitError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import grouped
 from shardkit.loaders.document_values import DocumentValues
-from shardkit.loaders.pytorch import MapDataset
 from shardkit.loaders.streaming_dataset import StreamingDataset
 from shardkit.loaders.streams import Streams
 from shardkit.storage.memory import MemoryStore
@@ -37,7 +36,7 @@ from support.resume import assert_equal, assert_exact_resume, batches, run, run_
 from support.small_build import EOS, train_bpe
 
 LENGTH = 32
-WORDS = "the quick brown fox jumps over 12 lazy dogs, naïve café 你好 👩‍👧".split(" ")
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "12", "lazy", "dogs,", "naïve", "café", "你好", "👩\u200d👧"]
 NAMES = ["score", "source", "topic", "lang", "url"]
 OPTIONS: dict[str, Any] = {"batch_size": 4, **QUICK, "return_ids": True, "document_ids": True}
 SOURCES = {"web": 130, "books": 30, "code": 60}
@@ -77,19 +76,23 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(raw: Path, output: Path, **changes: Any) -> Path:
+def metadata_of(source: str) -> list[str]:
+    return ["score"] if source == "code" else ["score", "topic", "lang"]
+
+
+def build(raw: Path, place: Path, **changes: Any) -> Path:
     recipe = {
         "inputs": [
-            {"path": f"{raw}/{source}.jsonl", "source": source, "metadata": ["score", "topic", "lang"]}
+            {"path": f"{raw}/{source}.jsonl", "source": source, "metadata": metadata_of(source)}
             for source in SOURCES
         ],
         "dedup": {"exact": {}, "near": {"similarity": 0.8}},
         "tokenizer": {"path": str(raw / "tokenizer.json"), "eos": EOS},
         "pack": {"sequence_length": LENGTH},
-        "output": {"path": str(output), "shard_bytes": "4KiB"},
+        "output": {"path": str(place), "shard_bytes": "1KiB"},
     }
     sk.build(recipe | changes, progress=False)
-    return output
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,12 @@ def check(batch: dict[str, Any], dataset: Path, raw: Path, starts: Any) -> int:
     rows, documents = batch["sample_id"].tolist(), batch["document_ids"].reshape(len(batch["sample_id"]), -1)
     widths = {tuple(batch[name].shape) for name in NAMES}
     assert widths == {(len(rows), int(documents.max()) + 1)}
-    assert [batch[name].dtype for name in NAMES] == [torch.float32, torch.int64, torch.float32, *[torch.int64] * 2]
+    assert [batch[name].dtype for name in NAMES] == [
+        torch.float32,
+        torch.int64,
+        torch.float32,
+        *[torch.int64] * 2,
+    ]
     count = 0
     for number, sample in enumerate(rows):
         shard = int(np.searchsorted(starts, sample, side="right")) - 1
@@ -143,7 +151,10 @@ def check(batch: dict[str, Any], dataset: Path, raw: Path, starts: Any) -> int:
                 assert [got[name] for name in ("source", "lang", "url")] == [-1, -1, -1]
             else:
                 count += 1
-                assert all(got[n] == wanted[n] or wanted[n] != wanted[n] != got[n] for n in NAMES), (got, wanted)
+                assert all(got[n] == wanted[n] or wanted[n] != wanted[n] != got[n] for n in NAMES), (
+                    got,
+                    wanted,
+                )
     return count
 
 
@@ -223,15 +234,6 @@ def test_workers_of_a_dataloader_give_the_same_values(built: Path, workers: int)
         assert_equal(one, other, "worker")
 
 
-def test_a_map_dataset_has_the_values_of_a_row(built: Path) -> None:
-    with loader(built, batch_size=1) as read:
-        batch = next(iter(read))
-    row = MapDataset(built, **grouped({"document_values": NAMES, "document_ids": True}))[
-        int(batch["sample_id"][0])
-    ]
-    assert_equal(row, {name: batch[name][0] for name in row}, "map")
-
-
 def test_remote_data_has_the_values_of_local_data(built: Path) -> None:
     store = MemoryStore(fresh_url())
     put_folder(built, store)
@@ -281,7 +283,9 @@ def test_streams_of_a_mixture_may_lack_fields_and_share_the_numbers_of_sources(
         assert mixed.sources == [*SOURCES, "more code"]
         seen: set[int] = set()
         for batch, _ in run(mixed, 20):
-            for stream, source, topic in zip(*(batch[n] for n in ("stream_id", "source", "topic")), strict=True):
+            for stream, source, topic in zip(
+                *(batch[n] for n in ("stream_id", "source", "topic")), strict=True
+            ):
                 labels = {mixed.sources[n] for n in source.tolist() if n >= 0}
                 assert labels <= ({"more code", "web"} if stream == 1 else {*SOURCES})
                 assert stream != 1 or topic.isnan().all()
@@ -347,7 +351,9 @@ def test_mistakes_are_named(built: Path, wanted: Any, message: str) -> None:
 
 def test_a_field_of_the_name_of_another_is_refused_and_may_be_renamed(built: Path) -> None:
     names = {"document_values": {"tokens": "float32"}}
-    with pytest.raises(ValueError, match="has a column 'tokens', which an option of the loader would replace"):
+    with pytest.raises(
+        ValueError, match="has a column 'tokens', which an option of the loader would replace"
+    ):
         loader(built, **names)
     with loader(built, document_values=["score"], rename={"score": "quality"}) as read:
         assert "quality" in next(iter(read))
@@ -363,7 +369,7 @@ def test_a_missing_or_damaged_table_is_an_error_that_names_it(built: Path, tmp_p
     [table] = (damaged / "provenance").glob("*.parquet")
     lines = pq.read_table(table)
     pq.write_table(lines.filter(pa.array(np.array(lines.column("row")) != 2)).cast(lines.schema), table)
-    with loader(damaged) as read, pytest.raises(ShardError, match="row 2 is in no provenance table"):
+    with loader(damaged) as read, pytest.raises(ShardError, match=r"row \d+ is in no provenance table"):
         list(read)
     broken = lines.set_column(
         lines.schema.get_field_index("metadata"), "metadata", pa.array(["{"] * lines.num_rows)
@@ -385,7 +391,9 @@ def test_documents_joined_to_groups_have_the_values_of_the_first_file_of_each_te
     with loader(folder) as read:
         for batch in read:
             shard = np.searchsorted(read.dataset.manifest.shard_starts, batch["sample_id"], side="right") - 1
-            for number, (at, sample) in enumerate(zip(shard.tolist(), batch["sample_id"].tolist(), strict=True)):
+            for number, (at, sample) in enumerate(
+                zip(shard.tolist(), batch["sample_id"].tolist(), strict=True)
+            ):
                 row = sample - int(read.dataset.manifest.shard_starts[at])
                 ids = batch["document_ids"][number].tolist()
                 for entry in range(ids[-1] + 1):
@@ -393,12 +401,10 @@ def test_documents_joined_to_groups_have_the_values_of_the_first_file_of_each_te
                     assert batch["url"][number, entry] == (-1 if wanted is None else wanted["url"])
 
 
-def test_turns_of_a_conversation_that_end_in_eos_have_the_values_of_the_conversation(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_conversations_with_masks_have_values(raw: Path, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     (tmp_path / "chat.jinja").write_text(template)
     draw = np.random.default_rng(1)
@@ -421,25 +427,28 @@ def test_turns_of_a_conversation_that_end_in_eos_have_the_values_of_the_conversa
         "output": {"path": str(tmp_path / "out")},
     }
     sk.build(recipe, progress=False)
-    most = 0
+    seen = set()
     with loader(tmp_path / "out", document_values=["rating"], labels=True) as read:
+        assert read.dataset.loss_mask_column == "loss_mask"
         for batch in read:
             for number, sample in enumerate(batch["sample_id"].tolist()):
                 ids = batch["document_ids"][number].tolist()
-                most = max(most, ids[-1] + 1)
                 for entry in range(ids[-1] + 1):
                     found = documents_at(tmp_path / "out", 0, sample, ids.index(entry))
                     wanted = chats[found[0].record]["rating"] if found else math.nan
                     got = batch["rating"][number, entry].item()
+                    seen.add(got)
                     assert got == wanted or (math.isnan(got) and not found)
-    assert most > 8  # more than the conversations that fit into a row
+    assert len(seen) > 30
 
 
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 99)), max_size=5), min_size=1, max_size=6),
     st.data(),
 )
-def test_entries_of_rows_are_found_as_by_a_search(rows: list[list[tuple[int, int]]], data: st.DataObject) -> None:
+def test_entries_of_rows_are_found_as_by_a_search(
+    rows: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
     """Pieces of random lengths in random rows, at random places: as a scan of the pieces finds them."""
     length = 26
     row = np.repeat(np.arange(len(rows)), [len(pieces) for pieces in rows])
@@ -455,10 +464,19 @@ def test_entries_of_rows_are_found_as_by_a_search(rows: list[list[tuple[int, int
             if before <= place < before + size:
                 wanted = float(value)
             before += size
-        assert made.values["v"][entry] == wanted or (math.isnan(wanted) and math.isnan(made.values["v"][entry]))
+        assert made.values["v"][entry] == wanted or (
+            math.isnan(wanted) and math.isnan(made.values["v"][entry])
+        )
 
 
-ANY = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text() | st.lists(st.integers())
+ANY = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text()
+    | st.lists(st.integers())
+)
 
 
 @given(st.lists(ANY), st.sampled_from(["float32", "float64", "int64", "hash"]))
@@ -485,7 +503,10 @@ def test_values_of_json_are_those_of_plain_python(found: list[Any], kind: Any) -
     assert wrong == bad
 
 
-@given(st.lists(st.none() | st.integers(-(2**31), 2**31 - 1)), st.sampled_from(["float32", "float64", "int64", "hash"]))
+@given(
+    st.lists(st.none() | st.integers(-(2**31), 2**31 - 1)),
+    st.sampled_from(["float32", "float64", "int64", "hash"]),
+)
 def test_values_of_columns_are_those_of_json(numbers: list[int | None], kind: Any) -> None:
     texts = pa.array([json.dumps({"v": one}) for one in numbers], pa.string())
     expected, _ = json_values(texts, {"v": ("v", kind)})["v"]
@@ -535,7 +556,14 @@ def schema() -> pa.Schema:
     return pa.schema([*kinds.items()])
 
 
-OF_TEXTS = {"score": "float32", "topic": "int64", "lang": "hash", "kind": "hash", "good": "float32", "url": "hash"}
+OF_TEXTS = {
+    "score": "float32",
+    "topic": "int64",
+    "lang": "hash",
+    "kind": "hash",
+    "good": "float32",
+    "url": "hash",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -545,7 +573,9 @@ def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter(())
 
 
-@pytest.mark.filterwarnings("ignore:.*rows have no text:RuntimeWarning", "ignore:cache_bytes of:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*rows have no text:RuntimeWarning", "ignore:cache_bytes of:RuntimeWarning"
+)
 @pytest.mark.parametrize("strategy", ["best_fit", "concat"])
 @pytest.mark.parametrize("wanted", [[*OF_TEXTS], OF_TEXTS])
 def test_texts_tokenized_while_loading_have_the_values_of_a_build(
@@ -554,7 +584,8 @@ def test_texts_tokenized_while_loading_have_the_values_of_a_build(
     tokenizer = {"path": str(raw / "tokenizer.json"), "eos": EOS}
     inputs = [{"path": f"{texts}/*.parquet", "metadata": ["score", "topic", "lang", "kind", "good"]}]
     pack = {"sequence_length": LENGTH, "strategy": strategy, "order": "source"}
-    folder = build(raw, tmp_path / "out", inputs=inputs, steps=[], dedup=None, tokenizer=tokenizer, pack=pack)
+    nothing: dict[str, Any] = {"dedup": {}, "max_bad_fraction": 0.5}
+    folder = build(raw, tmp_path / "out", inputs=inputs, tokenizer=tokenizer, pack=pack, **nothing)
     options = {"document_values": wanted, "labels": "shifted"}
     in_place = options | {"tokenizer": tokenizer, "sequence_length": LENGTH, "pack": strategy}
     with loader(folder, **options) as made, loader(texts, **in_place) as read:
@@ -571,11 +602,17 @@ def test_texts_tokenized_while_loading_have_the_values_of_a_build(
 
 @pytest.mark.filterwarnings("ignore:.*rows have no text:RuntimeWarning")
 def test_workers_and_lost_indexes_give_the_values_of_texts(texts: Path, raw: Path, tmp_path: Path) -> None:
-    options = {"tokenizer": str(raw / "tokenizer.json"), "sequence_length": LENGTH, "document_values": OF_TEXTS}
+    options = {
+        "tokenizer": str(raw / "tokenizer.json"),
+        "sequence_length": LENGTH,
+        "document_values": OF_TEXTS,
+    }
     with loader(texts, **options) as read:
         expected = [batch for batch, _ in run(read, 5)]
     dataset = StreamingDataset(texts, **grouped(OPTIONS | options))
-    for one, other in zip(islice(DataLoader(dataset, batch_size=None, num_workers=2), 5), expected, strict=True):
+    for one, other in zip(
+        islice(DataLoader(dataset, batch_size=None, num_workers=2), 5), expected, strict=True
+    ):
         assert_equal(one, other, "worker")
     with loader(texts, **options) as read:
         for file in (tmp_path / "home").rglob("lengths-*"):
