@@ -1,4 +1,4 @@
-"""Values of documents in batches: those of the records that the documents are from, whatever the batch's form."""
+"""Values of documents in batches are those of the records that the documents are from, in any form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,21 @@ from support.resume import assert_equal, assert_exact_resume, batches, run, run_
 from support.small_build import EOS, train_bpe
 
 LENGTH = 32
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "12", "lazy", "dogs,", "naïve", "café", "你好", "👩\u200d👧"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "12",
+    "lazy",
+    "dogs,",
+    "naïve",
+    "café",
+    "你好",
+    "👩\u200d👧",
+]
 NAMES = ["score", "source", "topic", "lang", "url"]
 OPTIONS: dict[str, Any] = {"batch_size": 4, **QUICK, "return_ids": True, "document_ids": True}
 SOURCES = {"web": 130, "books": 30, "code": 60}
@@ -49,11 +63,14 @@ def text_of(draw: np.random.Generator, longest: int) -> str:
 
 
 def records(source: str) -> list[dict[str, Any]]:
-    """Records with scores and topics that some of them lack; each seventh is a duplicate of the one before."""
+    """Records with scores and topics that some of them lack; each seventh repeats the one before."""
     draw = np.random.default_rng(len(source))
     made: list[dict[str, Any]] = []
     for number in range(SOURCES[source]):
-        one = {"text": text_of(draw, 60 if source == "books" else 14), "url": f"https://{source}/{number}"}
+        one: dict[str, Any] = {
+            "text": text_of(draw, 60 if source == "books" else 14),
+            "url": f"https://{source}/{number}",
+        }
         if number % 5:
             one["score"] = number if number % 3 == 0 else number / 7
         if source != "code":
@@ -162,13 +179,13 @@ def check(batch: dict[str, Any], dataset: Path, raw: Path, starts: Any) -> int:
     ("changes", "options"),
     [
         ({}, {}),
-        ({"pack": {"sequence_length": LENGTH, "strategy": "concat"}}, {"labels": "shifted"}),
+        ({"pack": {"strategy": "concat"}}, {"labels": "shifted"}),
         ({"output": {"format": "wds", "shard_bytes": "40KiB"}}, {"labels": "shifted", "keep_length": True}),
-        ({"pack": {"sequence_length": LENGTH, "strategy": "best_fit_truncate"}}, {"flat": True, "labels": True}),
-        ({"pack": {"sequence_length": LENGTH, "strategy": "best_fit_crop"}}, {"tail": "pad", "batch_size": 7}),
-        ({"pack": {"sequence_length": LENGTH, "row_bos": True}, "bos": "<s>"}, {"doc_lens": True}),
-        ({"pack": {"sequence_length": LENGTH, "row_bos": True, "strategy": "concat"}, "bos": "<s>"}, {}),
-        ({"pack": {"sequence_length": LENGTH, "order": "source"}, "dedup": {}}, {"max_repetitions": 31, "labels": True}),
+        ({"pack": {"strategy": "best_fit_truncate"}}, {"flat": True, "labels": True}),
+        ({"pack": {"strategy": "best_fit_crop"}}, {"tail": "pad", "batch_size": 7}),
+        ({"pack": {"row_bos": True}, "bos": "<s>"}, {"doc_lens": True}),
+        ({"pack": {"row_bos": True, "strategy": "concat"}, "bos": "<s>"}, {}),
+        ({"pack": {"order": "source"}, "dedup": {}}, {"max_repetitions": 31, "labels": True}),
         ({"output": {"format": "mds", "shard_bytes": "2KiB", "compression": "zstd"}}, {"shuffle": "global"}),
     ],
 )  # fmt: skip
@@ -178,7 +195,9 @@ def test_values_are_those_of_the_records(
     output = {"path": str(tmp_path / "out"), "shard_bytes": "4KiB"} | changes.get("output", {})
     tokenizer = {"path": str(raw / "tokenizer.json"), "eos": EOS}
     tokenizer |= {"bos": changes.pop("bos")} if "bos" in changes else {}
-    folder = build(raw, tmp_path / "out", **(changes | {"output": output, "tokenizer": tokenizer}))
+    pack = {"sequence_length": LENGTH} | changes.get("pack", {})
+    changes |= {"output": output, "tokenizer": tokenizer, "pack": pack}
+    folder = build(raw, tmp_path / "out", **changes)
     with loader(folder, **options) as read:
         starts, count = read.dataset.manifest.shard_starts, 0
         assert len(read.dataset.manifest.shards) > 1
@@ -390,11 +409,11 @@ def test_documents_joined_to_groups_have_the_values_of_the_first_file_of_each_te
     folder = build(raw, tmp_path / "out", group={"by": "lang"})
     with loader(folder) as read:
         for batch in read:
-            shard = np.searchsorted(read.dataset.manifest.shard_starts, batch["sample_id"], side="right") - 1
-            for number, (at, sample) in enumerate(
-                zip(shard.tolist(), batch["sample_id"].tolist(), strict=True)
-            ):
-                row = sample - int(read.dataset.manifest.shard_starts[at])
+            starts = read.dataset.manifest.shard_starts
+            shard = np.searchsorted(starts, batch["sample_id"].numpy(), side="right") - 1
+            rows = zip(shard.tolist(), batch["sample_id"].tolist(), strict=True)
+            for number, (at, sample) in enumerate(rows):
+                row = sample - int(starts[at])
                 ids = batch["document_ids"][number].tolist()
                 for entry in range(ids[-1] + 1):
                     wanted = expected_values(folder, raw, at, row, ids.index(entry))
@@ -624,7 +643,7 @@ def test_workers_and_lost_indexes_give_the_values_of_texts(texts: Path, raw: Pat
 @pytest.mark.filterwarnings("ignore:.*rows have no text:RuntimeWarning")
 def test_columns_that_are_neither_numbers_nor_texts_are_refused(texts: Path, raw: Path) -> None:
     options = {"tokenizer": str(raw / "tokenizer.json"), "sequence_length": LENGTH}
-    with pytest.raises(ValueError, match="column 'tags' of .* is list"):
+    with pytest.raises(ValueError, match=r"column 'tags' of .* is list"):
         loader(texts, **options, document_values=["tags"])
     with pytest.raises(ValueError, match="no document among those looked at has 'source'"):
         loader(texts, **options, document_values=["source"])
