@@ -126,8 +126,8 @@ class BatchMaker:
         masks_tokens = mark_padding or has_padding or tokens.mask is not None or self._loss_mask is not None
         masks_tokens |= config.max_repetitions is not None
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
-        self._describes_documents = config.needs_bounds
-        self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
+        self._describes_documents = bool(config.document_options)
+        self._only_columns = not (return_ids or mark_padding or config.reads_tokens or values)
         self.tensor = tensor_maker(config)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
@@ -200,18 +200,20 @@ class BatchMaker:
         self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
     ) -> tuple[Columns, Fields]:
         """Return the fields computed from tokens: first those with an entry per row, then per batch."""
-        if not self.config.reads_tokens:
+        if not (self.config.reads_tokens or self.values):
             return {}, {}
         column = self.tokens
         assert column.key is not None
         tokens = columns[column.key]
         assert isinstance(tokens, np.ndarray)
         segments: Segments | None = None
-        if self._describes_documents or self._masks_labels:
+        has_joined = self.values is not None and self.values.joins_documents
+        if self._describes_documents or has_joined or (self.config.labels and self._masks_labels):
             ids = {"bos_id": self.config.bos_id, "pad_id": self.config.pad_id}
             segments = find_segments(tokens, column.eos_id, padding, **ids)
         rows: Columns = {}
-        rows[column.key], labels = self._tokens_and_labels(tokens)
+        delivered, labels = self._tokens_and_labels(tokens)
+        rows[column.key], length = delivered, delivered.shape[1]
         if labels is not None:
             rows["labels"] = labels
             if self._masks_labels:
@@ -228,15 +230,15 @@ class BatchMaker:
                 if column.mask is not None:
                     places = column.mask.places(sample_ids, tokens.shape[1])
                     segments.ignore(labels, places, shift=shift)
-        if segments is None or not self._describes_documents:
-            return rows, {}
-        if self.config.labels == "shifted" and not self.config.keep_length:
-            segments = segments.without_last_tokens()
-        documents, batches = self._document_fields(segments)
+        batches: Fields = {}
+        if segments is not None and (self._describes_documents or self.values):
+            if self.config.labels == "shifted" and not self.config.keep_length:
+                segments = segments.without_last_tokens()
+            documents, batches = self._document_fields(segments)
+            rows |= documents
         if self.values is not None:
-            for name, values in self.values.of_documents(segments, sample_ids).items():
-                batches[name] = segments.by_row(values, self.batch_size, self.values.missing(name))
-        return rows | documents, batches
+            batches |= self.values.of_rows(sample_ids, self.batch_size, length, segments)
+        return rows, batches
 
     def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:
         """Return tokens and labels in their delivered types, before labels are masked with -100."""

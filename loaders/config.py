@@ -521,12 +521,7 @@ class LoaderConfig(Layout, Order, Run):
     @property
     def reads_tokens(self) -> bool:
         """Whether a batch has fields that are computed from the tokens."""
-        return bool(self.labels or self.needs_bounds)
-
-    @property
-    def needs_bounds(self) -> bool:
-        """Whether a batch has fields that need the documents' bounds."""
-        return bool(self.document_options or self.document_values)
+        return bool(self.labels or self.document_options)
 
     @property
     def masks_document_starts(self) -> bool:

@@ -37,7 +37,7 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
     """Return the id that ends documents; raise errors as `shardkit.datasets.segments.find_eos_id` does."""
     # Shifted labels do not require an eos id: without one, no padding is found and no label is masked.
     finds_padding = config.labels is True and config.pad_id is None
-    needs_bounds = config.needs_bounds or finds_padding or config.masks_document_starts
+    needs_bounds = bool(config.document_options) or finds_padding or config.masks_document_starts
     return segments.find_eos_id(
         streams.datasets,
         streams.names,

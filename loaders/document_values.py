@@ -13,13 +13,14 @@ up rows of any shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.datasets.opened import OpenDataset
-from shardkit.datasets.segments import Segments
+from shardkit.datasets.segments import Segments, cut_tables
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.streams import Streams
 
@@ -72,43 +73,65 @@ class DocumentValues:
         self._used = np.zeros(len(self._shard_starts), np.int64)  # when a shard's values were last needed
         self._now = 0
         self._warned: set[str] = set()
+        self._lock = Lock()  # after a change of weights, the thread of an earlier plan may still be reading
+        self.joins_documents = any(_joins(dataset) for dataset in once.datasets)
+        """Whether a document of a row, as its tokens tell, may be several of the values."""
         self._forget()
 
-    def of_documents(self, segments: Segments, sample_ids: _Ints) -> dict[str, _Values]:
-        """Return the value of each document in `segments`, whose rows are the samples `sample_ids`.
+    def of_rows(
+        self, sample_ids: _Ints, batch_size: int, length: int, segments: Segments | None = None
+    ) -> dict[str, list[_Values]]:
+        """Return the values of the documents in rows of `length` tokens, an array [rows, n] for each batch.
 
-        Samples are numbered over all streams; -1 is padding. Raises ShardError or StoreError if values cannot
-        be read.
+        `sample_ids`: the rows, numbered over all streams; -1 is padding. `segments`: the documents that other
+        fields of the batch describe; None: those that are known from the values, and padding counts as one
+        more. Raises ShardError or StoreError if values cannot be read.
         """
-        at = self._places(sample_ids)
-        firsts = self._firsts.array[at]
-        counts = self._firsts.array[at + 1] - firsts
-        ends = np.cumsum(counts)
-        entries = np.arange(ends[-1] if len(ends) else 0) + np.repeat(firsts - (ends - counts), counts)
-        length = segments.shape[1]  # entries that begin at the end of a row are those of no token
-        starts = np.minimum(self._starts.array[entries], length)
-        starts = starts + np.repeat(np.arange(len(at)) * length, counts)
-        entries = entries[np.searchsorted(starts, segments.starts, side="right") - 1]
-        return {name: pool.array[entries] for name, pool in self._values.items()}
+        with self._lock:
+            places = self._places(sample_ids)
+            firsts = self._firsts.array[places]
+            after = self._firsts.array[places + 1] - 1  # of each row, the entry behind its last document
+            counts = after - firsts + (self._starts.array[after] < length)
+            if segments is not None and not np.array_equal(counts, segments.counts):
+                entries, counts = self._searched(segments, firsts, after), segments.counts
+            else:
+                entries = firsts[:, None] + np.arange(counts.max(initial=0))
+                np.minimum(entries, after[:, None], out=entries)
+            values = {name: pool.array[entries] for name, pool in self._values.items()}
+        return {name: cut_tables(table, counts, batch_size) for name, table in values.items()}
 
-    def missing(self, name: str) -> _Values:
-        """Return the missing value of a field as an array of one value."""
-        return self._missing[name]
+    def _searched(self, segments: Segments, firsts: _Ints, after: _Ints) -> _Ints:
+        """Return the entry of each document by its first token, as a table: rows have other documents.
+
+        That is so for documents that a build joined to one text, and where ids are of another tokenizer.
+        """
+        rows, length = segments.shape
+        counts = after + 1 - firsts
+        ends = np.cumsum(counts)
+        every = np.arange(ends[-1] if rows else 0) + np.repeat(firsts - (ends - counts), counts)
+        # Entries that begin at or behind the end of a row are those of no token.
+        starts = np.minimum(self._starts.array[every], length) + np.repeat(np.arange(rows) * length, counts)
+        entries = np.repeat(after[:, None], segments.counts.max(initial=0), axis=1)
+        found = np.searchsorted(starts, segments.starts, side="right") - 1
+        entries[segments.rows, segments.numbers] = every[found]
+        return entries
 
     def _places(self, sample_ids: _Ints) -> _Ints:
         """Return the place of each row in `_firsts`; reads the values of shards that are not there."""
-        stream = np.searchsorted(self._first_samples, sample_ids, side="right") - 1
-        number = sample_ids + self._shifts[stream]
+        number = sample_ids
+        if len(self._shifts) > 1:
+            stream = np.searchsorted(self._first_samples, sample_ids, side="right") - 1
+            number = sample_ids + self._shifts[stream]
         shard = np.searchsorted(self._shard_starts, number, side="right") - 1
-        is_row = sample_ids >= 0
-        if not is_row.all():
-            number, shard = number[is_row], shard[is_row]
+        is_padding = sample_ids < 0 if sample_ids.min(initial=0) < 0 else None
+        needed = shard if is_padding is None else shard[~is_padding]
         self._now += 1
-        self._used[shard] = self._now
-        if (self._bases[shard] < 0).any():
-            self._load(np.unique(shard[self._bases[shard] < 0]))
-        places = np.zeros(len(sample_ids), np.int64)  # padding: the row at 0, which has only a missing value
-        places[is_row] = self._bases[shard] + number - self._shard_starts[shard]
+        self._used[needed] = self._now
+        if self._bases[needed].min(initial=0) < 0:
+            self._load(np.unique(needed[self._bases[needed] < 0]))
+        places: _Ints = self._bases[shard] + number - self._shard_starts[shard]
+        if is_padding is not None:
+            places[is_padding] = 0  # a row that has only a missing value
         return places
 
     def _load(self, shards: _Ints) -> None:
@@ -219,6 +242,12 @@ def _open_reader(dataset: OpenDataset, sources: Sequence[str]) -> tuple[ValueRea
         return ProvenanceValues(dataset, sources), ""
     except NoProvenanceError as error:
         return None, str(error)
+
+
+def _joins(dataset: OpenDataset) -> bool:
+    """Return whether a build joined documents to texts."""
+    recipe = {} if dataset.card is None else dataset.card.data.get("recipe", {})
+    return not isinstance(recipe, Mapping) or recipe.get("group") is not None
 
 
 def _types(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ _SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # number of shards, and of rows per shar
 _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 def find_segments(
@@ -88,6 +89,22 @@ class Segments:
         rows: _Ints = self.starts // self.shape[1]
         return rows
 
+    @cached_property
+    def counts(self) -> _Ints:
+        """Number of documents of each row."""
+        counts: _Ints = np.diff(self._firsts)
+        return counts
+
+    @cached_property
+    def numbers(self) -> _Ints:
+        """Number of each document in its row, from 0."""
+        numbers: _Ints = np.arange(len(self.starts)) - self._firsts[self.rows]
+        return numbers
+
+    @cached_property
+    def _firsts(self) -> _Ints:
+        return self.first_of_rows()
+
     def first_of_rows(self, every: int = 1) -> _Ints:
         """Return the indices of the first documents of rows 0, `every`, …; last, the number of documents."""
         rows, length = self.shape
@@ -128,7 +145,7 @@ class Segments:
 
     def document_ids(self) -> npt.NDArray[np.int32]:
         """Return the index of each token's document, counted from 0 in each row, as int32[rows, length]."""
-        return np.repeat(self._numbers.astype(np.int32), self.lengths).reshape(self.shape)
+        return np.repeat(self.numbers.astype(np.int32), self.lengths).reshape(self.shape)
 
     def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
         """Return (int32[documents + 1] bounds, length of the longest document) for each flattened batch."""
@@ -165,44 +182,27 @@ class Segments:
 
         n is the largest number of documents in a row of the batch; rows with fewer are padded with zeros.
         """
-        of_rows = (
-            np.maximum.reduceat(self.lengths, self.first_of_rows()[:-1]).tolist() if len(self.starts) else []
-        )
-        tables = self.by_row(self.lengths.astype(np.int32), batch_size, np.zeros(1, np.int32))
+        counts = self.counts
+        table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
+        table[self.rows, self.numbers] = self.lengths
+        longest = table.max(axis=1, initial=0).tolist()
         edges = pairwise(range(0, self.shape[0] + 1, batch_size))
-        return [(table, of_rows[low:high]) for (low, high), table in zip(edges, tables, strict=True)]
-
-    def by_row(
-        self, values: npt.NDArray[Any], batch_size: int, missing: npt.NDArray[Any]
-    ) -> list[npt.NDArray[Any]]:
-        """Return the values of documents as an array [rows, n] for each batch, of the type of `values`.
-
-        n is the largest number of documents in a row of the batch; rows with fewer are padded with `missing`.
-        """
-        table = np.full((self.shape[0], self._counts.max(initial=0)), missing, dtype=values.dtype)
-        table[self.rows, self._numbers] = values
-        most = self._counts.reshape(-1, batch_size).max(axis=1).tolist()
-        edges = pairwise(range(0, self.shape[0] + 1, batch_size))
-        return [
-            np.ascontiguousarray(table[low:high, :width])
-            for (low, high), width in zip(edges, most, strict=True)
-        ]
-
-    @cached_property
-    def _counts(self) -> _Ints:
-        """Number of documents of each row."""
-        return np.diff(self.first_of_rows())
-
-    @cached_property
-    def _numbers(self) -> _Ints:
-        """Number of each document in its row, from 0."""
-        numbers: _Ints = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
-        return numbers
+        tables = cut_tables(table, counts, batch_size)
+        return [(own, longest[low:high]) for own, (low, high) in zip(tables, edges, strict=True)]
 
     def seq_lengths(self) -> list[list[int]]:
         """Return the lengths of the documents of each row."""
         lengths = self.lengths.tolist()
         return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
+
+
+def cut_tables(table: npt.NDArray[_Number], counts: _Ints, batch_size: int) -> list[npt.NDArray[_Number]]:
+    """Return the rows of a table of documents by batch, each as wide as the largest of `counts` in it."""
+    most = counts.reshape(-1, batch_size).max(axis=1).tolist()
+    edges = pairwise(range(0, len(table) + 1, batch_size))
+    return [
+        np.ascontiguousarray(table[low:high, :width]) for (low, high), width in zip(edges, most, strict=True)
+    ]
 
 
 def find_eos_id(

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -277,9 +277,9 @@ def test_values_are_read_again_after_memory_ran_out(built: Path) -> None:
             some[draw.integers(0, 5)] = -1
             segments = find_segments(tokens[some], eos, some < 0)
             before = small._bases >= 0
-            expected, got = (values.of_documents(segments, some) for values in (whole, small))
+            expected, got = (values.of_rows(some, 5, LENGTH, segments) for values in (whole, small))
             for name in NAMES:
-                np.testing.assert_array_equal(got[name], expected[name])
+                np.testing.assert_array_equal(got[name][0], expected[name][0])
             reads += int(((small._bases >= 0) & ~before).sum())
         assert reads > 2 * len(dataset.manifest.shards)
         assert small._bytes < whole._bytes
@@ -498,6 +498,7 @@ ANY = (
 )
 
 
+@settings(deadline=None)
 @given(st.lists(ANY), st.sampled_from(["float32", "float64", "int64", "hash"]))
 def test_values_of_json_are_those_of_plain_python(found: list[Any], kind: Any) -> None:
     """Numbers of any size, texts, and what is neither: the fast way and the exact one give the same."""
@@ -512,7 +513,9 @@ def test_values_of_json_are_those_of_plain_python(found: list[Any], kind: Any) -
         elif isinstance(one, (int, float)):
             if kind == "int64":
                 made = int(one) if abs(one) < 2**63 and one == math.floor(one) else None
-            elif abs(one) < 2**1023 and np.isfinite(np.dtype(kind).type(float(one))):
+            elif abs(one) < (
+                2**128 - 2**103 if kind == "float32" else math.inf
+            ):  # what rounds to a finite number
                 made = np.dtype(kind).type(float(one))
         if made is None:
             bad += one is not None and one == one
