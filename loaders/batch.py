@@ -32,7 +32,7 @@ from shardkit.datasets.segments import IGNORED_LABEL, Segments, find_segments
 from shardkit.errors import naming_extras
 from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_tables
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.document_values import DocumentValues
+from shardkit.loaders.document_values import DocumentValues, RowValues
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
 from shardkit.manifest import LOSS_MASK
@@ -132,11 +132,17 @@ class BatchMaker:
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
         """Return batches and their size in bytes; `columns` have no rows for padding, whose id is -1."""
-        fields, size = self.fields(columns, sample_ids)
+        values = None if self.values is None else self.values.open_rows(sample_ids)
+        fields, size = self.fields(columns, sample_ids, values)
         return batches_of(fields, self.tensor), size
 
-    def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
-        """Return the fields of all batches, not yet divided into batches, and their size in bytes."""
+    def fields(
+        self, columns: Columns, sample_ids: npt.NDArray[np.int64], documents: RowValues | None = None
+    ) -> tuple[Fields, int]:
+        """Return the fields of all batches, not yet divided into batches, and their size in bytes.
+
+        `documents`: values of the documents in the rows, from `self.values`.
+        """
         count = len(sample_ids) // self.batch_size
         if self.tokens.may_overflow and self.tokens.key in columns:
             self._check_overflow(columns[self.tokens.key])
@@ -147,7 +153,7 @@ class BatchMaker:
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
-        token_fields, of_batches = self._token_fields(columns, padding, sample_ids)
+        token_fields, of_batches = self._token_fields(columns, padding, sample_ids, documents)
         of_rows = columns | token_fields | self._sample_fields(sample_ids, padding)
         fields: Fields = {}
         size = 0
@@ -197,17 +203,17 @@ class BatchMaker:
         return fields + (["is_padding"] if self.mark_padding else [])
 
     def _token_fields(
-        self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
+        self, columns: Columns, padding: _Bools | None, sample_ids: _Ints, documents: RowValues | None
     ) -> tuple[Columns, Fields]:
         """Return the fields computed from tokens: first those with an entry per row, then per batch."""
-        if not (self.config.reads_tokens or self.values):
+        if not self.config.reads_tokens and documents is None:
             return {}, {}
         column = self.tokens
         assert column.key is not None
         tokens = columns[column.key]
         assert isinstance(tokens, np.ndarray)
         segments: Segments | None = None
-        has_joined = self.values is not None and self.values.joins_documents
+        has_joined = documents is not None and documents.joins_documents
         if self._describes_documents or has_joined or (self.config.labels and self._masks_labels):
             ids = {"bos_id": self.config.bos_id, "pad_id": self.config.pad_id}
             segments = find_segments(tokens, column.eos_id, padding, **ids)
@@ -231,13 +237,13 @@ class BatchMaker:
                     places = column.mask.places(sample_ids, tokens.shape[1])
                     segments.ignore(labels, places, shift=shift)
         batches: Fields = {}
-        if segments is not None and (self._describes_documents or self.values):
+        if segments is not None and (self._describes_documents or documents is not None):
             if self.config.labels == "shifted" and not self.config.keep_length:
                 segments = segments.without_last_tokens()
-            documents, batches = self._document_fields(segments)
-            rows |= documents
-        if self.values is not None:
-            batches |= self.values.of_rows(sample_ids, self.batch_size, length, segments)
+            described, batches = self._document_fields(segments)
+            rows |= described
+        if documents is not None:
+            batches |= documents.by_batch(self.batch_size, length, segments)
         return rows, batches
 
     def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:

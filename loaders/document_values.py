@@ -13,6 +13,7 @@ up rows of any shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,58 @@ MAX_BYTES = 1 << 30  # memory of the values that are kept; the least recently us
 
 _Ints = npt.NDArray[np.int64]
 _Values = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """The values of the documents in some rows: of row i, the entries `firsts[i]` to `after[i]` (inclusive).
+
+    Entry `after[i]` is that of the tokens behind the last document, which end at `ends[i]`. The arrays are
+    not changed later, whatever other rows are opened.
+    """
+
+    firsts: _Ints
+    after: _Ints
+    ends: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    values: Mapping[str, _Values]
+    joins_documents: bool
+    """Whether a document of a row, as its tokens tell, may be several of the values."""
+
+    def __getitem__(self, rows: slice) -> RowValues:
+        return replace(self, firsts=self.firsts[rows], after=self.after[rows], ends=self.ends[rows])
+
+    def by_batch(
+        self, batch_size: int, length: int, segments: Segments | None = None
+    ) -> dict[str, list[_Values]]:
+        """Return the values in rows of `length` tokens, an array [rows, n] for each field and batch.
+
+        `segments`: the documents that other fields of the batch describe; None: those that the values are of,
+        and padding counts as one more.
+        """
+        counts = self.after - self.firsts + (self.ends < length)
+        if segments is not None and not np.array_equal(counts, segments.counts):
+            entries, counts = self._searched(segments), segments.counts
+        else:
+            entries = self.firsts[:, None] + np.arange(counts.max(initial=0))
+            np.minimum(entries, self.after[:, None], out=entries)
+        return {name: cut_tables(values[entries], counts, batch_size) for name, values in self.values.items()}
+
+    def _searched(self, segments: Segments) -> _Ints:
+        """Return the entry of each document, found by its first token, as a table [rows, n].
+
+        Needed if rows have other documents than the values, such as several that a build joined to one text.
+        """
+        rows, length = segments.shape
+        counts = self.after + 1 - self.firsts
+        ends = np.cumsum(counts)
+        every = np.arange(ends[-1] if rows else 0) + np.repeat(self.firsts - (ends - counts), counts)
+        # Entries that begin at or behind the end of a row are those of no token.
+        starts = np.minimum(self.starts[every], length) + np.repeat(np.arange(rows) * length, counts)
+        entries = np.repeat(self.after[:, None], segments.counts.max(initial=0), axis=1)
+        found = np.searchsorted(starts, segments.starts, side="right") - 1
+        entries[segments.rows, segments.numbers] = every[found]
+        return entries
 
 
 class DocumentValues:
@@ -74,47 +127,21 @@ class DocumentValues:
         self._now = 0
         self._warned: set[str] = set()
         self._lock = Lock()  # after a change of weights, the thread of an earlier plan may still be reading
-        self.joins_documents = any(_joins(dataset) for dataset in once.datasets)
-        """Whether a document of a row, as its tokens tell, may be several of the values."""
+        self._joins = any(_joins(dataset) for dataset in once.datasets)
         self._forget()
 
-    def of_rows(
-        self, sample_ids: _Ints, batch_size: int, length: int, segments: Segments | None = None
-    ) -> dict[str, list[_Values]]:
-        """Return the values of the documents in rows of `length` tokens, an array [rows, n] for each batch.
+    def open_rows(self, sample_ids: _Ints) -> RowValues:
+        """Return the values of the documents in rows; reads those of shards that are not there.
 
-        `sample_ids`: the rows, numbered over all streams; -1 is padding. `segments`: the documents that other
-        fields of the batch describe; None: those that are known from the values, and padding counts as one
-        more. Raises ShardError or StoreError if values cannot be read.
+        Samples are numbered over all streams; -1 is padding. Raises ShardError or StoreError if values cannot
+        be read.
         """
         with self._lock:
             places = self._places(sample_ids)
-            firsts = self._firsts.array[places]
-            after = self._firsts.array[places + 1] - 1  # of each row, the entry behind its last document
-            counts = after - firsts + (self._starts.array[after] < length)
-            if segments is not None and not np.array_equal(counts, segments.counts):
-                entries, counts = self._searched(segments, firsts, after), segments.counts
-            else:
-                entries = firsts[:, None] + np.arange(counts.max(initial=0))
-                np.minimum(entries, after[:, None], out=entries)
-            values = {name: pool.array[entries] for name, pool in self._values.items()}
-        return {name: cut_tables(table, counts, batch_size) for name, table in values.items()}
-
-    def _searched(self, segments: Segments, firsts: _Ints, after: _Ints) -> _Ints:
-        """Return the entry of each document by its first token, as a table: rows have other documents.
-
-        That is so for documents that a build joined to one text, and where ids are of another tokenizer.
-        """
-        rows, length = segments.shape
-        counts = after + 1 - firsts
-        ends = np.cumsum(counts)
-        every = np.arange(ends[-1] if rows else 0) + np.repeat(firsts - (ends - counts), counts)
-        # Entries that begin at or behind the end of a row are those of no token.
-        starts = np.minimum(self._starts.array[every], length) + np.repeat(np.arange(rows) * length, counts)
-        entries = np.repeat(after[:, None], segments.counts.max(initial=0), axis=1)
-        found = np.searchsorted(starts, segments.starts, side="right") - 1
-        entries[segments.rows, segments.numbers] = every[found]
-        return entries
+            firsts, starts = self._firsts.array[places], self._starts.array
+            after = self._firsts.array[places + 1] - 1
+            values = {name: pool.array for name, pool in self._values.items()}
+        return RowValues(firsts, after, starts[after], starts, values, self._joins)
 
     def _places(self, sample_ids: _Ints) -> _Ints:
         """Return the place of each row in `_firsts`; reads the values of shards that are not there."""

@@ -34,6 +34,7 @@ from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
 from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.document_values import RowValues
 from shardkit.loaders.profiled import profiled
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
 from shardkit.loaders.streams import ReadRows, Streams
@@ -95,6 +96,7 @@ class _Planned:
     read: ReadRows
     is_late: bool  # whether shards had to be fetched first
     real: npt.NDArray[np.int64] | None  # number of samples before entry i that are not padding; None: all
+    values: RowValues | None  # of the documents of all samples, padding included
     work: npt.NDArray[np.int64] | None
 
 
@@ -177,10 +179,12 @@ class GroupMaker:
             shard, row = shard[is_real], row[is_real]
             real = np.concatenate([[0], np.cumsum(is_real)])
         self._planning = f"; opening {self._shard_names(shard)}"
+        values = self._maker.values
         with self._errors_with_place():
+            of_documents = None if values is None else values.open_rows(ids)
             read, is_late = self._source.source.open_rows(self._streams.in_datasets(shard), row)
         self._planning = ""
-        return _Planned(cursors, ids, read, is_late, real, steps.work)
+        return _Planned(cursors, ids, read, is_late, real, of_documents, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """Return how many of `count` batches the streams' limits allow; if 0, raise StreamExhaustedError."""
@@ -197,7 +201,7 @@ class GroupMaker:
 
     def _read(self, planned: _Planned) -> Iterator[Group]:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
-        read = planned.read
+        read, values = planned.read, planned.values
         per_group = max(1, self._group_bytes // (size * (self._source.delivered_bytes or GROUP_BYTES)))
         with self._errors_with_place():
             for first in range(0, len(cursors), per_group):
@@ -207,7 +211,8 @@ class GroupMaker:
                 with profiled("shardkit.gather"):
                     columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
                 with profiled("shardkit.make"):
-                    fields, count = self._maker.fields(columns, ids[low:high])
+                    own = None if values is None else values[low:high]
+                    fields, count = self._maker.fields(columns, ids[low:high], own)
                     batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
                 work = None if planned.work is None else planned.work[first : first + len(done)]
                 yield Group(fields, batches, done, ids[low:high].reshape(-1, size), count, work)

@@ -277,7 +277,8 @@ def test_values_are_read_again_after_memory_ran_out(built: Path) -> None:
             some[draw.integers(0, 5)] = -1
             segments = find_segments(tokens[some], eos, some < 0)
             before = small._bases >= 0
-            expected, got = (values.of_rows(some, 5, LENGTH, segments) for values in (whole, small))
+            opened = [values.open_rows(some) for values in (whole, small)]
+            expected, got = (values.by_batch(5, LENGTH, segments) for values in opened)
             for name in NAMES:
                 np.testing.assert_array_equal(got[name][0], expected[name][0])
             reads += int(((small._bases >= 0) & ~before).sum())
