@@ -32,6 +32,7 @@ from shardkit.datasets.segments import IGNORED_LABEL, Segments, find_segments
 from shardkit.errors import naming_extras
 from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_tables
 from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.document_values import DocumentValues, RowValues
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
 from shardkit.manifest import LOSS_MASK
@@ -103,22 +104,28 @@ class BatchMaker:
         return_ids: bool = False,
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
+        values: DocumentValues | None = None,
     ) -> None:
         """Raise ValueError if `rename` has an unknown field, or if two fields would get the same name.
 
         With a transform, whose fields are not known yet, `fields` raises these errors.
 
         `output`: memory that fields are written to. `mark_padding`: whole rows may be padding, so batches
-        get the field `is_padding`.
+        get the field `is_padding`. `values`: values of documents, of which each field gets its name.
         """
         if mark_padding and config.collate_fn is not None:
             raise ValueError("tail='pad' fills batches with padding, which is no sample for collate_fn")
+        if values is not None and config.collate_fn is not None:
+            raise ValueError(
+                "document_values are fields of batches, which collate_fn makes: give one of them"
+            )
         self.batch_size = batch_size
         self.config = config
         self.tokens = tokens
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
+        self.values = values
         self.memory = output or OutputMemory()
         self._transforms = config.transform is not None
         if not self._transforms:  # otherwise the columns are known when a sample has been transformed
@@ -130,16 +137,22 @@ class BatchMaker:
         masks_tokens |= config.max_repetitions is not None
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
         self._describes_documents = bool(config.document_options)
-        self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
+        self._only_columns = not (return_ids or mark_padding or config.reads_tokens or values)
         self.tensor = tensor_maker(config)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
         """Return batches and their size in bytes; `columns` have no rows for padding, whose id is -1."""
-        fields, size = self.fields(columns, sample_ids)
+        values = None if self.values is None else self.values.open_rows(sample_ids)
+        fields, size = self.fields(columns, sample_ids, values)
         return batches_of(fields, self.tensor), size
 
-    def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
-        """Return the fields of all batches, not yet divided into batches, and their size in bytes."""
+    def fields(
+        self, columns: Columns, sample_ids: npt.NDArray[np.int64], documents: RowValues | None = None
+    ) -> tuple[Fields, int]:
+        """Return the fields of all batches, not yet divided into batches, and their size in bytes.
+
+        `documents`: values of the documents in the rows, from `self.values`.
+        """
         count = len(sample_ids) // self.batch_size
         names = self._field_names(list(columns)) if self._transforms else self._names
         if not self._transforms:
@@ -151,7 +164,7 @@ class BatchMaker:
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
-        token_fields, of_batches = self._token_fields(columns, padding, sample_ids)
+        token_fields, of_batches = self._token_fields(columns, padding, sample_ids, documents)
         of_rows = columns | token_fields | self.sample_fields(sample_ids, padding)
         fields: Fields = {}
         size = 0
@@ -197,26 +210,29 @@ class BatchMaker:
         fields = ["labels"] if config.labels else []
         for option in config.document_options:
             fields += _FIELDS.get(option, (option,))
+        fields += [] if self.values is None else [*self.values.types]
         fields += ["sample_id"] if self.return_ids else []
         fields += ["stream_id"] if self.return_ids and self.split_ids is not None else []
         return fields + (["is_padding"] if self.mark_padding else [])
 
     def _token_fields(
-        self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
+        self, columns: Columns, padding: _Bools | None, sample_ids: _Ints, documents: RowValues | None
     ) -> tuple[Columns, Fields]:
         """Return the fields computed from tokens: first those with an entry per row, then per batch."""
-        if not self.config.reads_tokens:
+        if not self.config.reads_tokens and documents is None:
             return {}, {}
         column = self.tokens
         assert column.key is not None
         tokens = columns[column.key]
         assert isinstance(tokens, np.ndarray)
         segments: Segments | None = None
-        if self._describes_documents or self._masks_labels:
+        has_joined = documents is not None and documents.joins_documents
+        if self._describes_documents or has_joined or (self.config.labels and self._masks_labels):
             ids = {"bos_id": self.config.bos_id, "pad_id": self.config.pad_id}
             segments = find_segments(tokens, column.eos_id, padding, **ids)
         rows: Columns = {}
-        rows[column.key], labels = self._tokens_and_labels(tokens)
+        delivered, labels = self._tokens_and_labels(tokens)
+        rows[column.key], length = delivered, delivered.shape[1]
         if labels is not None:
             rows["labels"] = labels
             if self._masks_labels:
@@ -233,12 +249,15 @@ class BatchMaker:
                 if column.mask is not None:
                     places = column.mask.places(sample_ids, tokens.shape[1])
                     segments.ignore(labels, places, shift=shift)
-        if segments is None or not self._describes_documents:
-            return rows, {}
-        if self.config.labels == "shifted" and not self.config.keep_length:
-            segments = segments.without_last_tokens()
-        documents, batches = self._document_fields(segments)
-        return rows | documents, batches
+        batches: Fields = {}
+        if segments is not None and (self._describes_documents or documents is not None):
+            if self.config.labels == "shifted" and not self.config.keep_length:
+                segments = segments.without_last_tokens()
+            described, batches = self._document_fields(segments)
+            rows |= described
+        if documents is not None:
+            batches |= documents.by_batch(self.batch_size, length, segments)
+        return rows, batches
 
     def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:
         """Return tokens and labels in their delivered types, before labels are masked with -100."""

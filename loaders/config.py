@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardkit.datasets.dataset import Dataset
+    from shardkit.datasets.document_values import ValueType
     from shardkit.datasets.text_packer import Pack, TokenizerChoice
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
@@ -49,6 +50,7 @@ Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction
 
 MAX_PREFETCH_BATCHES = 1 << 16
 MAX_THREADS = 1024
+_VALUE_TYPES = ("float32", "float64", "int64", "hash")  # of `ValueType`, without an import of pyarrow
 _DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths", "block_mask")
 
 # Options that may differ between ranks: they affect neither the samples of a batch nor its form.
@@ -209,6 +211,13 @@ class Layout(_Group):
     """Add the tables of FlexAttention's block mask, causal inside documents, for `block_mask.block_mask_of`.
 
     A number is the size of a block in tokens; True means 128."""
+    document_values: Sequence[str] | Mapping[str, ValueType] | None = None
+    """Add a field [rows, maximum documents per row] for each of these values of documents, as `doc_lens`.
+
+    For example ["score", "source"]: fields that a build has in its provenance (`source`, `url`, `id`, … and
+    those in `metadata`), or other columns of the files that `tokenizer` reads. Numbers are float32, texts
+    their `value_hash` as int64, `source` the number of a name in `loader.sources`. Missing values are NaN or
+    -1. {"topic": "int64"} chooses among float32, float64, int64 and hash."""
     flat: bool = False
     """Concatenate the rows: deliver tokens, labels, position ids and document ids with one dimension."""
     rename: Mapping[str, str] | None = None
@@ -497,11 +506,23 @@ class LoaderConfig(Layout, Order, Run):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (isinstance(value, int) and value >= 2):
                 raise ValueError(f"{name} must be True, False or {what} of at least 2, not {value!r}")
+        self._check_values()
         if self.tensors not in ("torch", "numpy"):
             raise ValueError(f'tensors must be "torch" or "numpy", not {self.tensors!r}')
         assert self.ids  # raises ValueError if the ids contradict each other
         if self.max_repetitions is not None and (self.max_repetitions < 1 or not self.labels):
             raise ValueError('max_repetitions must be at least 1 and needs labels=True or labels="shifted"')
+
+    def _check_values(self) -> None:
+        names = self.document_values
+        if names is not None and (isinstance(names, str) or not all(isinstance(one, str) for one in names)):
+            raise ValueError(f"document_values must be a list of names, or types by name, not {names!r}")
+        for name, kind in names.items() if isinstance(names, Mapping) else ():
+            if kind not in _VALUE_TYPES:
+                known = ", ".join(_VALUE_TYPES)
+                raise ValueError(
+                    f"document_values: the type of {name!r} must be one of {known}, not {kind!r}"
+                )
 
     def shared_by_ranks(self, *, order_only: bool = False) -> dict[str, object]:
         """Return the options that must be equal on all ranks, without those in the loader's state.
@@ -544,7 +565,8 @@ class LoaderConfig(Layout, Order, Run):
     @property
     def token_options(self) -> list[str]:
         """Names of the given options that need a column of tokens."""
-        return [name for name in ("labels", "flat", "balance", *_DOCUMENT_OPTIONS) if getattr(self, name)]
+        names = ("labels", "flat", "balance", "document_values", *_DOCUMENT_OPTIONS)
+        return [name for name in names if getattr(self, name)]
 
     @property
     def document_options(self) -> list[str]:

@@ -33,6 +33,7 @@ from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
 from shardkit.loaders.defaults import find_eos_id, may_be_padded, open_work_balance, warn_of_small_cache
+from shardkit.loaders.document_values import document_values, source_labels
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
@@ -101,6 +102,8 @@ class StreamingLoader:
         self._watch_peers()
         self._opened = open_streams(dataset, self.config, local_processes(self._place), place=self._place)
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
+        self.sources = source_labels(streams)
+        """The labels that `Layout(document_values=["source"])` numbers: those of all inputs, each once."""
         self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
         self.output = OutputMemory()
         """Reusable memory that rows are written to."""
@@ -151,6 +154,7 @@ class StreamingLoader:
             return_ids=return_ids,
             mark_padding=mark_padding,
             split_ids=streams.split_ids if len(streams) > 1 else None,
+            values=document_values(streams, self.config.document_values),
         )
 
     def __iter__(self) -> Iterator[Batch]:

@@ -34,6 +34,7 @@ from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of, bytes_of_arrays
 from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.document_values import RowValues
 from shardkit.loaders.profiled import profiled
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
 from shardkit.loaders.streams import Columns, ReadRows, Streams
@@ -96,6 +97,7 @@ class _Planned:
     rows: PlannedRows
     is_late: bool  # whether shards had to be fetched first
     real: npt.NDArray[np.int64] | None  # number of samples before entry i that are not padding; None: all
+    values: RowValues | None  # of the documents of all samples, padding included
     work: npt.NDArray[np.int64] | None
 
 
@@ -184,11 +186,13 @@ class GroupMaker:
             shard, row, places = shard[is_real], row[is_real], places[is_real]
             real = np.concatenate([[0], np.cumsum(is_real)])
         self._planning = f"; opening {self._shard_names(shard)}"
+        values = self._maker.values
         with self._errors_with_place():
+            of_documents = None if values is None else values.open_rows(ids)
             read, is_late = self._source.source.open_rows(self._streams.in_datasets(shard), row)
         self._planning = ""
         found = PlannedRows(self._checked(read), self._streams, shard, row, places)
-        return _Planned(cursors, ids, found, is_late, real, steps.work)
+        return _Planned(cursors, ids, found, is_late, real, of_documents, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """Return how many of `count` batches the streams' limits allow; if 0, raise StreamExhaustedError."""
@@ -228,7 +232,8 @@ class GroupMaker:
         with profiled("shardkit.gather"):
             columns = self._columns(planned.rows, low, high)
         with profiled("shardkit.make"):
-            fields, count = self._maker.fields(columns, ids)
+            values = None if planned.values is None else planned.values[first : first + len(ids)]
+            fields, count = self._maker.fields(columns, ids, values)
             batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
         return Group(fields, batches, cursors, by_batch, count, work)
 

@@ -196,7 +196,8 @@ def _open(found: Found, shared: SharedCache, options: ReadOptions) -> Dataset:
         manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
-    if isinstance(found.rows, TextRows):
+    texts = found.rows if isinstance(found.rows, TextRows) else None
+    if texts is not None:
         options = replace(options, columns=None)  # they name what the rows are made from
     card = found.card
     if options.verify and card is not None:

@@ -49,14 +49,15 @@ class RangeRows:
     def objects(self) -> dict[int, tuple[int, str]]:
         """Return {shard number: (stored size in bytes, version of its files)} for the shard cache."""
         shards = enumerate(self.manifest.shards)
-        return {n: (info.stored.bytes, self._version(info.stored.basename)) for n, info in shards}
+        return {n: (info.stored.bytes, self.version_of(info.stored.basename)) for n, info in shards}
 
     def dates(self) -> dict[str, tuple[int, int]]:
         """Return {name: (modification time in ns, size in bytes)} of the local files."""
         parts = {name: version.split("-") for name, version in self.versions.items()}
         return {name: (int(part[0]), int(part[-1])) for name, part in parts.items()}
 
-    def _version(self, shard: str) -> str:
+    def version_of(self, shard: str) -> str:
+        """Return the version of the files that a shard, given by name, is in."""
         return _SEPARATOR.join(self.versions[piece.file] for piece in pieces_of(shard))
 
 

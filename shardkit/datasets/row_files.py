@@ -410,6 +410,28 @@ def _shards(
         yield range(first, len(file.rows.groups)), ranges, memory
 
 
+def encodings_in(part: RowPart, where: str) -> Mapping[str, str]:
+    """Return the encodings of all columns of the file that `part` is in."""
+    return _format(part).encodings(part, where)
+
+
+def other_columns(
+    part: RowPart, columns: Mapping[str, str], rows: int, where: str
+) -> tuple[RowPart, ShardInfo]:
+    """Return the `rows` rows of `part` with other columns, given with their encodings, and their shard."""
+    selected, ranges = _format(part).select(part, list(columns), where)
+    pieces = _pieces(part.file, ranges)
+    info = FileInfo(name_of(pieces), sum(piece.bytes for piece in pieces))
+    made = tuple(Column(name, encoding, None) for name, encoding in columns.items())
+    return selected, ShardInfo(info, rows, made)
+
+
+def _format(part: RowPart) -> RowFormat:
+    found = format_of(part.file)
+    assert found is not None
+    return found
+
+
 def _pieces(file: str, ranges: Sequence[tuple[int, int]]) -> list[Piece]:
     """Return pieces of a file that hold these ranges, sorted; ranges that are close become one."""
     found: list[Piece] = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ _SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # number of shards, and of rows per shar
 _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 def find_segments(
@@ -87,6 +89,22 @@ class Segments:
         rows: _Ints = self.starts // self.shape[1]
         return rows
 
+    @cached_property
+    def counts(self) -> _Ints:
+        """Number of documents of each row."""
+        counts: _Ints = np.diff(self._firsts)
+        return counts
+
+    @cached_property
+    def numbers(self) -> _Ints:
+        """Number of each document in its row, from 0."""
+        numbers: _Ints = np.arange(len(self.starts)) - self._firsts[self.rows]
+        return numbers
+
+    @cached_property
+    def _firsts(self) -> _Ints:
+        return self.first_of_rows()
+
     def first_of_rows(self, every: int = 1) -> _Ints:
         """Return the indices of the first documents of rows 0, `every`, …; last, the number of documents."""
         rows, length = self.shape
@@ -127,8 +145,7 @@ class Segments:
 
     def document_ids(self) -> npt.NDArray[np.int32]:
         """Return the index of each token's document, counted from 0 in each row, as int32[rows, length]."""
-        numbers = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
-        return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
+        return np.repeat(self.numbers.astype(np.int32), self.lengths).reshape(self.shape)
 
     def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
         """Return (int32[documents + 1] bounds, length of the longest document) for each flattened batch."""
@@ -165,22 +182,27 @@ class Segments:
 
         n is the largest number of documents in a row of the batch; rows with fewer are padded with zeros.
         """
-        first = self.first_of_rows()
-        counts = np.diff(first)
+        counts = self.counts
         table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
-        table[self.rows, np.arange(len(self.starts)) - first[self.rows]] = self.lengths
+        table[self.rows, self.numbers] = self.lengths
         longest = table.max(axis=1, initial=0).tolist()
-        most = counts.reshape(-1, batch_size).max(axis=1).tolist()
         edges = pairwise(range(0, self.shape[0] + 1, batch_size))
-        return [
-            (np.ascontiguousarray(table[low:high, :width]), longest[low:high])
-            for (low, high), width in zip(edges, most, strict=True)
-        ]
+        tables = cut_tables(table, counts, batch_size)
+        return [(own, longest[low:high]) for own, (low, high) in zip(tables, edges, strict=True)]
 
     def seq_lengths(self) -> list[list[int]]:
         """Return the lengths of the documents of each row."""
         lengths = self.lengths.tolist()
         return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
+
+
+def cut_tables(table: npt.NDArray[_Number], counts: _Ints, batch_size: int) -> list[npt.NDArray[_Number]]:
+    """Return the rows of a table of documents by batch, each as wide as the largest of `counts` in it."""
+    most = counts.reshape(-1, batch_size).max(axis=1).tolist()
+    edges = pairwise(range(0, len(table) + 1, batch_size))
+    return [
+        np.ascontiguousarray(table[low:high, :width]) for (low, high), width in zip(edges, most, strict=True)
+    ]
 
 
 def find_eos_id(

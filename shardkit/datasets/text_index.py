@@ -33,7 +33,7 @@ _DIGEST_BYTES = 16
 
 Lengths = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Measure = Callable[[int], Lengths]
-"""Returns the tokens of each document of a shard, marks included, and 0 for each null, as uint32[n]."""
+"""Returns what `Documents.measured` has for each row of a shard's file, as uint32[n]; 0 is a null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,7 @@ class TextIndex:
         rows, digests = np.zeros(len(self.sizes), np.int64), hashlib.blake2b(digest_size=_DIGEST_BYTES)
         nulls = 0
         blocks = self._blocks()
-        results = KeptResults(
-            self.folder,
-            [f"lengths-{number:05d}" for number in range(len(blocks))],
-            lambda number: [measure(shard) for shard in blocks[number]],
-            _packed,
-            lambda number, data: _unpacked(data, len(blocks[number])),
-            wait_seconds=self.wait_seconds,
-            threads=self.threads,
-        )
+        results = self._results(blocks, measure)
         kept = results.make_missing("measure texts", [sum(self.sizes[n] for n in block) for block in blocks])
         for number, block in enumerate(blocks):
             measured = kept.pop(number, None) or results.stored(number)
@@ -79,13 +71,37 @@ class TextIndex:
                 measured = results.make(number)
             for shard, lengths in zip(block, measured, strict=True):
                 digests.update(len(lengths).to_bytes(8, "little") + lengths.tobytes())
-                rows[shard] = count(lengths[lengths > 0])
+                rows[shard] = count(lengths)
                 nulls += int((lengths == 0).sum())
         if file is not None:
             with contextlib.suppress(OSError):  # a full disk: the next start counts again
                 publish_hashed(file, digests.digest() + np.append(nulls, rows).astype("<i8").tobytes())
             _trim(file.parent.parent, MAX_BYTES)
         return rows, digests.hexdigest(), nulls
+
+    def lengths(self, shard: int) -> Lengths | None:
+        """Return what was measured of a shard; None if it is not kept."""
+        blocks = self._blocks()
+        number, block = next((n, block) for n, block in enumerate(blocks) if shard in block)
+        measured = self._results(blocks).stored(number)
+        return None if measured is None else measured[shard - block.start]
+
+    def _results(self, blocks: Sequence[range], measure: Measure | None = None) -> KeptResults[list[Lengths]]:
+        """Return what was measured of blocks of shards; without `measure`, only what is kept."""
+
+        def make(number: int) -> list[Lengths]:
+            assert measure is not None
+            return [measure(shard) for shard in blocks[number]]
+
+        return KeptResults(
+            self.folder,
+            [f"lengths-{number:05d}" for number in range(len(blocks))],
+            make,
+            _packed,
+            lambda number, data: _unpacked(data, len(blocks[number])),
+            wait_seconds=self.wait_seconds,
+            threads=self.threads,
+        )
 
     def _blocks(self) -> list[range]:
         edges, size = [0], 0

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardkit.tokens.packing import Placement
     from shardkit.tokens.tokenizer import Encoder, Tokens
 
+NULL, EMPTY = 0, 1  # a row of the file without text, and with one of no tokens: neither is a document
 Pack = Literal["best_fit", "concat"]
 TokenizerChoice = str | PathLike[str] | Mapping[str, Any]
 
@@ -173,17 +174,16 @@ class TextTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a shard: their ids with marks, one after the other, and the number of null texts.
+    """The documents of a shard: their ids with marks, one after the other.
 
-    `rows` are their rows in the shard of texts. `masks` has one byte per token if the documents are
-    conversations: 1 if it is trained on.
+    `masks` has one byte per token if the documents are conversations: 1 if it is trained on. `measured` has
+    what the index keeps of each row of the file, uint32[n]: the tokens of its document, or `NULL`, `EMPTY`.
     """
 
     tokens: Tokens
     lengths: Ints
-    rows: Ints
     masks: Bytes | None
-    nulls: int
+    measured: npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +232,9 @@ class TextPacker:
             return pack_concat(lengths, self.sequence_length)
         return pack_best_fit(lengths, self.sequence_length)
 
-    def count(self, lengths: npt.NDArray[np.uint32]) -> int:
-        """Return the number of rows of documents with these lengths."""
-        return self.place(lengths.astype(np.int64)).rows
+    def count(self, measured: npt.NDArray[np.uint32]) -> int:
+        """Return the number of rows of the documents of a shard."""
+        return self.place(measured[measured > EMPTY].astype(np.int64)).rows
 
     def documents(self, number: int, stored: Bytes, where: str) -> Documents:
         """Tokenize the texts of a shard. Raises ShardError if one cannot be tokenized."""
@@ -264,7 +264,11 @@ class TextPacker:
             end = last[is_there].astype(np.uint8)
             mask = with_marks(mask, lengths, None if bos_id is None else 0, end)
         ids = with_marks(ids, lengths, bos_id, self.tokenizer.eos_id)
-        return Documents(ids, lengths + (1 if bos_id is None else 2), rows[is_there], mask, values.null_count)
+        lengths += 1 if bos_id is None else 2
+        measured = np.full(len(values), NULL, np.uint32)
+        measured[rows] = EMPTY
+        measured[rows[is_there]] = lengths
+        return Documents(ids, lengths, mask, measured)
 
     def shard(self, number: int, stored: Bytes, where: str) -> RowShard:
         """Open the stored bytes of a shard of texts."""

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 TEXT, MESSAGES = "text", "messages"
 _LISTS = ("list<", "large_list<")  # how the types of conversations begin
 _LIBRARIES = ("tokenizers", "gigatoken", "sentencepiece", "tiktoken", "jinja2")
+_MEASURED = 2  # version of what `Documents.measured` holds
 _SAMPLED_SHARDS = 16  # whose texts the engines are compared on
 _SAMPLE_BYTES = 1 << 18
 
@@ -86,6 +87,9 @@ class TextRows(RangeRows):
 
     packer: TextPacker
     card: DatasetCard
+    index: TextIndex
+    numbers: Ints
+    """The number in the index of each shard, int64[shards]; those without documents are left out here."""
 
 
 def find_text_rows(
@@ -129,15 +133,14 @@ def find_text_rows(
 
     def measure(number: int) -> Lengths:
         where = store.where(rows.parts[number].file)
-        documents = packer.documents(number, fetch(number), where)
-        return np.append(documents.lengths, np.zeros(documents.nulls, np.int64)).astype(np.uint32)
+        return packer.documents(number, fetch(number), where).measured
 
     sizes = [info.stored.bytes for info in rows.manifest.shards]
     index = TextIndex(folder, sizes, threads=threads or usable_cores())
     samples, digest, nulls = index.rows(f"{cut.sequence_length}-{cut.pack}", measure, packer.count)
     if nulls:
         warn_user(f"{path}: {nulls:,} rows have no text (null), and are left out")
-    return _text_rows(rows, store, packer, samples, digest)
+    return _text_rows(rows, store, packer, index, samples, digest)
 
 
 def _text_column(path: object, encodings: Mapping[str, str], columns: Sequence[str] | None) -> str:
@@ -172,7 +175,7 @@ def _index_key(rows: FileRows, tokenizer: TextTokenizer) -> str:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return digest_of([rows.manifest.fingerprint, tokenizer.key, versions])
+    return digest_of([rows.manifest.fingerprint, tokenizer.key, versions, _MEASURED])
 
 
 def _with_engine(
@@ -211,7 +214,7 @@ def _with_engine(
 
 
 def _text_rows(
-    rows: FileRows, store: ResilientStore, packer: TextPacker, samples: Ints, digest: str
+    rows: FileRows, store: ResilientStore, packer: TextPacker, index: TextIndex, samples: Ints, digest: str
 ) -> TextRows:
     filled = np.flatnonzero(samples).tolist()  # a build makes no shard of a unit without documents, either
     if not filled:
@@ -245,4 +248,5 @@ def _text_rows(
         },
         f"the tokenizer of {store.url}",
     )
-    return TextRows(None, store, Manifest("text", shards, seen=seen), rows.versions, packer, card)
+    manifest, numbers = Manifest("text", shards, seen=seen), np.array(filled)
+    return TextRows(None, store, manifest, rows.versions, packer, card, index, numbers)

@@ -160,7 +160,7 @@ def test_files_beside_classes_and_empty_folders_are_refused(tmp_path: Path) -> N
     with pytest.raises(ShardError, match=r"images in folders \(a/1\.jpg\), which are classes.*\(top\.jpg\)"):
         open_dataset(write(tmp_path / "both", ["a/1.jpg", "top.jpg"]))
     (tmp_path / "empty" / "a").mkdir(parents=True)
-    with pytest.raises(ShardNotFoundError, match="and images"):
+    with pytest.raises(ShardNotFoundError, match="and for images"):
         open_dataset(tmp_path / "empty")
 
 

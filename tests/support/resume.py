@@ -89,10 +89,17 @@ def assert_equal(got: Batch, expected: Batch, where: str) -> None:
     assert got.keys() == expected.keys(), f"{where}: keys {list(got)}, expected {list(expected)}"
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
-            same = got[key].dtype == value.dtype and torch.equal(got[key], value)
+            same = got[key].dtype == value.dtype and same_values(got[key], value)
         else:
             same = plain(got[key]) == plain(value)
         assert same, f"{where}: {key!r} differs: {got[key]!r:.300} instead of {value!r:.300}"
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Two tensors have one shape and equal values; NaN, which stands for a missing value, equals itself."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def plain(value: object) -> object:

@@ -16,6 +16,7 @@ from shardkit.arrays import Ints
 from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.provenance.table import Piece
 from shardkit.datasets.row_files import FileRows
+from shardkit.datasets.text_packer import EMPTY
 from shardkit.datasets.text_rows import TextRows
 
 
@@ -53,13 +54,14 @@ def _of_texts(dataset: OpenDataset, rows: TextRows, shard: int, wanted: Ints) ->
     name = files.manifest.shards[shard].raw.basename
     stored = np.frombuffer(dataset.shards.store.get(name, version=version), np.uint8)
     documents = rows.packer.documents(shard, stored, f"{dataset.location}/{part.file}")
+    of_documents = np.flatnonzero(documents.measured > EMPTY)
     places = rows.packer.place(documents.lengths)
     start = int(dataset.manifest.shard_starts[shard])
     found = np.flatnonzero(np.isin(places.row, wanted))
     for place in found[np.lexsort((places.column[found], places.row[found]))].tolist():
         row, column = int(places.row[place]), int(places.column[place])
         span = column, column + int(places.length[place])
-        record = part.first_row + int(documents.rows[places.document[place]])
+        record = part.first_row + int(of_documents[places.document[place]])
         yield _piece(start + row, shard, row, span, int(places.start[place]), part.file, record)
 
 

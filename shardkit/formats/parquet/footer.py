@@ -15,7 +15,7 @@ pyarrow reads these without parsing the others. parquet.thrift numbers the field
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from shardkit.errors import NOT_WHOLE, ShardError, naming_extras
 from shardkit.formats.parquet.part import MAGIC, MAX_FOOTER_BYTES, UNIT, ParquetPart, as_file
 from shardkit.formats.parquet_limits import CompactThrift
 from shardkit.formats.rows.columns import encodings_of
-from shardkit.formats.rows.contract import Chunk, Read, RowFile, RowGroup
+from shardkit.formats.rows.contract import Chunk, Range, Read, RowFile, RowGroup, RowPart
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -187,3 +187,18 @@ class ParquetFormat:
     def alike(self, files: Sequence[RowFile]) -> Sequence[RowFile]:
         """Return the files as they are: their columns must be alike."""
         return files
+
+    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
+        """Return the encodings of all columns of a part's file."""
+        return _footer_of(part, where).encodings
+
+    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, list[Range]]:
+        """Return the part, whose footer has all columns, and the ranges of some columns."""
+        groups = _footer_of(part, where).groups[: len(part.groups)]
+        chunks = (chunk for group in groups for name in columns for chunk in group.chunks.get(name, ()))
+        return part, [(chunk.start, chunk.stop) for chunk in chunks]
+
+
+def _footer_of(part: RowPart, where: str) -> ParquetFooter:
+    assert isinstance(part, ParquetPart)
+    return ParquetFooter(where, zstandard.decompress(part.footer, MAX_FOOTER_BYTES), part.file_bytes)

@@ -26,10 +26,12 @@ from shardkit.formats.rows.contract import (
     Chunk,
     Pieces,
     PiecesFile,
+    Range,
     Read,
     ReadColumn,
     RowFile,
     RowGroup,
+    RowPart,
     title_of,
 )
 from shardkit.formats.rows.flatbuffers import Table
@@ -220,6 +222,20 @@ class ArrowFormat:
     def alike(self, files: Sequence[RowFile]) -> Sequence[RowFile]:
         """Return the files as they are: their columns must be alike."""
         return files
+
+    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
+        """Return the encodings of all columns of a part's file."""
+        assert isinstance(part, ArrowPart)
+        return encodings_of(part.skeleton.schema())
+
+    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, list[Range]]:
+        """Return the part, which can read all columns, and the ranges of its batches with all columns.
+
+        Where a column is in a batch is said there, in metadata that a part does not have.
+        """
+        assert isinstance(part, ArrowPart)
+        blocks = (*part.skeleton.dictionaries, *part.batches)
+        return part, [(offset, offset + metadata + body) for offset, metadata, body in blocks]
 
 
 _Scan = tuple[Skeleton, list[Block], list[bytes]]

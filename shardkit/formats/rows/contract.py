@@ -23,6 +23,9 @@ Read = Callable[[int, int], bytes]
 ReadColumn = Callable[[str], Any]
 """Returns a column of a shard as a `pyarrow.ChunkedArray`. Raises ValueError, OSError or ArrowException."""
 
+Range = tuple[int, int]
+"""Bytes of a file: from one offset to another (exclusive)."""
+
 Pieces = Sequence[tuple[int, Bytes]]
 """The bytes of a shard: (offset in the file, bytes) of each range."""
 
@@ -63,6 +66,10 @@ class RowPart(Protocol):
     @property
     def first_row(self) -> int:
         """The number of the shard's first row in the file."""
+
+    @property
+    def groups(self) -> range:
+        """The numbers of the groups in the file."""
 
     @property
     def title(self) -> str:
@@ -107,6 +114,12 @@ class RowFormat(Protocol):
 
     def alike(self, files: Sequence[RowFile]) -> Sequence[RowFile]:
         """Return the files with the types that their columns have in common."""
+
+    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
+        """Return the encodings of all columns of a part's file. Raises ShardError if it is malformed."""
+
+    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, Sequence[Range]]:
+        """Return the same rows with other columns of the file, and the ranges of the file that hold them."""
 
 
 class PiecesFile(io.RawIOBase):

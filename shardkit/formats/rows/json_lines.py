@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import zstandard
@@ -27,7 +28,17 @@ import zstandard
 from shardkit.errors import ShardError, naming_extras
 from shardkit.formats.compression import decompress_streams, frames
 from shardkit.formats.rows.columns import encodings_of
-from shardkit.formats.rows.contract import Chunk, Pieces, Read, ReadColumn, RowFile, RowGroup, title_of
+from shardkit.formats.rows.contract import (
+    Chunk,
+    Pieces,
+    Range,
+    Read,
+    ReadColumn,
+    RowFile,
+    RowGroup,
+    RowPart,
+    title_of,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,10 +78,12 @@ class JsonLinesPart:
     file: str
     groups: range
     first_row: int
+    where: Range  # the bytes of the file that hold the blocks
     compression: str | None
     skip: int
     size: int
-    schema: bytes  # of the wanted columns
+    schema: bytes  # of all columns
+    columns: tuple[str, ...]  # that are wanted
 
     @property
     def title(self) -> str:
@@ -89,7 +102,8 @@ class JsonLinesPart:
         lines = content[self.skip : self.skip + self.size].tobytes()
         rows = [row for _, row in _rows(lines, self.first_row)]
         columns = {}
-        for one in pa.ipc.read_schema(pa.py_buffer(self.schema)):
+        schema = pa.ipc.read_schema(pa.py_buffer(self.schema))
+        for one in map(schema.field, self.columns):
             try:
                 columns[one.name] = pa.array([row.get(one.name) for row in rows], one.type)
             except OverflowError as error:
@@ -128,12 +142,17 @@ class JsonLines:
 
     def part(self, file: str, groups: range, first_row: int, columns: Sequence[str]) -> JsonLinesPart:
         """Return some blocks of this file, called `file`, as a part that has only `columns`."""
-        import pyarrow as pa
 
         first, last = self.blocks[groups[0]], self.blocks[groups[-1]]
-        schema = pa.schema([self.schema.field(name) for name in columns]).serialize().to_pybytes()
+        where = first.file_start, last.file_stop
         skip, size = first.start - first.origin, last.stop - first.start
-        return JsonLinesPart(file, groups, first_row, self.compression, skip, size, schema)
+        return JsonLinesPart(
+            file, groups, first_row, where, self.compression, skip, size, self._stored_schema, tuple(columns)
+        )
+
+    @cached_property
+    def _stored_schema(self) -> Any:
+        return self.schema.serialize().to_pybytes()
 
 
 class JsonLinesFormat:
@@ -200,6 +219,18 @@ class JsonLinesFormat:
             ]
             made.append(replace(file, schema=pa.schema(fields)))
         return made
+
+    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
+        """Return the encodings of all columns of a part's file that can be read."""
+        import pyarrow as pa
+
+        assert isinstance(part, JsonLinesPart)
+        return encodings_of(pa.ipc.read_schema(pa.py_buffer(part.schema)))
+
+    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, list[Range]]:
+        """Return the part with other columns, and the range of its lines."""
+        assert isinstance(part, JsonLinesPart)
+        return replace(part, columns=tuple(columns)), [part.where]
 
 
 def _decompressed(
