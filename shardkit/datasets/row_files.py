@@ -86,6 +86,15 @@ class FileRows(RangeRows):
     decoded_bytes: int
     """Estimate of the memory that all shards take when they are decoded."""
 
+    def name_of(self, number: int) -> str:
+        """Return the file of shard `number` and its rows there."""
+        first, rows = self.parts[number].first_row, self.manifest.shards[number].samples
+        return f"{self.parts[number].file} rows {first:,} to {first + rows - 1:,}"
+
+    def place_of(self, number: int, row: int) -> tuple[str, int]:
+        """Return (file, number of the row in it) of a row of shard `number`."""
+        return self.parts[number].file, self.parts[number].first_row + row
+
 
 @dataclass(frozen=True, slots=True)
 class _File:

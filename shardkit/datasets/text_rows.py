@@ -87,6 +87,10 @@ class TextRows(RangeRows):
     packer: TextPacker
     card: DatasetCard
 
+    def name_of(self, number: int) -> str:
+        """Return the file of the texts of shard `number` and their rows there."""
+        return self.packer.rows.name_of(number)
+
 
 def find_text_rows(
     path: str | Sequence[str],
