@@ -27,7 +27,7 @@ from shardkit.formats.rows.contract import (
     Pieces,
     PiecesFile,
     Read,
-    ReadColumn,
+    ReadColumns,
     RowFile,
     RowGroup,
     title_of,
@@ -106,7 +106,7 @@ class ArrowPart:
         """The record batches, for messages."""
         return title_of(UNIT, self.groups)
 
-    def open(self, pieces: Pieces) -> ReadColumn:
+    def open(self, pieces: Pieces) -> ReadColumns:
         """Return the reader of the shard whose bytes are `pieces`."""
         import pyarrow as pa
 
@@ -124,7 +124,7 @@ class ArrowPart:
                 batch.validate(full=True)  # offsets that leave their buffers would crash the process
             return pa.chunked_array([batch.column(0) for batch in batches], schema.field(number).type)
 
-        return read
+        return lambda names: {name: read(name) for name in names}
 
     def _check_memory(self, file: PiecesFile, schema: pa.Schema, name: str) -> None:
         """Raise ValueError if a compressed column states that it takes too much memory."""

@@ -27,7 +27,7 @@ import zstandard
 from shardkit.errors import ShardError, naming_extras
 from shardkit.formats.compression import decompress_streams, frames
 from shardkit.formats.rows.columns import encodings_of
-from shardkit.formats.rows.contract import Chunk, Pieces, Read, ReadColumn, RowFile, RowGroup, title_of
+from shardkit.formats.rows.contract import Chunk, Pieces, Read, ReadColumns, RowFile, RowGroup, title_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,7 +77,7 @@ class JsonLinesPart:
         """The blocks, for messages."""
         return title_of(UNIT, self.groups)
 
-    def open(self, pieces: Pieces) -> ReadColumn:
+    def open(self, pieces: Pieces) -> ReadColumns:
         """Return the reader of the shard whose bytes are `pieces`: one range."""
         import pyarrow as pa
 
@@ -94,7 +94,7 @@ class JsonLinesPart:
                 columns[one.name] = pa.array([row.get(one.name) for row in rows], one.type)
             except OverflowError as error:
                 raise ValueError(f"column {one.name!r}: {error}") from error
-        return lambda name: pa.chunked_array([columns[name]])
+        return lambda names: {name: pa.chunked_array([columns[name]]) for name in names}
 
 
 @dataclass(frozen=True)
