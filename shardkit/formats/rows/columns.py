@@ -118,7 +118,7 @@ class Strings:
     """
 
     data: memoryview
-    ends: npt.NDArray[np.int32] | npt.NDArray[np.int64]
+    ends: npt.NDArray[np.signedinteger[Any]]
     there: npt.NDArray[np.bool_] | None
     is_text: bool
 
@@ -157,10 +157,10 @@ def strings_of(column: Any, *, is_text: bool) -> Strings:
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
     _, offsets, data = array.buffers()
-    dtype: type[np.int32] | type[np.int64] = np.int32 if kind == small else np.int64
-    ends: npt.NDArray[np.int32] | npt.NDArray[np.int64] = np.zeros(1, dtype)
+    ends: npt.NDArray[np.signedinteger[Any]] = np.zeros(1, np.int64)
     if len(array):
-        ends = np.frombuffer(offsets, dtype)[array.offset : array.offset + len(array) + 1]
+        ends = np.frombuffer(offsets, np.int32) if kind == small else np.frombuffer(offsets, np.int64)
+        ends = ends[array.offset : array.offset + len(array) + 1]
     there = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     return Strings(memoryview(b"" if data is None else data).cast("B"), ends, there, is_text)
 
