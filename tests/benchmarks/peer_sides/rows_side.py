@@ -36,7 +36,7 @@ def shardkit(request: Request) -> Iterator[int]:
 
 
 def litdata(request: Request) -> Iterator[int]:
-    """Its own loader without workers, which would be processes; it writes its index next to local files."""
+    """Its own loader without workers, which would be processes; it writes its index next to the files."""
     from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset
     from litdata.streaming.item_loader import ParquetLoader
 
@@ -45,8 +45,6 @@ def litdata(request: Request) -> Iterator[int]:
     if cache:
         options |= {"cache_dir": cache}
     index_parquet_dataset(place, **options)
-    if cache:
-        options |= {"index_path": cache}
     columns = ParquetLoader(columns=request["columns"])
     dataset = StreamingDataset(place, item_loader=columns, shuffle=True, drop_last=True, **options)
     for batch in StreamingDataLoader(dataset, batch_size=request["batch"], collate_fn=list, drop_last=True):
