@@ -32,8 +32,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from shardkit.cache.indexes import MAX_ROWS_BYTES, NodeIndexes, kept_indexes
-from shardkit.cache.kept_results import trim
+from shardkit.cache.indexes import NodeIndexes, kept_indexes
 from shardkit.datasets.range_store import (
     AnyStore,
     RangeRows,
@@ -98,11 +97,10 @@ class FileRows(RangeRows):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with what it says about its groups, parsed and as it is kept."""
+    """A file with what it says about its groups."""
 
     info: ObjectInfo
     rows: RowFile
-    data: bytes
     where: str
 
 
@@ -143,8 +141,7 @@ def find_rows(
         kind.parse(store.where(info.key), one, info.bytes) for info, one in zip(found, data, strict=True)
     ]
     files = [
-        _File(info, rows, one, store.where(info.key))
-        for info, rows, one in zip(found, kind.alike(parsed), data, strict=True)
+        _File(info, rows, store.where(info.key)) for info, rows in zip(found, kind.alike(parsed), strict=True)
     ]
     described = _columns(path, files, columns, sequence_length)
     manifest, parts, decoded = _manifest(path, kind, files, described, shard_bytes)
@@ -268,10 +265,7 @@ def _read_all(
     else:
         kept = kept_indexes(folder, origins, read, threads)
     sizes = [info.bytes if kind.is_read_whole else min(info.bytes, TAIL_BYTES) for info in found]
-    data = kept.all(f"index {kind.title}", sizes)
-    if kept.folder is not None:
-        trim(kept.folder, MAX_ROWS_BYTES)
-    return data
+    return kept.all(f"index {kind.title}", sizes)
 
 
 def _columns(
@@ -365,7 +359,7 @@ def _manifest(
     decoded = largest = 0
     for file in files:
         key = file.info.key
-        digest.update(f"\0{key}\0{file.info.bytes}\0".encode() + file.data)
+        digest.update(f"\0{key}\0{file.info.bytes}\0".encode() + file.rows.seen)
         starts = np.cumsum([0, *(group.rows for group in file.rows.groups)]).tolist()
         for groups, ranges, memory in _shards(kind, file, sizes, shard_bytes):
             pieces = _pieces(key, ranges)

@@ -217,10 +217,7 @@ def test_no_damage_of_arrow_ends_the_process(kind: str, codec: str | None, tmp_p
 def test_arrow_files_that_are_cut_are_named(
     change: Callable[[bytes], bytes], problem: str, kind: str, tmp_path: Path
 ) -> None:
-    data = change(arrow_file(kind, None))
-    (tmp_path / "a.arrow").write_bytes(data)
-    if kind == "stream" and data.endswith(b"\0" and arrow_file(kind, None)[-8:-7]) and len(data) > 9000:
-        return  # only its end mark is cut
+    (tmp_path / "a.arrow").write_bytes(change(arrow_file(kind, None)))
     with pytest.raises(ShardError, match=rf"a.arrow: .*({problem})"):
         open_dataset(tmp_path / "a.arrow")
 

@@ -155,6 +155,7 @@ class ArrowFile:
         schema = skeleton.schema()
         self.encodings: Mapping[str, str] = encodings_of(schema)
         self.broken: Mapping[str, str] = {}
+        self.seen = _pack(skeleton, batches, metadata)
         self.groups = [self._group(schema, block, one) for block, one in zip(batches, metadata, strict=True)]
 
     def part(self, file: str, groups: range, first_row: int, columns: Sequence[str]) -> ArrowPart:

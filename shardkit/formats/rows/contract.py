@@ -80,6 +80,10 @@ class RowFile(Protocol):
         """The encoding of each column (`shardkit.formats.rows.columns`)."""
 
     @property
+    def seen(self) -> bytes:
+        """Facts about the content, for the fingerprint; the same with any version of any library."""
+
+    @property
     def broken(self) -> Mapping[str, str]:
         """Columns that cannot be read, and why."""
 

@@ -104,8 +104,14 @@ class JsonLines:
     compression: str | None
     blocks: Sequence[Block]
     schema: pa.Schema
-    bytes: Mapping[str, int]  # of all values of a column, decoded
+    sizes: Mapping[str, int]  # bytes of all values of a column, decoded
+    hash: str  # of the file
     broken: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def seen(self) -> bytes:
+        """The hash of the file."""
+        return self.hash.encode()
 
     @property
     def encodings(self) -> Mapping[str, str]:
@@ -120,7 +126,7 @@ class JsonLines:
         for block in self.blocks:
             chunks = {}
             for one in self.schema:
-                size = self.bytes.get(one.name, 0) * block.rows // total
+                size = self.sizes.get(one.name, 0) * block.rows // total
                 at = block.file_start
                 chunks[one.name] = (Chunk(at, at, block.rows, size, int(one.nullable)),)
             found.append(RowGroup(block.rows, chunks, ((block.file_start, block.file_stop),)))
@@ -172,7 +178,7 @@ class JsonLinesFormat:
         found = json.loads(data)
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
         blocks = [Block(*block) for block in found["blocks"]]
-        return JsonLines(found["compression"], blocks, schema, found["bytes"], found["broken"])
+        return JsonLines(found["compression"], blocks, schema, found["bytes"], found["hash"], found["broken"])
 
     def alike(self, files: Sequence[RowFile]) -> Sequence[RowFile]:
         """Return the files with the columns of all of them, each with the type of all its values."""
