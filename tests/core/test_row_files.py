@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import math
 import random
 import threading
 import warnings
@@ -365,7 +366,9 @@ def test_any_rows_are_read_as_they_are_or_refused(
 
 
 def without_nulls(value: Any) -> Any:
-    """Leave out keys that are null, as a missing one is."""
+    """Leave out keys that are null, as a missing one is; a null in a list of floats is NaN."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
     if isinstance(value, dict):
         return {name: kept for name, one in value.items() if (kept := without_nulls(one)) is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
