@@ -293,6 +293,7 @@ def kept_indexes(
         lambda number, data: zstandard.decompress(data, MAX_INDEX_BYTES),
         wait_seconds=wait_seconds,
         threads=threads,
+        max_bytes=MAX_ROWS_BYTES,
     )
 
 

@@ -40,6 +40,8 @@ class KeptResults(Generic[T]):
     """Returns the result of a number from what `pack` returned; None if it is of something else."""
     wait_seconds: float = WAIT_SECONDS
     threads: int = 1
+    max_bytes: int | None = None
+    """Size of the folder above which the least recently used results in it are removed."""
 
     def stored(self, number: int) -> T | None:
         """Return a result that is kept; None if it is missing, damaged, or of something else."""
@@ -47,12 +49,22 @@ class KeptResults(Generic[T]):
             return None
         return self.unpack(number, data)
 
-    def make_missing(self, step: str, sizes: Sequence[int]) -> dict[int, T]:
-        """Make the results that are not kept yet; return those that cannot be stored.
+    def all(self, step: str, sizes: Sequence[int]) -> list[T]:
+        """Return all results, made if they are missing.
 
         `step` names the work and `sizes` its amounts in bytes, by number, for the progress that is shown.
         """
-        missing = [n for n in range(len(self.names)) if self.folder is None or self.stored(n) is None]
+        found = {n: one for n in range(len(self.names)) if (one := self.stored(n)) is not None}
+        missing = [number for number in range(len(self.names)) if number not in found]
+        found |= self.make_all(step, sizes, missing)
+        for number in missing:
+            if number not in found:
+                one = self.stored(number)
+                found[number] = self.make(number) if one is None else one  # damaged or removed since
+        return [found[number] for number in range(len(self.names))]
+
+    def make_all(self, step: str, sizes: Sequence[int], missing: Sequence[int]) -> dict[int, T]:
+        """Make the results `missing`, which are not kept yet; return those that cannot be stored."""
         kept: dict[int, T] = {}
         if not missing:
             return kept
@@ -68,16 +80,9 @@ class KeptResults(Generic[T]):
                     return is_done
 
                 missing = self._each(one, missing)
+        if self.folder is not None and self.max_bytes is not None:
+            trim(self.folder, self.max_bytes)
         return kept
-
-    def all(self, step: str, sizes: Sequence[int]) -> list[T]:
-        """Return all results, made if they are missing."""
-        kept = self.make_missing(step, sizes)
-        found = []
-        for number in range(len(self.names)):
-            one = kept.pop(number) if number in kept else self.stored(number)
-            found.append(self.make(number) if one is None else one)  # it was damaged or removed since
-        return found
 
     def _each(self, one: Callable[[int], bool], numbers: Sequence[int]) -> list[int]:
         """Call `one` for each number, in threads; return those for which it returns False."""

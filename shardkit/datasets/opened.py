@@ -152,6 +152,16 @@ class OpenDataset(Closing):
         """Return the path or URL of shard `number`, for messages."""
         return f"{self.location}/{self.manifest.shards[number].stored.basename}"
 
+    def name_of(self, number: int) -> str:
+        """Return the name of shard `number` for reports: its file, with the rows of it if they are some."""
+        if self.in_place is not None:
+            return self.in_place.name_of(number)
+        return self.manifest.shards[number].stored.basename
+
+    def place_of(self, number: int, row: int) -> tuple[str, int]:
+        """Return (name of a file, number of a row in it) of a row of shard `number`, for reports."""
+        return (self.name_of(number), row) if self.in_place is None else self.in_place.place_of(number, row)
+
     @property
     def fingerprint(self) -> str:
         """A digest that identifies the shards and their order; see `Manifest.fingerprint`."""

@@ -56,6 +56,14 @@ class RangeRows:
         parts = {name: version.split("-") for name, version in self.versions.items()}
         return {name: (int(part[0]), int(part[-1])) for name, part in parts.items()}
 
+    def name_of(self, number: int) -> str:
+        """Return the name of shard `number` for reports."""
+        return self.manifest.shards[number].stored.basename
+
+    def place_of(self, number: int, row: int) -> tuple[str, int]:
+        """Return (name of a file, number of a row in it) of a row of shard `number`, for reports."""
+        return self.name_of(number), row
+
     def version_of(self, shard: str) -> str:
         """Return the version of the files that a shard, given by name, is in."""
         return _SEPARATOR.join(self.versions[piece.file] for piece in pieces_of(shard))

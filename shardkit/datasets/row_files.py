@@ -32,8 +32,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from shardkit.cache.indexes import MAX_ROWS_BYTES, NodeIndexes, kept_indexes
-from shardkit.cache.kept_results import trim
+from shardkit.cache.indexes import NodeIndexes, kept_indexes
 from shardkit.datasets.range_store import (
     AnyStore,
     RangeRows,
@@ -86,14 +85,22 @@ class FileRows(RangeRows):
     decoded_bytes: int
     """Estimate of the memory that all shards take when they are decoded."""
 
+    def name_of(self, number: int) -> str:
+        """Return the file of shard `number` and its rows there."""
+        first, rows = self.parts[number].first_row, self.manifest.shards[number].samples
+        return f"{self.parts[number].file} rows {first:,} to {first + rows - 1:,}"
+
+    def place_of(self, number: int, row: int) -> tuple[str, int]:
+        """Return (file, number of the row in it) of a row of shard `number`."""
+        return self.parts[number].file, self.parts[number].first_row + row
+
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with what it says about its groups, parsed and as it is kept."""
+    """A file with what it says about its groups."""
 
     info: ObjectInfo
     rows: RowFile
-    data: bytes
     where: str
 
 
@@ -134,8 +141,7 @@ def find_rows(
         kind.parse(store.where(info.key), one, info.bytes) for info, one in zip(found, data, strict=True)
     ]
     files = [
-        _File(info, rows, one, store.where(info.key))
-        for info, rows, one in zip(found, kind.alike(parsed), data, strict=True)
+        _File(info, rows, store.where(info.key)) for info, rows in zip(found, kind.alike(parsed), strict=True)
     ]
     described = _columns(path, files, columns, sequence_length)
     manifest, parts, decoded = _manifest(path, kind, files, described, shard_bytes)
@@ -259,10 +265,7 @@ def _read_all(
     else:
         kept = kept_indexes(folder, origins, read, threads)
     sizes = [info.bytes if kind.is_read_whole else min(info.bytes, TAIL_BYTES) for info in found]
-    data = kept.all(f"index {kind.title}", sizes)
-    if kept.folder is not None:
-        trim(kept.folder, MAX_ROWS_BYTES)
-    return data
+    return kept.all(f"index {kind.title}", sizes)
 
 
 def _columns(
@@ -356,7 +359,7 @@ def _manifest(
     decoded = largest = 0
     for file in files:
         key = file.info.key
-        digest.update(f"\0{key}\0{file.info.bytes}\0".encode() + file.data)
+        digest.update(f"\0{key}\0{file.info.bytes}\0".encode() + file.rows.seen)
         starts = np.cumsum([0, *(group.rows for group in file.rows.groups)]).tolist()
         for groups, ranges, memory in _shards(kind, file, sizes, shard_bytes):
             pieces = _pieces(key, ranges)

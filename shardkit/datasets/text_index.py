@@ -64,7 +64,9 @@ class TextIndex:
         nulls = 0
         blocks = self._blocks()
         results = self._results(blocks, measure)
-        kept = results.make_missing("measure texts", [sum(self.sizes[n] for n in block) for block in blocks])
+        missing = [number for number in range(len(blocks)) if results.stored(number) is None]
+        sizes = [sum(self.sizes[shard] for shard in block) for block in blocks]
+        kept = results.make_all("measure texts", sizes, missing)
         for number, block in enumerate(blocks):
             measured = kept.pop(number, None) or results.stored(number)
             if measured is None:  # it was damaged or removed since

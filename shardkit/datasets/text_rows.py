@@ -91,6 +91,10 @@ class TextRows(RangeRows):
     numbers: Ints
     """The number in the index of each shard, int64[shards]; those without documents are left out here."""
 
+    def name_of(self, number: int) -> str:
+        """Return the file of the texts of shard `number` and their rows there."""
+        return self.packer.rows.name_of(number)
+
 
 def find_text_rows(
     path: str | Sequence[str],

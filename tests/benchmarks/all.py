@@ -53,7 +53,7 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("gather", "bench_gather.py --megabytes 64 --runs 5", 4),
     Benchmark("loaders", "bench_loaders.py", 10),
-    Benchmark("parquet", "bench_parquet.py", 2),
+    Benchmark("rows", "bench_rows.py", 12),
     Benchmark("text", "bench_text.py", 4, ("corpus",)),
     Benchmark("layouts", "bench_layouts.py", 3),
     Benchmark("balance", "bench_balance.py", 3, ("corpus", "tokenizer")),

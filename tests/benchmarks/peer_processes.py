@@ -38,11 +38,11 @@ __all__ = [
 SCRIPTS = Path(__file__).resolve().parent / "peer_sides"
 REQUIREMENTS = {
     "daft": ["daft", "pyarrow"],
-    "datasets": ["torch==2.13.0", "torchdata", "datasets"],  # the pin selects a build without CUDA
+    "datasets": ["torch==2.13.0", "torchdata", "datasets", "s3fs"],  # the pin selects a build without CUDA
     "datasketch": ["datasketch", "xxhash", "pyarrow"],
     "grain": ["grain"],
     "lancedb": ["torch==2.13.0", "lancedb", "pyarrow"],
-    "litdata": ["torch==2.13.0", "litdata"],
+    "litdata": ["torch==2.13.0", "litdata", "polars", "pyarrow", "s3fs"],
     "rensa": ["rensa", "pyarrow"],
     # pip searches for versions that fit to dolma's s3fs for longer than the benchmark takes.
     "dolma": ["dolma", "pyarrow<20", "boto3==1.28.17", "aiobotocore==2.5.4", "setuptools<81"],

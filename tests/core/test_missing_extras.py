@@ -167,6 +167,11 @@ def test_a_single_missing_package_is_named_with_its_extra(
         ("import shardkit as sk; sk.build", ALL, "write"),
         ("from shardkit.datasets.provenance.documents import trace_of", ALL, "write"),
         ("from shardkit.formats.parquet import ParquetFooter as F; F('a', b'', 99)", ALL, "parquet"),
+        (
+            "from shardkit.formats.rows.json_lines import JsonLinesFormat as F; F().read('a', None, 0)",
+            "orjson",
+            "parquet",
+        ),
         ("from shardkit.writers import build", ALL, "write"),
         ("from shardkit.writers import build", "numba", "write"),
         ("from shardkit.writers import build_dedup_index", "pyarrow", "write"),

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import math
 import random
 import threading
 import warnings
@@ -217,10 +218,7 @@ def test_no_damage_of_arrow_ends_the_process(kind: str, codec: str | None, tmp_p
 def test_arrow_files_that_are_cut_are_named(
     change: Callable[[bytes], bytes], problem: str, kind: str, tmp_path: Path
 ) -> None:
-    data = change(arrow_file(kind, None))
-    (tmp_path / "a.arrow").write_bytes(data)
-    if kind == "stream" and data.endswith(b"\0" and arrow_file(kind, None)[-8:-7]) and len(data) > 9000:
-        return  # only its end mark is cut
+    (tmp_path / "a.arrow").write_bytes(change(arrow_file(kind, None)))
     with pytest.raises(ShardError, match=rf"a.arrow: .*({problem})"):
         open_dataset(tmp_path / "a.arrow")
 
@@ -368,7 +366,9 @@ def test_any_rows_are_read_as_they_are_or_refused(
 
 
 def without_nulls(value: Any) -> Any:
-    """Leave out keys that are null, as a missing one is."""
+    """Leave out keys that are null, as a missing one is; a null in a list of floats is NaN."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
     if isinstance(value, dict):
         return {name: kept for name, one in value.items() if (kept := without_nulls(one)) is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -271,21 +272,27 @@ def test_files_on_s3_take_one_footer_request_each_and_only_wanted_bytes(
         server.intercept = None
 
 
-def test_an_audit_proves_that_each_row_of_the_files_comes_once(folder: Path) -> None:
-    assert main(["audit", str(folder), "--resume-at", "3"]) == 0
+def test_an_audit_proves_that_each_row_of_the_files_comes_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(folder), "--resume-at", "3", "--loader", "columns=number,text", "--json"]) == 0
+    shards = [shard["shard"] for shard in json.loads(capsys.readouterr().out)["shards"]]
+    expected = [f"rows 0 to {sum(rows) - 1}" for rows in GROUPS]
+    assert [name.partition(" ")[2] for name in shards] == expected
 
 
-def test_files_on_the_hub_are_read_at_one_commit(parquet: Path, tmp_path: Path) -> None:
-    files = {f"data/train-{file.stem}.parquet": file.read_bytes() for file in sorted(parquet.iterdir())}
+def test_files_on_the_hub_are_read_at_one_commit(folder: Path, tmp_path: Path) -> None:
+    files = {f"data/train-{file.name}": file.read_bytes() for file in sorted(folder.iterdir())}
+    suffix = "".join(Path(min(files)).suffixes)
     with hub_server() as hub:
         name = hub.new_repository()
         hub.commit(name, {**files, "README.md": b"# data"})
         options = grouped(OPTIONS | {"columns": ["input_ids", "text"], "cache_dir": tmp_path / "cache"})
-        for place in (f"hf://datasets/{name}", f"hf://datasets/{name}/data/train-*.parquet"):
+        for place in (f"hf://datasets/{name}", f"hf://datasets/{name}/data/train-*{suffix}"):
             with StreamingLoader(place, **options) as loader:
                 ids = [number for batch in loader for number in batch["sample_id"].tolist()]
                 assert len(loader.dataset) == ROWS
             assert set(ids) == set(range(ROWS))
-        hub.commit(name, {"data/test-0.parquet": files["data/train-part-1.parquet"]})
+        hub.commit(name, {f"data/test-0{suffix}": files[f"data/train-part-1{suffix}"]})
         with pytest.raises(ShardkitError, match=r"files of several splits \(train and test\)"):
             StreamingLoader(f"hf://datasets/{name}", **options)

@@ -64,6 +64,7 @@ class ParquetFooter:
     def __init__(self, where: Where, data: bytes, file_bytes: int) -> None:
         """Parse the footer `data` of a file of `file_bytes`. Raises ShardError if it is malformed."""
         self._where, self._data, self._file_bytes = where, data, file_bytes
+        self.seen = data
         self._end = file_bytes - _END_BYTES - len(data)  # where the footer begins and all values have ended
         with naming_extras("a Parquet file", pyarrow="parquet"):
             import pyarrow as pa

@@ -7,12 +7,13 @@ with a footer of these row groups only.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zstandard
 
-from shardkit.formats.rows.contract import Pieces, PiecesFile, ReadColumn, title_of
+from shardkit.formats.rows.contract import Pieces, PiecesFile, ReadColumns, title_of
 
 UNIT = "row group"
 MAGIC = b"PAR1"
@@ -37,7 +38,7 @@ class ParquetPart:
         """The row groups, for messages."""
         return title_of(UNIT, self.groups)
 
-    def open(self, pieces: Pieces) -> ReadColumn:
+    def open(self, pieces: Pieces) -> ReadColumns:
         """Return the reader of the shard whose bytes are `pieces`."""
         import pyarrow.parquet as pq
 
@@ -46,8 +47,9 @@ class ParquetPart:
         file = pq.ParquetFile(source, metadata=metadata, pre_buffer=False)
         groups = list(range(len(self.groups)))
 
-        def read(name: str) -> Any:
-            return file.read_row_groups(groups, columns=[name], use_threads=False).column(name)
+        def read(names: Sequence[str]) -> dict[str, Any]:
+            table = file.read_row_groups(groups, columns=[*names], use_threads=False)
+            return {name: table.column(name) for name in names}
 
         return read
 

@@ -28,7 +28,7 @@ from shardkit.formats.rows.contract import (
     PiecesFile,
     Range,
     Read,
-    ReadColumn,
+    ReadColumns,
     RowFile,
     RowGroup,
     RowPart,
@@ -108,7 +108,7 @@ class ArrowPart:
         """The record batches, for messages."""
         return title_of(UNIT, self.groups)
 
-    def open(self, pieces: Pieces) -> ReadColumn:
+    def open(self, pieces: Pieces) -> ReadColumns:
         """Return the reader of the shard whose bytes are `pieces`."""
         import pyarrow as pa
 
@@ -126,7 +126,7 @@ class ArrowPart:
                 batch.validate(full=True)  # offsets that leave their buffers would crash the process
             return pa.chunked_array([batch.column(0) for batch in batches], schema.field(number).type)
 
-        return read
+        return lambda names: {name: read(name) for name in names}
 
     def _check_memory(self, file: PiecesFile, schema: pa.Schema, name: str) -> None:
         """Raise ValueError if a compressed column states that it takes too much memory."""
@@ -157,6 +157,7 @@ class ArrowFile:
         schema = skeleton.schema()
         self.encodings: Mapping[str, str] = encodings_of(schema)
         self.broken: Mapping[str, str] = {}
+        self.seen = _pack(skeleton, batches, metadata)
         self.groups = [self._group(schema, block, one) for block, one in zip(batches, metadata, strict=True)]
 
     def part(self, file: str, groups: range, first_row: int, columns: Sequence[str]) -> ArrowPart:

@@ -31,6 +31,7 @@ NULL = "null"  # encoding of a column that has only nulls
 IMAGE = "image"
 VARYING = "ndarray:"  # how encodings of lists of numbers begin
 _STRINGS = ("string", "large_string", "string_view")
+_MAX_INT32 = (1 << 31) - 1
 _BINARIES = ("binary", "large_binary", "binary_view")
 
 
@@ -117,7 +118,7 @@ class Strings:
     """
 
     data: memoryview
-    ends: memoryview
+    ends: npt.NDArray[np.signedinteger[Any]]
     there: npt.NDArray[np.bool_] | None
     is_text: bool
 
@@ -133,7 +134,7 @@ class Strings:
 
     def values(self, rows: npt.NDArray[np.int64]) -> list[str | bytes | None]:
         """Return the values of some rows."""
-        data, ends = self.data, np.frombuffer(self.ends, np.int64)
+        data, ends = self.data, self.ends
         spans = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
         found: list[str | bytes | None]
         if self.is_text:
@@ -147,18 +148,21 @@ class Strings:
 
 
 def strings_of(column: Any, *, is_text: bool) -> Strings:
+    """Return a column of strings or bytes of any of Arrow's types as `Strings`."""
     import pyarrow as pa
 
-    kind = pa.large_string() if is_text else pa.large_binary()
-    array = column.cast(kind).combine_chunks()  # offsets of 64 bits, because chunks may have 2 GB each
+    small, large = (pa.string(), pa.large_string()) if is_text else (pa.binary(), pa.large_binary())
+    kind = small if column.type == small and column.nbytes < _MAX_INT32 else large
+    array = column.cast(kind).combine_chunks()  # without offsets of 64 bits, it could have 2 GB
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
     _, offsets, data = array.buffers()
-    ends = np.zeros(1, np.int64)
+    ends: npt.NDArray[np.signedinteger[Any]] = np.zeros(1, np.int64)
     if len(array):
-        ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+        ends = np.frombuffer(offsets, np.int32) if kind == small else np.frombuffer(offsets, np.int64)
+        ends = ends[array.offset : array.offset + len(array) + 1]
     there = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
-    return Strings(memoryview(b"" if data is None else data).cast("B"), ends.data, there, is_text)
+    return Strings(memoryview(b"" if data is None else data).cast("B"), ends, there, is_text)
 
 
 def dtype_in(encoding: str) -> np.dtype[Any]:

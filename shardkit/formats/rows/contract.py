@@ -20,8 +20,8 @@ from shardkit.formats.tokens import Piece
 Read = Callable[[int, int], bytes]
 """Reads the bytes of a file from one offset to another (exclusive)."""
 
-ReadColumn = Callable[[str], Any]
-"""Returns a column of a shard as a `pyarrow.ChunkedArray`. Raises ValueError, OSError or ArrowException."""
+ReadColumns = Callable[[Sequence[str]], Mapping[str, Any]]
+"""Returns columns of a shard as `pyarrow.ChunkedArray`. Raises ValueError, OSError or ArrowException."""
 
 Range = tuple[int, int]
 """Bytes of a file: from one offset to another (exclusive)."""
@@ -75,7 +75,7 @@ class RowPart(Protocol):
     def title(self) -> str:
         """The groups, for messages: "row groups 3 to 5"."""
 
-    def open(self, pieces: Pieces) -> ReadColumn:
+    def open(self, pieces: Pieces) -> ReadColumns:
         """Return the reader of the shard whose bytes are `pieces`."""
 
 
@@ -85,6 +85,10 @@ class RowFile(Protocol):
     @property
     def encodings(self) -> Mapping[str, str]:
         """The encoding of each column (`shardkit.formats.rows.columns`)."""
+
+    @property
+    def seen(self) -> bytes:
+        """Facts about the content, for the fingerprint; the same with any version of any library."""
 
     @property
     def broken(self) -> Mapping[str, str]:

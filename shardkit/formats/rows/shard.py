@@ -25,7 +25,7 @@ from shardkit.formats.rows.columns import (
     plain,
     strings_of,
 )
-from shardkit.formats.rows.contract import Pieces, ReadColumn, RowPart
+from shardkit.formats.rows.contract import Pieces, ReadColumns, RowPart
 from shardkit.formats.tar.values import decode_member
 from shardkit.limits import usable_cores
 from shardkit.manifest import Column, ShardInfo
@@ -54,7 +54,7 @@ class RowShard:
         self._pieces = list(pieces)
         self._encodings = {column.name: column.encoding for column in info.columns}
         self._columns: dict[str, Any] = {}
-        self._reader: ReadColumn | None = None
+        self._reader: ReadColumns | None = None
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -75,8 +75,10 @@ class RowShard:
 
     def decode(self, names: Iterable[str]) -> None:
         """Decode columns. Raises ShardError if one is damaged."""
-        for name in names:
-            self._decoded(name)
+        with self._lock:
+            missing = [name for name in names if name not in self._columns]
+            for name, column in self._read_columns(missing).items() if missing else ():
+                self._columns[name] = self._converted(name, column)
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
         """Return {column: value} of one row, of `columns` only if they are given.
@@ -117,7 +119,7 @@ class RowShard:
         """Return a column as one Arrow array, strings as large_string. Raises ShardError if it is damaged."""
         import pyarrow as pa
 
-        found = self._column(column)
+        found = self._read_columns([column])[column]
         if pa.types.is_dictionary(found.type):
             found = found.cast(found.type.value_type)
         if self._encodings[column] == "str":
@@ -172,36 +174,37 @@ class RowShard:
             with self._lock:
                 found = self._columns.get(name)
                 if found is None:
-                    found = self._columns[name] = self._read(name)
+                    column = self._read_columns([name])[name]
+                    found = self._columns[name] = self._converted(name, column)
         return found
 
-    def _read(self, name: str) -> Any:
-        """Decode a column to an array, `Ragged`, or an Arrow array. Raises ShardError if it is damaged."""
-        column = self._column(name)
-        try:
-            return self._converted(name, column)
-        except (ArithmeticError, ValueError) as error:  # pyarrow's errors are ValueErrors, too
-            raise self._unreadable(error) from error
-
-    def _column(self, name: str) -> Any:
-        """Return a column as Arrow's `ChunkedArray`. Raises ShardError if it is damaged."""
+    def _read_columns(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Return columns as Arrow's `ChunkedArray`. Raises ShardError if one is damaged."""
         import pyarrow as pa
 
         try:
             if self._reader is None:
                 self._reader = self._part.open(self._pieces)
-            column = self._reader(name)
-            if len(column) != len(self):
-                raise ValueError(f"column {name!r} has {len(column):,} rows, not {len(self):,} as stated")
+            columns = self._reader(names)
+            for name, column in columns.items():
+                if len(column) != len(self):
+                    raise ValueError(f"column {name!r} has {len(column):,} rows, not {len(self):,} as stated")
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise self._unreadable(error) from error
-        return column
+        return columns
 
     def _unreadable(self, error: Exception) -> ShardError:
         problem = f"{self._part.title} cannot be read: {' '.join(str(error).split())}; fetch the file again"
         return ShardError(self._where, problem)
 
     def _converted(self, name: str, column: Any) -> Any:
+        """Return a column as an array, `Strings`, `Ragged` or as it is. Raises ShardError if damaged."""
+        try:
+            return self._convert(name, column)
+        except (ArithmeticError, ValueError) as error:  # pyarrow's errors are ValueErrors, too
+            raise self._unreadable(error) from error
+
+    def _convert(self, name: str, column: Any) -> Any:
         import pyarrow as pa
 
         if pa.types.is_dictionary(column.type):

@@ -140,17 +140,18 @@ class Expectation:
     def shard_name(self, shard: int) -> str:
         """Return the name of a shard's file; in a mixture, with its stream."""
         stream = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
-        shards = self._datasets[stream].manifest.shards
-        name = shards[shard - int(self._first_shards[stream])].stored.basename
+        name = self._datasets[stream].name_of(shard - int(self._first_shards[stream]))
         return name if self.mixture is None else f"{self.names[stream]}/{name}"
 
     def place(self, sample: int) -> Place:
         """Return the location of a sample; in a mixture, with its stream and its number in that stream."""
         shard = int(self.shards_of(np.array([sample]))[0])
         stream = int(np.searchsorted(self.first_samples, sample, side="right")) - 1
+        row = sample - int(self._shard_starts[shard])
+        name, row = self._datasets[stream].place_of(shard - int(self._first_shards[stream]), row)
         found = Place(
-            shard=self.shard_name(shard),
-            row=sample - int(self._shard_starts[shard]),
+            shard=name if self.mixture is None else f"{self.names[stream]}/{name}",
+            row=row,
             sample=sample - int(self.first_samples[stream]),
         )
         if self.mixture is not None:

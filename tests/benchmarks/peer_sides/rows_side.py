@@ -1,4 +1,4 @@
-"""One loader of `bench_parquet.py`, in a process of its own: `rows_side.py SIDE`.
+"""One loader of `bench_rows.py`, in a process of its own: `rows_side.py SIDE`.
 
 Each line on stdin is a request, {"place", "columns", "cache", "batch", "environment"}: read all rows of the
 files at a place once, shuffled, in batches. The answer has the rows, the seconds, and those until the first
@@ -8,6 +8,7 @@ environment without shardkit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,7 +27,8 @@ def shardkit(request: Request) -> Iterator[int]:
         from shardkit.loaders.config import grouped
 
         options = grouped({"cache_dir": request["cache"]})
-    files = f"{request['place']}/*.parquet"
+    suffix = request["files"][0].rpartition(".")[2]
+    files = f"{request['place']}/*.{suffix}"
     options |= {"columns": request["columns"], "batch_size": request["batch"], "tail": "drop"}
     with StreamingLoader(files, rank=0, world_size=1, **options) as loader:
         for _ in loader:
@@ -34,7 +36,7 @@ def shardkit(request: Request) -> Iterator[int]:
 
 
 def litdata(request: Request) -> Iterator[int]:
-    """Its own loader without workers, which would be processes; it writes its index next to local files."""
+    """Its own loader without workers, which would be processes; it writes its index next to the files."""
     from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset
     from litdata.streaming.item_loader import ParquetLoader
 
@@ -43,8 +45,6 @@ def litdata(request: Request) -> Iterator[int]:
     if cache:
         options |= {"cache_dir": cache}
     index_parquet_dataset(place, **options)
-    if cache:
-        options |= {"index_path": cache}
     columns = ParquetLoader(columns=request["columns"])
     dataset = StreamingDataset(place, item_loader=columns, shuffle=True, drop_last=True, **options)
     for batch in StreamingDataLoader(dataset, batch_size=request["batch"], collate_fn=list, drop_last=True):
@@ -64,10 +64,20 @@ def datasets(request: Request) -> Iterator[int]:
         yield len(next(iter(batch.values())))
 
 
+def pyarrow(request: Request) -> Iterator[int]:
+    import pyarrow.parquet as pq
+
+    for name in request["files"]:
+        file = pq.ParquetFile(f"{request['place']}/{name}")
+        for batch in file.iter_batches(request["batch"], columns=request["columns"]):
+            yield len(batch.to_pylist())
+
+
 SIDES: dict[str, Callable[[Request], Iterator[int]]] = {
     "shardkit": shardkit,
     "litdata": litdata,
     "datasets": datasets,
+    "pyarrow": pyarrow,
 }
 
 
@@ -78,9 +88,10 @@ def main() -> None:
         os.environ.update(request.get("environment", {}))
         began = time.perf_counter()
         count, first = 0, 0.0
-        for more in side(request):
-            first = first or time.perf_counter() - began
-            count += more
+        with contextlib.redirect_stdout(sys.stderr):  # litdata shows progress on stdout
+            for more in side(request):
+                first = first or time.perf_counter() - began
+                count += more
         seconds = time.perf_counter() - began
         print(json.dumps({"rows": count, "seconds": seconds, "first_s": first}), flush=True)
 
