@@ -4,8 +4,8 @@
 
 The loader gives the bytes of JPEG files, and draws each crop from the generator of its sample's position.
 (DALI's own random operators are seeded by the pipeline, and so depend on ranks and restarts.) DALI fetches
-batches ahead of the loop; `Feed` keeps the loader's state of each, so that `state_dict` is that of the batch in
-use. Decodes on a GPU if there is one. Needs `pip install nvidia-dali-cuda120` (or cuda130), also without a GPU.
+batches ahead of the loop; `Feed` keeps the loader's state of each, so that `state_dict` is that of the batch
+in use. Decodes on a GPU if there is one. Needs `pip install nvidia-dali-cuda120`, also without a GPU.
 """
 
 from __future__ import annotations

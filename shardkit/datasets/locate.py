@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
-from shardkit.datasets.image_files import find_image_files
+from shardkit.datasets.image_files import find_image_files, find_listed_images, is_image_list
 from shardkit.datasets.parquet_rows import find_parquet_rows, is_parquet_name
 from shardkit.datasets.range_store import RangeRows
 from shardkit.datasets.text_rows import TextRows
@@ -183,6 +183,8 @@ def locate(
         return _find_rows(text, cut, storage)
     if is_parquet_name(text):
         return find_rows(text)
+    if is_image_list(text) and cut is None and texts is None:
+        return _rows(find_listed_images(text, storage))
     try:
         found = _locate(text, storage, indexes)
     except ShardNotFoundError as error:
