@@ -10,6 +10,7 @@ in two worker processes, `shardkit, threads` draws the crop from its generator i
 Pillow` decodes as its peers do. `ImageFolder, simplejpeg` is a peer that a user has tuned.
 
     ratio    shardkit over this side, the median of the ratios of all runs
+    CPU ms   processor time of an image, which a busy machine changes little
     MiB      the memory (PSS) of the process and its workers
 
 Packages that the peers need are installed without their dependencies in a folder under --venvs.
@@ -54,6 +55,7 @@ HEADS: Heads = {
     "side": ("", ""),
     "images_per_s": ("images/s", ",.0f"),
     "ratio": ("ratio", ".2f"),
+    "cpu_ms": ("CPU ms/image", ".2f"),
     "first_batch_s": ("first batch s", ".2f"),
     "pss_mib": ("MiB", ",.0f"),
 }
