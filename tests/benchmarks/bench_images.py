@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from peer_processes import SideError, median_ratio, peer_parser, site_folder
 from shardkit.formats.mds import MdsWriter
 
 SCRIPT = Path(__file__).with_name("image_sides.py")
-DECLARED = Path(__file__).resolve().parent.parent / "trainers" / "site"  # makes `import torchvision` work
+DECLARED = Path(__file__).resolve().parent.parent / "trainers" / "site"
+"""Makes a torchvision for CUDA work beside a torch without it."""
 SIDES = (
     *("shardkit", "shardkit, threads", "shardkit, Pillow"),
     *("ImageFolder", "ImageFolder, simplejpeg", "webdataset", "streaming", "litdata"),
@@ -136,7 +138,8 @@ def main() -> None:
     parser.add_argument("--photos", type=int, default=2000, help="default: %(default)s")
     arguments = parser.parse_args()
     site = site_folder("images", arguments.venvs)
-    paths = [str(DECLARED), *filter(None, [os.environ.get("PYTHONPATH")]), str(site)]
+    declared = [str(DECLARED)] if "+cpu" in version("torch") else []
+    paths = [*declared, *filter(None, [os.environ.get("PYTHONPATH")]), str(site)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     sides = arguments.sides.split(";")
     with tempfile.TemporaryDirectory() as scratch:
