@@ -50,6 +50,7 @@ SLOW_FILES = 100_000  # remote files above which reading each by a request is wa
 
 
 _NAMES = ("file_name", "path", "file", "image")
+_FOR_TEXT = "for text: shardkit init"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,15 @@ def find_listed_images(path: str, storage: StorageOptions | None = None) -> Imag
     store = connect_ranges(folder, storage)
     size = store.head(name).bytes
     if size > MAX_LIST_BYTES:
-        raise ShardError(path, f"has {size:,} bytes; at most {MAX_LIST_BYTES:,} are read: split the list")
+        problem = f"is too large for a list of images: {size:,} bytes, at most {MAX_LIST_BYTES:,}"
+        raise ShardError(path, f"{problem}; {_FOR_TEXT}")
     data = store.get(name)
     columns = _parse_list(path, data)
     named = next((column for column in _NAMES if column in columns), None)
     if named is None:
         have = ", ".join(columns) or "none"
-        raise ShardError(path, f"has no column with the names of files, {' or '.join(_NAMES)}; it has {have}")
+        problem = f"is no list of images: it has no {' or '.join(_NAMES)}, only {have:.200}"
+        raise ShardError(path, f"{problem}; {_FOR_TEXT}")
     names = columns.pop(named)
     _check_count(path, len(names))
     if clash := columns.keys() & {"image", "path"}:

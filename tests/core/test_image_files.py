@@ -242,7 +242,11 @@ def test_lists_have_their_own_order_and_columns(folder: Path, tmp_path: Path, pl
     ("name", "text", "says"),
     [
         ("a.csv", "", "lists no images"),
-        ("a.csv", "name,label\n1.jpg,2\n", "no column with the names of files.*it has name, label"),
+        (
+            "a.csv",
+            "name,label\n1.jpg,2\n",
+            "no file_name or path or file or image, only name, label; for text: shardkit init",
+        ),
         ("a.csv", "path\nmissing.jpg\n", "lists 'missing.jpg', but there is no such file"),
         ("a.csv", "path\n../1.jpg\n", "not the name of a file relative"),
         ("a.csv", "path\n/etc/passwd\n", "not the name of a file relative"),
