@@ -11,15 +11,13 @@ torchvision.
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import end_distributed, gathered, start_distributed
-from PIL import Image, ImageDraw
+from pictures import SHAPES, draw_pictures
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import v2
@@ -27,8 +25,6 @@ from train_ddp import save_atomically
 
 from shardkit.loaders import Layout
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
-
-SHAPES = ("rectangle", "ellipse")  # the classes of the drawn pictures
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,23 +45,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, default=2, help="processes of a rank that decode, crop and flip")
     add("--seed", type=int, default=17, help="of order, augmentation and weights")
     return parser.parse_args()
-
-
-def draw_pictures(folder: Path, count: int = 200, per_tar: int = 50) -> None:
-    """Write pictures of rectangles and ellipses as JPEG files in tars, with their class beside them."""
-    folder.mkdir(parents=True)
-    for first in range(0, count, per_tar):
-        with tarfile.open(folder / f"pictures-{first:06d}.tar", "w") as archive:
-            for number in range(first, min(first + per_tar, count)):
-                label, shade = number % len(SHAPES), number * 7 % 200
-                picture = Image.new("RGB", (96 + number % 5, 80), (shade, 90, 160))
-                getattr(ImageDraw.Draw(picture), SHAPES[label])((20, 15, 70, 65), fill=(255 - shade, 200, 30))
-                file = io.BytesIO()
-                picture.save(file, "JPEG", quality=90)
-                for extension, data in (("jpg", file.getvalue()), ("cls", str(label).encode())):
-                    member = tarfile.TarInfo(f"{number:06d}.{extension}")
-                    member.size = len(data)
-                    archive.addfile(member, io.BytesIO(data))
 
 
 def open_loader(args: argparse.Namespace) -> StreamingDataLoader:

@@ -173,6 +173,7 @@ class BatchMaker:
                 size += values.nbytes
                 fields[field] = self._by_batch(field, values, count)
             else:
+                size += held_bytes(values)
                 cuts = range(0, count * self.batch_size, self.batch_size)
                 fields[field] = [values[low : low + self.batch_size] for low in cuts]
         fields |= of_batches
@@ -364,12 +365,16 @@ def batches_of(fields: Fields, tensor: Callable[[_Array], object]) -> list[Batch
     return [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
 
 
-def bytes_of_arrays(value: object) -> int:
-    """Return the size in bytes of the arrays and tensors in a value and in its dicts, lists and tuples."""
+def held_bytes(value: Any) -> int:
+    """Return about how many bytes a value holds: its arrays, tensors, images of Pillow, bytes and strings."""
     if isinstance(value, dict):
-        return sum(map(bytes_of_arrays, value.values()))
+        return sum(map(held_bytes, value.values()))
     if isinstance(value, (list, tuple)):
-        return sum(map(bytes_of_arrays, value))
+        return sum(map(held_bytes, value))
+    if isinstance(value, (bytes, str)):
+        return len(value)
+    if hasattr(value, "getbands"):
+        return int(value.width * value.height * len(value.getbands()))
     size = getattr(value, "nbytes", 0)
     return size if isinstance(size, int) else 0
 

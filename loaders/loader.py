@@ -71,7 +71,8 @@ class StreamingLoader:
     dataset, and in a mixture `stream_id`, the number of each sample's stream. `LoaderConfig` describes all
     other options. Options in its groups are passed as `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
 
-    Other columns become tensors if they hold numbers or arrays of constant shape, and lists otherwise.
+    Other columns become tensors if they hold numbers or arrays of constant shape, and lists otherwise; see
+    `LoaderConfig.transform` for images.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
     """
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
-from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of, bytes_of_arrays
+from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of, held_bytes
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.document_values import RowValues
 from shardkit.loaders.profiled import profiled
@@ -228,7 +228,7 @@ class GroupMaker:
         if self._samples.collates:
             with profiled("shardkit.make"):
                 batch = self._samples.batch(planned.rows, low, high, self._maker.sample_fields(ids))
-            return Group({}, [batch], cursors, by_batch, bytes_of_arrays(batch), work)
+            return Group({}, [batch], cursors, by_batch, held_bytes(batch), work)
         with profiled("shardkit.gather"):
             columns = self._columns(planned.rows, low, high)
         with profiled("shardkit.make"):

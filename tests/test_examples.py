@@ -106,6 +106,19 @@ def test_killed_training_on_images_continues_on_other_ranks_with_the_same_crops(
         assert record["loss"] == pytest.approx(losses[record["step"]], rel=1e-3)
 
 
+@pytest.mark.extended
+def test_killed_training_on_pairs_continues_with_the_same_crops_and_captions(
+    server: ScriptServer, tmp_path: Path
+) -> None:
+    arguments = ["--data", str(tmp_path / "pictures")]
+    killed = Training("train_clip.py", tmp_path / "killed", arguments, server=server, sizes=())
+    last_step = killed.run_until_killed_between_checkpoints(KILL_STEP) + 4
+    killed.run(last_step)
+    whole = Training("train_clip.py", tmp_path / "whole", arguments, server=server, sizes=())
+    whole.run(last_step)
+    assert_exact(killed, whole, last_step)
+
+
 def cropped(record: Record) -> list[tuple[int, int]]:
     """The images of a step with the sums of the crops' pixels, whatever rank had them."""
     return sorted(zip(record["sample_ids"], record["pixels"], strict=True))

@@ -21,6 +21,10 @@ from support.train_harness import ENVIRONMENT, EXAMPLES, script_server
 
 # What each prints, in order; it asserts by itself what it prints.
 SAYS = {
+    "dali_from_loader.py": [
+        "10 batches of (8, 64, 64, 3) from DALI",
+        "resumed after 5: batches 6 to 10 have the same pixels",
+    ],
     "build_and_train.py": [
         "documents, 1.0 MB",
         "rows of 256 tokens",
@@ -48,6 +52,7 @@ SAYS = {
     ],
     "trace_a_loss_spike.py": ["loss", "crawl: crawl.jsonl record 777", "a new run has"],
 }
+NEEDS = {"dali_from_loader.py": "nvidia.dali"}  # modules that the tests' environment need not have
 QUICK = ["mixture_reweighted.py", "resume_after_crash.py", "s3_upload_and_stream.py"]
 RUN_SECONDS = 200
 
@@ -96,6 +101,8 @@ def test_an_example_tells_how_it_is_run(server: ScriptServer, name: str, tmp_pat
 @pytest.mark.extended
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_is_a_program_that_needs_no_arguments(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     command, environment = [sys.executable, str(EXAMPLES / name)], os.environ | ENVIRONMENT
     if name == "read_existing_data.py" and find_spec("torchvision") is None:  # mosaicml-streaming imports it
         environment["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(STAND_INS)])

@@ -162,7 +162,8 @@ def open_dataset(
     read in place by groups of rows, and of their columns only `columns`; in other formats, `columns` selects
     what samples have. If the lists of tokens in row files have one length, `sequence_length` says so.
     A folder of images, local or in a store, has the columns `image`, `path`, and `label` if it has a folder
-    for each class (`shardkit.datasets.image_files`).
+    for each class; a list of images (a .csv file, metadata.jsonl) has other columns
+    (`shardkit.datasets.image_files`).
     `tokenizer` makes rows of `sequence_length` tokens from the texts of row files, in place, and `pack`
     says how: see `shardkit.datasets.text_rows`. Files of tokens, and datasets that have rows, ignore both.
     `decode` selects how members of tars, and image files in columns of MDS and of Hugging Face's Parquet

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
-from shardkit.datasets.image_files import find_image_files
+from shardkit.datasets.image_files import find_image_files, find_listed_images, is_image_list
 from shardkit.datasets.range_store import RangeRows
 from shardkit.datasets.row_files import find_rows, names_rows
 from shardkit.datasets.text_rows import TextRows
@@ -182,6 +182,8 @@ def locate(
     text = os.fspath(path)
     if is_token_file(text):
         return _find_rows(text, cut, storage)
+    if is_image_list(text) and cut is None and texts is None:
+        return _rows(find_listed_images(text, storage))
     if names_rows(text) and not _names_index(text, storage):
         return rows_at(text)
     try:

@@ -490,8 +490,8 @@ class OpenDataset(Closing):
             assert files.dates is not None
             return map_piece(files.folder, pieces[row], files.dates)
 
-        labels, decode = self._images.labels, self._options.decode
-        return ImageFilesShard(self.location, info, pieces, read, labels, decode=decode)
+        values, decode = self._images.values_of(number), self._options.decode
+        return ImageFilesShard(self.location, info, pieces, read, values, decode=decode)
 
     def _forget(self) -> None:
         with self._lock:

@@ -70,6 +70,7 @@ ChooseColumns = Callable[[Mapping[str, str]], Sequence[str]]
 
 _ABOUT = {  # files in folders of Hugging Face's `datasets` and of shardkit, which hold no rows
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"),
+    "metadata.jsonl",  # a list of images
     *("index.json", "shards.json", "documents.json", "dataset.json"),
 }
 _HIDDEN = ("_", "cache-")

@@ -10,6 +10,7 @@ in two worker processes, `shardkit, threads` draws the crop from its generator i
 Pillow` decodes as its peers do. `ImageFolder, simplejpeg` is a peer that a user has tuned.
 
     ratio    shardkit over this side, the median of the ratios of all runs
+    CPU ms   processor time of an image, which a busy machine changes little
     MiB      the memory (PSS) of the process and its workers
 
 Packages that the peers need are installed without their dependencies in a folder under --venvs.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ from peer_processes import SideError, median_ratio, peer_parser, site_folder
 from shardkit.formats.mds import MdsWriter
 
 SCRIPT = Path(__file__).with_name("image_sides.py")
-DECLARED = Path(__file__).resolve().parent.parent / "trainers" / "site"  # makes `import torchvision` work
+DECLARED = Path(__file__).resolve().parent.parent / "trainers" / "site"
+"""Makes a torchvision for CUDA work beside a torch without it."""
 SIDES = (
     *("shardkit", "shardkit, threads", "shardkit, Pillow"),
     *("ImageFolder", "ImageFolder, simplejpeg", "webdataset", "streaming", "litdata"),
@@ -54,6 +57,7 @@ HEADS: Heads = {
     "side": ("", ""),
     "images_per_s": ("images/s", ",.0f"),
     "ratio": ("ratio", ".2f"),
+    "cpu_ms": ("CPU ms/image", ".2f"),
     "first_batch_s": ("first batch s", ".2f"),
     "pss_mib": ("MiB", ",.0f"),
 }
@@ -134,7 +138,8 @@ def main() -> None:
     parser.add_argument("--photos", type=int, default=2000, help="default: %(default)s")
     arguments = parser.parse_args()
     site = site_folder("images", arguments.venvs)
-    paths = [str(DECLARED), *filter(None, [os.environ.get("PYTHONPATH")]), str(site)]
+    declared = [str(DECLARED)] if "+cpu" in version("torch") else []
+    paths = [*declared, *filter(None, [os.environ.get("PYTHONPATH")]), str(site)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     sides = arguments.sides.split(";")
     with tempfile.TemporaryDirectory() as scratch:

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,16 +174,22 @@ def again(batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
 
 
-def pss_bytes() -> int:
-    """The memory of this process and its children, with a share of what several of them share."""
-    total = 0
+def of_processes(file: str) -> Iterator[str]:
+    """What /proc says of this process and of its children."""
     for process in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
-        try:
-            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
-        except OSError:  # it has ended
-            continue
-        total += int(rollup.split("Pss:")[1].split()[0]) * 1024
-    return total
+        with suppress(OSError):  # it has ended
+            yield Path(f"/proc/{process}/{file}").read_text()
+
+
+def pss_bytes() -> int:
+    """The memory of all processes, with a share of what several of them share."""
+    return sum(int(text.split("Pss:")[1].split()[0]) * 1024 for text in of_processes("smaps_rollup"))
+
+
+def cpu_seconds() -> float:
+    """The processor time that all processes have used."""
+    ticks = [text.rpartition(")")[2].split()[11:13] for text in of_processes("stat")]
+    return sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def read(batches: Iterable[Any], settings: Settings) -> dict[str, float]:
@@ -192,12 +199,17 @@ def read(batches: Iterable[Any], settings: Settings) -> dict[str, float]:
     first = time.perf_counter()
     for _ in range(count // 4):
         next(source)
-    start = time.perf_counter()
+    start, used = time.perf_counter(), cpu_seconds()
     for _ in range(count):
         next(source)
-    seconds = time.perf_counter() - start
-    rate = count * settings["batch"] / seconds
-    return {"images_per_s": rate, "first_batch_s": first - began, "pss_mib": pss_bytes() / (1 << 20)}
+    seconds, used = time.perf_counter() - start, cpu_seconds() - used
+    images = count * settings["batch"]
+    return {
+        "images_per_s": images / seconds,
+        "cpu_ms": 1000 * used / images,
+        "first_batch_s": first - began,
+        "pss_mib": pss_bytes() / (1 << 20),
+    }
 
 
 def main() -> None:

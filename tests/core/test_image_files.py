@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import json
 import os
 from itertools import islice
 from pathlib import Path
@@ -187,3 +189,95 @@ def test_a_remote_file_that_is_replaced_while_the_dataset_is_open_is_an_error(
         list(dataset)
     with StreamingLoader(url, **grouped(dict(QUICK) | {"batch_size": 5})) as loader:
         assert len(list(islice(batches(loader), 11))) == 11
+
+
+# Lists of images.
+
+LISTED = [
+    ("cat/000.jpg", 3, 0.5, 'größe, "x"'),
+    ("a/z1.PNG", -1, 2.0, "two\nlines"),
+    ("cat/000.jpg", 0, 1e3, ""),
+]
+
+
+def csv_of(rows: list[tuple[str, int, float, str]]) -> bytes:
+    stream = io.StringIO()
+    writer = csv.writer(stream)
+    writer.writerows([("file_name", "label", "score", "caption"), *rows])
+    return stream.getvalue().encode("utf-8-sig")
+
+
+def jsonl_of(rows: list[tuple[str, int, float, str]]) -> bytes:
+    names = ("file_name", "label", "score", "caption")
+    return "\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows).encode()
+
+
+@pytest.mark.parametrize("place", ["local", "remote"])
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
+def test_lists_have_their_own_order_and_columns(folder: Path, tmp_path: Path, place: str, name: str) -> None:
+    path = str(write(tmp_path / "photos", FILES))
+    if place == "remote":
+        path = fresh_url()
+        put_folder(folder, open_store(path))
+    open_store(path).put(name, csv_of(LISTED) if name.endswith("csv") else jsonl_of(LISTED))
+    dataset = open_dataset(f"{path}/{name}", decode="basic")
+    assert [tuple(row[c] for c in ("path", "label", "score", "caption")) for row in dataset] == LISTED
+    assert {column.name: column.encoding for column in dataset.columns} == {
+        "image": "jpeg", "label": "int", "score": "float64", "caption": "str", "path": "str",
+    }  # fmt: skip
+    assert [row["image"] for row in dataset] == [(folder / row[0]).read_bytes() for row in LISTED]
+    with StreamingLoader(f"{path}/{name}", batch_size=3, shuffle="none", decode="rgb8") as loader:
+        [batch] = loader
+    assert batch["label"].tolist() == [3, -1, 0]
+    assert batch["score"].tolist() == [0.5, 2.0, 1000.0]
+    assert main(["convert", f"{path}/{name}", str(tmp_path / "mds")]) == 0
+    assert list(open_dataset(tmp_path / "mds", decode="basic")) == list(dataset)
+    first = dataset.fingerprint
+    assert open_dataset(path).fingerprint == first
+    changed = [(*LISTED[0][:1], 4, *LISTED[0][2:]), *LISTED[1:]]
+    open_store(path).put(name, csv_of(changed) if name.endswith("csv") else jsonl_of(changed))
+    assert open_dataset(f"{path}/{name}").fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "", "lists no images"),
+        (
+            "a.csv",
+            "name,label\n1.jpg,2\n",
+            "no file_name or path or file or image, only name, label; for text: shardkit init",
+        ),
+        ("a.csv", "path\nmissing.jpg\n", "lists 'missing.jpg', but there is no such file"),
+        ("a.csv", "path\n../1.jpg\n", "not the name of a file relative"),
+        ("a.csv", "path\n/etc/passwd\n", "not the name of a file relative"),
+        ("a.csv", "path\nfile://x/1.jpg\n", "not the name of a file relative"),
+        ("a.csv", "path,label\n1.jpg\n", "row 1 has fewer values"),
+        ("a.csv", "path\n1.jpg,2\n", "row 1 has other columns"),
+        ("a.csv", 'path\n"1.jpg', "cannot be read"),
+        ("a.csv", "file_name,image\n1.jpg,2\n", "'file_name' and 'image': rename"),
+        ("metadata.jsonl", '{"path": 3}', "image 1 is 3, not the name"),
+        ("metadata.jsonl", '{"path": "1.jpg"}\n{"file": "1.jpg"}', "row 2 has other columns"),
+        ("metadata.jsonl", "[1]", "row 1 has other columns"),
+        ("metadata.jsonl", "{", "cannot be read"),
+        ("metadata.jsonl", "[" * 100_000, "cannot be read"),
+        ("metadata.jsonl", "\udcff", "cannot be read"),
+    ],
+)
+def test_malformed_lists_are_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
+    write(tmp_path, ["1.jpg"])
+    (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ShardError, match=says):
+        open_dataset(tmp_path / name)
+
+
+def test_an_empty_image_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, ["a/1.jpg"])
+    (folder / "a" / "2.jpg").write_bytes(b"")
+    for path in (str(folder), fresh_url()):
+        if path != str(folder):
+            put_folder(folder, open_store(path))
+        dataset = open_dataset(path)
+        assert dataset[0]["path"] == "a/1.jpg"
+        with pytest.raises(ShardError, match=r"a/2\.jpg: image cannot be read"):
+            dataset[1]

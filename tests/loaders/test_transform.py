@@ -16,11 +16,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from shardkit.errors import TransformError
 from shardkit.loaders import Stream, StreamingLoader, balanced_streams
+from shardkit.loaders.batch import held_bytes
 from shardkit.loaders.config import grouped
 from shardkit.loaders.cuda import CudaPrefetcher
+from shardkit.loaders.producer import WHOLE
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 from shardkit.loaders.transform import takes_generator
 from shardkit.storage import open_store
@@ -384,7 +387,9 @@ def test_columns_of_constant_size_are_transformed_too(tmp_path: Path, kind: str)
     name = "image" if kind == "columns" else "tokens"
 
     def first(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        return {"first": sample[name].reshape(-1)[0], "drawn": rng.random()}
+        found = {"first": int(sample[name].reshape(-1)[0]), "drawn": rng.random()}
+        sample[name][...] = 0  # of its own copy
+        return found
 
     options: dict[str, Any] = {"batch_size": 4, "return_ids": True, "rank": 0, "world_size": 1}
     with (
@@ -419,6 +424,18 @@ def test_padding_has_the_form_of_samples(places: dict[str, Any], kind: str, rank
             loader.load_state_dict(state)
             loader.seek((len(last["key"]) * ranks) * ((SAMPLES - 1) // (size * ranks)))
             assert_equal(next(iter(loader)), last, f"rank {rank}")
+
+
+def test_prefetching_counts_what_lists_hold(places: dict[str, Any]) -> None:
+    """Decoded images are most of a batch, and come as lists."""
+    image = Image.new("RGB", (20, 10))
+    assert held_bytes([image, np.zeros(5, np.int16), torch.zeros(3), "abcd", b"ab", {"a": (1, None)}]) == 628
+    more = {"transform": None, "decode": "rgb8", "columns": ["png"], "prefetch_bytes": 1, "return_ids": False}
+    with closing(make(places["local"], "globals", **more)) as loader:
+        groups = loader.groups(WHOLE)
+        group = next(groups)
+        assert group.bytes == sum(image.nbytes for image in group.fields["png"][0]) > 0
+        groups.close()
 
 
 # Functions that make the batch.

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,11 @@ ENVIRONMENT = {
 Record = dict[str, Any]  # of the log: step, loss, sample ids in rank order
 TORCHVISION = Path(sys.prefix) / "torchvision"
 """Where `make test` installs torchvision: beside the environment, because other libraries look for it."""
+# Makes a torchvision for CUDA work beside a torch without it.
+_DECLARED = [str(EXAMPLES.parent / "tests" / "trainers" / "site")] if "+cpu" in version("torch") else []
 WITH_TORCHVISION = {
     "PYTHONPATH": os.pathsep.join(
-        [
-            str(EXAMPLES.parent / "tests" / "trainers" / "site"),  # a torchvision for CUDA beside any torch
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-            str(TORCHVISION),
-        ]
+        [*_DECLARED, *filter(None, [os.environ.get("PYTHONPATH")]), str(TORCHVISION)]
     )
 }
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--vocabulary", str(VOCABULARY)]
