@@ -24,10 +24,12 @@ from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.segments import Segments, cut_tables
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.streams import Streams
+from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.datasets.document_values import ShardValues, ValueReader, ValueType
 
+_MEMORY = "memory"
 MAX_BYTES = 1 << 30  # memory of the values that are kept; the least recently used half goes first
 
 _Ints = npt.NDArray[np.int64]
@@ -214,6 +216,12 @@ class DocumentValues:
             self._starts.add(starts.array[low:high])
             for name, pool in self._values.items():
                 pool.add(values[name].array[low:high])
+        if self._bytes > self._max_bytes and _MEMORY not in self._warned:
+            self._warned.add(_MEMORY)
+            warn_user(
+                f"document_values take {format_bytes(self._bytes)} of memory in this process, because the "
+                'rows of a plan are in many shards: shuffle="window" with fewer lanes reads fewer at a time'
+            )
 
     def _warn(self, dataset: OpenDataset, wrong: Mapping[str, int]) -> None:
         for name, count in wrong.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,14 @@ from shardkit.storage.memory import MemoryStore
 from support.loader_data import make_dataset, write_card
 from support.plain_provenance import documents_at
 from support.remote_harness import QUICK, fresh_url, put_folder
-from support.resume import assert_equal, assert_exact_resume, batches, run, run_ranks
+from support.resume import (
+    assert_equal,
+    assert_exact_resume,
+    assert_exact_resume_in_new_process,
+    batches,
+    run,
+    run_ranks,
+)
 from support.small_build import EOS, train_bpe
 
 LENGTH = 32
@@ -229,6 +237,11 @@ def test_a_run_resumes_exactly(built: Path, options: dict[str, Any]) -> None:
     assert_exact_resume(lambda: loader(built, **options, rank=0, world_size=2), steps=12, tail_steps=4)
 
 
+def test_a_run_resumes_exactly_in_another_process(built: Path, tmp_path: Path) -> None:
+    arguments = OPTIONS | {"dataset": str(built), "document_values": {"score": "float32", "url": "hash"}}
+    assert_exact_resume_in_new_process(arguments, tmp_path, steps=9, at=[0, 4])
+
+
 def test_values_change_neither_samples_nor_state_nor_other_fields(built: Path) -> None:
     with loader(built, labels=True) as read, loader(built, labels=True, document_values=None) as plain:
         for (batch, state), (without, its_state) in zip(run(read, 20), run(plain, 20), strict=True):
@@ -261,6 +274,7 @@ def test_remote_data_has_the_values_of_local_data(built: Path) -> None:
             assert_equal(got, expected, "remote")
 
 
+@pytest.mark.filterwarnings("ignore:document_values take:RuntimeWarning")
 def test_values_are_read_again_after_memory_ran_out(built: Path) -> None:
     with sk.open(built) as dataset:
         streams = Streams([dataset], ["a"])
@@ -270,6 +284,10 @@ def test_values_are_read_again_after_memory_ran_out(built: Path) -> None:
         eos = dataset.card.tokenizer.eos_id
         whole = DocumentValues(streams, NAMES)
         small = DocumentValues(streams, NAMES, max_bytes=2000)
+        tiny = DocumentValues(streams, NAMES, max_bytes=100)
+        tiny.open_rows(rows[:1])
+        with pytest.warns(RuntimeWarning, match=r"document_values take .* the rows of a plan are in many"):
+            tiny.open_rows(rows)
         draw = np.random.default_rng(3)
         reads = 0
         for _ in range(60):
@@ -499,6 +517,11 @@ ANY = (
 )
 
 
+def test_metadata_that_is_no_object_has_no_fields() -> None:
+    texts = pa.array(["null", "[1]", "1", '"v"', None, '{"v": 2}', '{"v": null, "w": {"v": 3}}'])
+    assert json_values(texts, {"v": ("v", "int64")})["v"][0].tolist() == [-1, -1, -1, -1, -1, 2, -1]
+
+
 @settings(deadline=None)
 @given(st.lists(ANY), st.sampled_from(["float32", "float64", "int64", "hash"]))
 def test_values_of_json_are_those_of_plain_python(found: list[Any], kind: Any) -> None:
@@ -633,6 +656,11 @@ def test_workers_and_lost_indexes_give_the_values_of_texts(texts: Path, raw: Pat
     with loader(texts, **options) as read:
         expected = [batch for batch, _ in run(read, 5)]
     dataset = StreamingDataset(texts, **grouped(OPTIONS | options))
+    with sk.open(texts, tokenizer=raw / "tokenizer.json", sequence_length=LENGTH) as opened:
+        copied = pickle.loads(pickle.dumps(opened))  # as for a worker that is spawned
+        with loader(copied, document_values=OF_TEXTS) as read:
+            for one, other in zip(islice(batches(read), 5), expected, strict=True):
+                assert_equal(one, other, "copy")
     for one, other in zip(
         islice(DataLoader(dataset, batch_size=None, num_workers=2), 5), expected, strict=True
     ):
