@@ -5,9 +5,9 @@ document as `document_ids` counts them, and n is the largest number of documents
 document (padding, and entries past a row's last document) is missing: NaN or -1.
 
 Values are found by the number of a row, so they depend on neither order, ranks nor workers. Those of a whole
-shard are read when one of its rows is first needed, and kept in memory up to `MAX_BYTES`: 12 to 16 bytes for
-a document and field. They lie one after the other in arrays that all shards share, so one call of NumPy looks
-up rows of any shards.
+shard are read when one of its rows is first needed, and kept in memory up to `MAX_BYTES`: 8 bytes for a row,
+and 4 bytes and its values for a document. They lie one after the other in arrays that all shards share, so
+one call of NumPy looks up rows of any shards.
 """
 
 from __future__ import annotations
@@ -64,11 +64,14 @@ class RowValues:
         and padding counts as one more.
         """
         counts = self.after - self.firsts + (self.ends < length)
+        if (is_cut := self.ends > length).any():  # shifted labels leave out the last token of a row
+            counts[is_cut] -= self.starts[self.after[is_cut] - 1] >= length
         if segments is not None and not np.array_equal(counts, segments.counts):
             entries, counts = self._searched(segments), segments.counts
         else:
-            entries = self.firsts[:, None] + np.arange(counts.max(initial=0))
-            np.minimum(entries, self.after[:, None], out=entries)
+            numbers = np.arange(counts.max(initial=0))
+            is_there = numbers < counts[:, None]
+            entries = np.where(is_there, self.firsts[:, None] + numbers, self.after[:, None])
         return {name: cut_tables(values[entries], counts, batch_size) for name, values in self.values.items()}
 
     def _searched(self, segments: Segments) -> _Ints:
@@ -182,11 +185,12 @@ class DocumentValues:
                 self._warn(once.datasets[number], values.wrong)
 
     def _add(self, shard: int, values: ShardValues) -> None:
-        self._bases[shard] = len(self._firsts.array)
+        base = len(self._firsts.array)
         self._firsts.add(values.firsts + len(self._starts.array))
         self._starts.add(values.starts)
         for name, pool in self._values.items():
             pool.add(values.values[name])
+        self._bases[shard] = base
 
     @property
     def _bytes(self) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardkit.datasets.segments import find_segments
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import grouped
-from shardkit.loaders.document_values import DocumentValues
+from shardkit.loaders.document_values import DocumentValues, RowValues
 from shardkit.loaders.streaming_dataset import StreamingDataset
 from shardkit.loaders.streams import Streams
 from shardkit.storage.memory import MemoryStore
@@ -505,6 +505,50 @@ def test_entries_of_rows_are_found_as_by_a_search(
         assert made.values["v"][entry] == wanted or (
             math.isnan(wanted) and math.isnan(made.values["v"][entry])
         )
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_documents_are_the_same_with_and_without_a_search_for_eos(data: st.DataObject) -> None:
+    """Rows whose last document is cut or followed by padding; shifted labels leave out a row's last token."""
+    length, batch = 12, 2
+    tokens, row, end = np.zeros((4, length), np.uint16), list[int](), list[int]()
+    for number in range(4):
+        ends = ends_of(data.draw(st.lists(st.integers(2, 7), min_size=1)), length)
+        for first, last in pairwise([0, *ends]):
+            tokens[number, first : last - 1] = 5
+        if ends[-1] == length and data.draw(st.booleans()):
+            tokens[number, -1] = 5  # goes on in another row
+        if ends[-1] == length - 1:  # the last document has one token of this row
+            ends, tokens[number, -1] = [*ends, length], 9
+        row += [number] * len(ends)
+        end += ends
+    values = np.arange(len(row)).astype(np.float32)
+    made = ShardValues.of(4, np.array(row), np.array(end), {"v": (values, 0)}, {"v": "float32"})
+    after = made.firsts[1:] - 1
+    opened = RowValues(made.firsts[:-1], after, made.starts[after], made.starts, made.values, False)
+    segments = find_segments(tokens, 0)
+    for own, seen in ((length, segments), (length - 1, segments.without_last_tokens())):
+        wanted = []
+        for number, ids in enumerate(seen.document_ids().tolist()):
+            begins = [ids.index(n) for n in range(max(ids) + 1)]
+            places = [
+                next((n for n in range(len(row)) if row[n] == number and first < end[n]), -1)
+                for first in begins
+            ]
+            wanted.append([float(values[n]) if n >= 0 else math.nan for n in places])
+        for way in (None, seen):
+            for at, table in enumerate(opened.by_batch(batch, own, way)["v"]):
+                rows = wanted[batch * at : batch * (at + 1)]
+                width = max(map(len, rows))
+                expected = [one + [math.nan] * (width - len(one)) for one in rows]
+                np.testing.assert_array_equal(table, np.array(expected, np.float32))
+
+
+def ends_of(sizes: list[int], length: int) -> list[int]:
+    """Where documents end that fit into a row; the first is cut."""
+    ends = np.cumsum([min(sizes[0], length), *sizes[1:]])
+    return [int(end) for end in ends if end <= length]
 
 
 ANY = (
