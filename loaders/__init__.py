@@ -27,13 +27,13 @@ _PLACES = {
     "Stream": "shardkit.loaders.config",
     "StreamingLoader": "shardkit.loaders.loader",
     "balanced_streams": "shardkit.loaders.balanced",
-    "value_hash": "shardkit.datasets.document_values",
+    "value_hash": "shardkit.hashing",
     "watch": "shardkit.loaders.peers",
     "weighted_streams": "shardkit.loaders.balanced",
 }
 
 if TYPE_CHECKING:
-    from shardkit.datasets.document_values import value_hash
+    from shardkit.hashing import value_hash
     from shardkit.loaders.balanced import balanced_streams, weighted_streams
     from shardkit.loaders.config import Layout, Order, Run, Stream
     from shardkit.loaders.lengths import LengthLoader

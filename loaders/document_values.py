@@ -5,9 +5,9 @@ document as `document_ids` counts them, and n is the largest number of documents
 document (padding, and entries past a row's last document) is missing: NaN or -1.
 
 Values are found by the number of a row, so they depend on neither order, ranks nor workers. Those of a whole
-shard are read when one of its rows is first needed, and kept in memory up to `MAX_BYTES`: 12 to 16 bytes for
-a document and field. They lie one after the other in arrays that all shards share, so one call of NumPy looks
-up rows of any shards.
+shard are read when one of its rows is first needed, and kept in memory up to `MAX_BYTES`: 8 bytes for a row,
+and 4 bytes and its values for a document. They lie one after the other in arrays that all shards share, so
+one call of NumPy looks up rows of any shards.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from shardkit.datasets.segments import Segments, cut_tables
 from shardkit.datasets.text_rows import TextRows
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.streams import Streams
+from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.datasets.document_values import ShardValues, ValueReader, ValueType
 
+_MEMORY = "memory"
 MAX_BYTES = 1 << 30  # memory of the values that are kept; the least recently used half goes first
 
 _Ints = npt.NDArray[np.int64]
@@ -63,11 +65,14 @@ class RowValues:
         and padding counts as one more.
         """
         counts = self.after - self.firsts + (self.ends < length)
+        if (is_cut := self.ends > length).any():  # shifted labels leave out the last token of a row
+            counts[is_cut] -= self.starts[self.after[is_cut] - 1] >= length
         if segments is not None and not np.array_equal(counts, segments.counts):
             entries, counts = self._searched(segments), segments.counts
         else:
-            entries = self.firsts[:, None] + np.arange(counts.max(initial=0))
-            np.minimum(entries, self.after[:, None], out=entries)
+            numbers = np.arange(counts.max(initial=0))
+            is_there = numbers < counts[:, None]
+            entries = np.where(is_there, self.firsts[:, None] + numbers, self.after[:, None])
         return {name: cut_tables(values[entries], counts, batch_size) for name, values in self.values.items()}
 
     def _searched(self, segments: Segments) -> _Ints:
@@ -181,11 +186,12 @@ class DocumentValues:
                 self._warn(once.datasets[number], values.wrong)
 
     def _add(self, shard: int, values: ShardValues) -> None:
-        self._bases[shard] = len(self._firsts.array)
+        base = len(self._firsts.array)
         self._firsts.add(values.firsts + len(self._starts.array))
         self._starts.add(values.starts)
         for name, pool in self._values.items():
             pool.add(values.values[name])
+        self._bases[shard] = base
 
     @property
     def _bytes(self) -> int:
@@ -215,6 +221,12 @@ class DocumentValues:
             self._starts.add(starts.array[low:high])
             for name, pool in self._values.items():
                 pool.add(values[name].array[low:high])
+        if self._bytes > self._max_bytes and _MEMORY not in self._warned:
+            self._warned.add(_MEMORY)
+            warn_user(
+                f"document_values take {format_bytes(self._bytes)} of memory in this process, because the "
+                'rows of a plan are in many shards: shuffle="window" with fewer lanes reads fewer at a time'
+            )
 
     def _warn(self, dataset: OpenDataset, wrong: Mapping[str, int]) -> None:
         for name, count in wrong.items():

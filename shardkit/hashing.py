@@ -77,6 +77,14 @@ def digest_of(data: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def value_hash(text: str) -> int:
+    """Return the hash that batches have in place of a document's text value: its xxh3_64, halved.
+
+    It fits a signed integer of 64 bits and is never negative, so that -1 can stand for a missing value.
+    """
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) >> 1
+
+
 def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
     """Return uint64[n], a hash of (seed, purpose, id) per document: its only source of random decisions."""
     number = _hash_seed(seed, purpose)

@@ -21,12 +21,10 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.json
-import xxhash
 
 from shardkit.arrays import Ints
 from shardkit.files import load_json
+from shardkit.hashing import value_hash
 
 ValueType = Literal["float32", "float64", "int64", "hash"]
 VALUE_TYPES: tuple[str, ...] = get_args(ValueType)
@@ -34,11 +32,6 @@ MISSING = -1  # of int64 and hash; NaN for floats
 _MAX_EXACT = float(1 << 63)
 
 _Values = npt.NDArray[Any]
-
-
-def value_hash(text: str) -> int:
-    """Return the hash that batches have in place of a text: 63 bits of its xxh3_64, never negative."""
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) >> 1
 
 
 def value_dtype(kind: ValueType) -> np.dtype[Any]:
@@ -132,24 +125,21 @@ def arrow_values(array: pa.Array, kind: ValueType) -> tuple[_Values, int]:
         return missing(len(array), kind), there
     if kind == "int64" and not pa.types.is_floating(found) and found != pa.uint64():
         return array.cast(pa.int64()).fill_null(MISSING).to_numpy(), 0
-    numbers = array.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy()
-    return float_values(numbers, kind)
+    values, wrong = _of_floats(array.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy(), kind)
+    return values, int(wrong.sum())
 
 
-def float_values(numbers: npt.NDArray[np.float64], kind: ValueType) -> tuple[_Values, int]:
-    """Convert float64 numbers, NaN where missing, to values as `arrow_values` does."""
+def _of_floats(numbers: npt.NDArray[np.float64], kind: ValueType) -> tuple[_Values, npt.NDArray[np.bool_]]:
+    """Return float64 numbers, NaN where missing, as values, and which of them are of another kind."""
     good = np.isfinite(numbers)
     if kind == "int64":
         good &= (numbers == np.floor(numbers)) & (np.abs(numbers) < _MAX_EXACT)
-    wrong = int((~good & ~np.isnan(numbers)).sum())
-    dtype = value_dtype(kind)
-    filled = np.where(good, numbers, np.nan if dtype.kind == "f" else MISSING)
-    with np.errstate(over="ignore"):  # beyond float32: infinite, and then missing, too
-        values = filled.astype(dtype)
-    if dtype.kind == "f" and (beyond := np.isinf(values)).any():
-        values[beyond] = np.nan
-        wrong += int(beyond.sum())
-    return values, wrong
+    values = missing(len(numbers), kind)
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite
+        values[good] = numbers[good]
+    if values.dtype.kind == "f" and (beyond := np.isinf(values)).any():
+        values[beyond], good[beyond] = np.nan, False
+    return values, ~good & ~np.isnan(numbers)
 
 
 def json_values(
@@ -159,74 +149,46 @@ def json_values(
 
     Raises ValueError if a text is not JSON.
     """
-    columns = {
-        key: {"hash": pa.string(), "int64": pa.int64()}.get(kind, pa.float64())
-        for key, kind in types.values()
-    }
-    try:
-        if len(columns) < len({*types.values()}):
-            raise pa.ArrowInvalid("a key is wanted in two types")
-        table = _parsed(objects, columns)
-        return {
-            name: arrow_values(table.column(key).combine_chunks(), kind)
-            for name, (key, kind) in types.items()
-        }
-    except pa.ArrowInvalid:  # a value is of another kind, or the text is not JSON
-        parsed = [{} if text is None else load_json(text) for text in objects.to_pylist()]
+    encoded = objects.dictionary_encode()  # documents in several rows, or alike, are parsed once
+    parsed = [load_json(text) for text in encoded.dictionary.to_pylist()]
+    numbers = encoded.indices.fill_null(len(parsed)).to_numpy()
+    counts = np.bincount(numbers, minlength=len(parsed) + 1)
     made = {}
     for name, (key, kind) in types.items():
         found = [one.get(key) if isinstance(one, dict) else None for one in parsed]
-        made[name] = _plain_values(found, kind)
+        found = [None if one != one else one for one in found]  # NaN
+        values, wrong = _of_objects([*found, None], kind)
+        made[name] = values[numbers], int(counts[wrong].sum())
     return made
 
 
-def _parsed(objects: pa.Array, columns: Mapping[str, pa.DataType]) -> pa.Table:
-    """Parse JSON objects with Arrow, which is fast. Raises ArrowInvalid for values of other types."""
-    if not len(objects):
-        return pa.table({name: pa.array([], kind) for name, kind in columns.items()})
-    lines = pa.ListArray.from_arrays([0, len(objects)], objects.fill_null("{}"))
-    text = pc.binary_join(lines, "\n")[0].as_buffer()
-    table = pyarrow.json.read_json(
-        pa.BufferReader(text),
-        read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
-        parse_options=pyarrow.json.ParseOptions(
-            explicit_schema=pa.schema([*columns.items()]), unexpected_field_behavior="ignore"
-        ),
-    )
-    if table.num_rows != len(objects):
-        raise pa.ArrowInvalid("a line is not one object")
-    return table
+def _of_objects(found: Sequence[object], kind: ValueType) -> tuple[_Values, npt.NDArray[np.bool_]]:
+    """Return Python objects as values, and which of them are of another kind."""
+    if kind.startswith("float"):
+        numbers = [one if type(one) is float else _float(one) for one in found]
+        return _of_floats(np.array(numbers, np.float64), kind)
+    made = [None if one is None else _hash(one) if kind == "hash" else _whole(one) for one in found]
+    wrong = [one is not None and value is None for one, value in zip(found, made, strict=True)]
+    values = [MISSING if value is None else value for value in made]
+    return np.array(values, np.int64), np.array(wrong, np.bool_)
 
 
-def _plain_values(found: Sequence[object], kind: ValueType) -> tuple[_Values, int]:
-    """Return the values of Python objects, each of any kind."""
-    values, wrong = missing(len(found), kind), 0
-    for number, one in enumerate(found):
-        if one is None:
-            continue
-        good: float | None = None
-        if kind == "hash" and isinstance(one, (str, int)) and not isinstance(one, bool):
-            good = value_hash(str(one))
-        elif kind == "int64" and isinstance(one, (bool, int, float)) and _is_whole(one):
-            good = int(one)
-        elif kind.startswith("float") and isinstance(one, (bool, int, float)):
-            good = _finite(one, value_dtype(kind))
-        if good is None:
-            wrong += not (isinstance(one, float) and math.isnan(one))
-        else:
-            values[number] = good
-    return values, wrong
-
-
-def _is_whole(number: float) -> bool:
-    return -_MAX_EXACT < number < _MAX_EXACT and number == math.floor(number)
-
-
-def _finite(number: float, dtype: np.dtype[Any]) -> float | None:
-    """Return the number as `dtype` has it; None if it is not finite there."""
+def _float(one: object) -> float:
+    """Return a number; NaN for None, and infinity, which is no value either, for what is of another kind."""
+    if one is None:
+        return math.nan
     try:
-        with np.errstate(over="ignore"):
-            made = float(dtype.type(float(number)))
-    except OverflowError:
+        return float(one) if isinstance(one, int) else math.inf
+    except OverflowError:  # an integer of more than 1,024 bits
+        return math.inf
+
+
+def _hash(one: object) -> int | None:
+    is_text = isinstance(one, (str, int)) and not isinstance(one, bool)
+    return value_hash(str(one)) if is_text else None
+
+
+def _whole(one: object) -> int | None:
+    if not isinstance(one, (int, float)) or not -_MAX_EXACT < one < _MAX_EXACT:
         return None
-    return made if math.isfinite(made) else None
+    return int(one) if one == math.floor(one) else None

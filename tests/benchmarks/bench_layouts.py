@@ -22,15 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from figures import Heads, benchmark_parser, give, in_turns, read_once, timed
 from shardkit.formats import mds
+from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, provenance_name
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.block_mask import DEFAULT_BLOCK, block_mask_of, block_tables
 from shardkit.loaders.config import grouped
 
 EOS = 0
+SOURCES = ["web", "code", "books"]
 DOCUMENT = 500  # tokens, on average
 HEADS: Heads = {
     "side": ("layout", ""),
@@ -57,6 +62,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cu_seqlens of 256": {"cu_seqlens": 256},
     "doc_lens": {"doc_lens": True},
     "seq_lengths": {"seq_lengths": True},
+    "document_values": {"document_values": ["score"]},
+    "document_values, three": {"document_values": ["score", "source", "url"]},
+    "document_ids, document_values": {"document_ids": True, "document_values": ["score"]},
     "block_mask": {"block_mask": True},
     "block_mask, flat": {"block_mask": True, "flat": True},
 }
@@ -68,14 +76,43 @@ def write_dataset(folder: Path, megabytes: int, length: int) -> None:
     rng = np.random.default_rng(0)
     count = (megabytes << 20) // (2 * length)
     rows = rng.integers(1, 50_000, (count, length), dtype=np.uint16)
-    rows[rng.random(rows.shape) < 1 / DOCUMENT] = EOS
+    is_end = rng.random(rows.shape) < 1 / DOCUMENT
+    is_end[:, 1:] &= ~is_end[:, :-1]  # no eos follows another, which would be padding
+    rows[is_end] = EOS
     mds.write_index(folder, [mds.write_rows_shard(folder, "shard.00000.mds", rows, size_limit=None)])
     read_once(folder / "shard.00000.mds")
+    is_end[:, -1] = True
+    write_provenance(folder, is_end)
+
+
+def write_provenance(folder: Path, is_end: npt.NDArray[np.bool_]) -> None:
+    """The table of a build whose documents end where `is_end` (rows, tokens) says."""
+    row, last = np.nonzero(is_end)
+    start = np.where(np.diff(row, prepend=-1) > 0, 0, np.append(0, last[:-1] + 1))
+    scores = np.random.default_rng(1).random(len(row)).tolist()
+    ones = [1] * len(row)
+    columns: dict[str, Any] = dict.fromkeys(PROVENANCE_SCHEMA.names, ones) | {
+        "shard": np.zeros(len(row), np.int32),
+        "row": row.astype(np.int32),
+        "token_start": start.astype(np.int32),
+        "token_end": (last + 1).astype(np.int32),
+        "document_id": [number.to_bytes(16, "big") for number in range(len(row))],
+        "source": np.arange(len(row), dtype=np.int32) % len(SOURCES),
+        "file": ["a.jsonl"] * len(row),
+        "id": [None] * len(row),
+        "url": [f"https://example.org/{number}" for number in range(len(row))],
+        "metadata": [json.dumps({"score": score, "language": "en"}) for score in scores],
+    }
+    file = folder / provenance_name(0)
+    file.parent.mkdir()
+    table = pa.table(columns, PROVENANCE_SCHEMA)
+    pq.write_table(table, file, row_group_size=ROW_GROUP_PIECES, compression="zstd")
 
 
 def say_padding(folder: Path, *, padded: bool) -> None:
     """Let the card say whether rows are padded; an open dataset keeps what it has read."""
-    card = {"tokenizer": {"eos_id": EOS}, "padding": int(padded)}
+    card: dict[str, Any] = {"tokenizer": {"eos_id": EOS}, "padding": int(padded)}
+    card["inputs"] = [{"source": source} for source in SOURCES]
     (folder / "dataset.json").write_text(json.dumps(card))
 
 

@@ -161,6 +161,8 @@ def test_a_single_missing_package_is_named_with_its_extra(
         ("from shardkit.loaders.streaming_dataset import StreamingDataset", "torch", "torch"),
         ("from shardkit.loaders.lightning_module import ShardDataModule", "lightning", "lightning"),
         ("from shardkit.loaders.lightning_module import ShardDataModule", "torch,lightning", "lightning"),
+        ("from shardkit.loaders import value_hash", ALL, None),
+        ("from shardkit.loaders.document_values import DocumentValues as V; V(None, ['a'])", ALL, "parquet"),
         ("from shardkit.loaders import Stream, balanced_streams, weighted_streams", ALL, None),
         ("from shardkit import Stream, StreamingLoader, download, open, upload, verify", ALL, None),
         ("from shardkit import Dataset, Recipe, convert, load_recipe, trace", ALL, None),

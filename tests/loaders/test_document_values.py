@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,21 @@ from shardkit.datasets.segments import find_segments
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import grouped
-from shardkit.loaders.document_values import DocumentValues
+from shardkit.loaders.document_values import DocumentValues, RowValues
 from shardkit.loaders.streaming_dataset import StreamingDataset
 from shardkit.loaders.streams import Streams
 from shardkit.storage.memory import MemoryStore
 from support.loader_data import make_dataset, write_card
 from support.plain_provenance import documents_at
 from support.remote_harness import QUICK, fresh_url, put_folder
-from support.resume import assert_equal, assert_exact_resume, batches, run, run_ranks
+from support.resume import (
+    assert_equal,
+    assert_exact_resume,
+    assert_exact_resume_in_new_process,
+    batches,
+    run,
+    run_ranks,
+)
 from support.row_files import KINDS, write_tables
 from support.small_build import EOS, train_bpe
 
@@ -230,6 +238,11 @@ def test_a_run_resumes_exactly(built: Path, options: dict[str, Any]) -> None:
     assert_exact_resume(lambda: loader(built, **options, rank=0, world_size=2), steps=12, tail_steps=4)
 
 
+def test_a_run_resumes_exactly_in_another_process(built: Path, tmp_path: Path) -> None:
+    arguments = OPTIONS | {"dataset": str(built), "document_values": {"score": "float32", "url": "hash"}}
+    assert_exact_resume_in_new_process(arguments, tmp_path, steps=9, at=[0, 4])
+
+
 def test_values_change_neither_samples_nor_state_nor_other_fields(built: Path) -> None:
     with loader(built, labels=True) as read, loader(built, labels=True, document_values=None) as plain:
         for (batch, state), (without, its_state) in zip(run(read, 20), run(plain, 20), strict=True):
@@ -262,6 +275,7 @@ def test_remote_data_has_the_values_of_local_data(built: Path) -> None:
             assert_equal(got, expected, "remote")
 
 
+@pytest.mark.filterwarnings("ignore:document_values take:RuntimeWarning")
 def test_values_are_read_again_after_memory_ran_out(built: Path) -> None:
     with sk.open(built) as dataset:
         streams = Streams([dataset], ["a"])
@@ -271,6 +285,10 @@ def test_values_are_read_again_after_memory_ran_out(built: Path) -> None:
         eos = dataset.card.tokenizer.eos_id
         whole = DocumentValues(streams, NAMES)
         small = DocumentValues(streams, NAMES, max_bytes=2000)
+        tiny = DocumentValues(streams, NAMES, max_bytes=100)
+        tiny.open_rows(rows[:1])
+        with pytest.warns(RuntimeWarning, match=r"document_values take .* the rows of a plan are in many"):
+            tiny.open_rows(rows)
         draw = np.random.default_rng(3)
         reads = 0
         for _ in range(60):
@@ -490,6 +508,50 @@ def test_entries_of_rows_are_found_as_by_a_search(
         )
 
 
+@settings(deadline=None)
+@given(st.data())
+def test_documents_are_the_same_with_and_without_a_search_for_eos(data: st.DataObject) -> None:
+    """Rows whose last document is cut or followed by padding; shifted labels leave out a row's last token."""
+    length, batch = 12, 2
+    tokens, row, end = np.zeros((4, length), np.uint16), list[int](), list[int]()
+    for number in range(4):
+        ends = ends_of(data.draw(st.lists(st.integers(2, 7), min_size=1)), length)
+        for first, last in pairwise([0, *ends]):
+            tokens[number, first : last - 1] = 5
+        if ends[-1] == length and data.draw(st.booleans()):
+            tokens[number, -1] = 5  # goes on in another row
+        if ends[-1] == length - 1:  # the last document has one token of this row
+            ends, tokens[number, -1] = [*ends, length], 9
+        row += [number] * len(ends)
+        end += ends
+    values = np.arange(len(row)).astype(np.float32)
+    made = ShardValues.of(4, np.array(row), np.array(end), {"v": (values, 0)}, {"v": "float32"})
+    after = made.firsts[1:] - 1
+    opened = RowValues(made.firsts[:-1], after, made.starts[after], made.starts, made.values, False)
+    segments = find_segments(tokens, 0)
+    for own, seen in ((length, segments), (length - 1, segments.without_last_tokens())):
+        wanted = []
+        for number, ids in enumerate(seen.document_ids().tolist()):
+            begins = [ids.index(n) for n in range(max(ids) + 1)]
+            places = [
+                next((n for n in range(len(row)) if row[n] == number and first < end[n]), -1)
+                for first in begins
+            ]
+            wanted.append([float(values[n]) if n >= 0 else math.nan for n in places])
+        for way in (None, seen):
+            for at, table in enumerate(opened.by_batch(batch, own, way)["v"]):
+                rows = wanted[batch * at : batch * (at + 1)]
+                width = max(map(len, rows))
+                expected = [one + [math.nan] * (width - len(one)) for one in rows]
+                np.testing.assert_array_equal(table, np.array(expected, np.float32))
+
+
+def ends_of(sizes: list[int], length: int) -> list[int]:
+    """Where documents end that fit into a row; the first is cut."""
+    ends = np.cumsum([min(sizes[0], length), *sizes[1:]])
+    return [int(end) for end in ends if end <= length]
+
+
 ANY = (
     st.none()
     | st.booleans()
@@ -498,6 +560,11 @@ ANY = (
     | st.text()
     | st.lists(st.integers())
 )
+
+
+def test_metadata_that_is_no_object_has_no_fields() -> None:
+    texts = pa.array(["null", "[1]", "1", '"v"', None, '{"v": 2}', '{"v": null, "w": {"v": 3}}'])
+    assert json_values(texts, {"v": ("v", "int64")})["v"][0].tolist() == [-1, -1, -1, -1, -1, 2, -1]
 
 
 @settings(deadline=None)
@@ -634,6 +701,11 @@ def test_workers_and_lost_indexes_give_the_values_of_texts(texts: Path, raw: Pat
     with loader(texts, **options) as read:
         expected = [batch for batch, _ in run(read, 5)]
     dataset = StreamingDataset(texts, **grouped(OPTIONS | options))
+    with sk.open(texts, tokenizer=raw / "tokenizer.json", sequence_length=LENGTH) as opened:
+        copied = pickle.loads(pickle.dumps(opened))  # as for a worker that is spawned
+        with loader(copied, document_values=OF_TEXTS) as read:
+            for one, other in zip(islice(batches(read), 5), expected, strict=True):
+                assert_equal(one, other, "copy")
     for one, other in zip(
         islice(DataLoader(dataset, batch_size=None, num_workers=2), 5), expected, strict=True
     ):

@@ -99,6 +99,8 @@ class ProvenanceValues:
     def _values(
         self, rows: int, row: Ints, pieces: pa.Table, types: Mapping[str, ValueType], first: int
     ) -> ShardValues:
+        if (np.diff(row) < 0).any():
+            raise ShardError(self._dataset.location, "provenance: is not sorted by row; run shardkit verify")
         if (lacking := np.flatnonzero(np.bincount(row, minlength=rows) == 0)).size:
             problem = f"row {first + int(lacking[0]):,} is in no provenance table: a file is missing"
             raise ShardError(self._dataset.location, f"{problem}; run shardkit verify")
