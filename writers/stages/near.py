@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil
 
 from shardkit.card import NearFacts
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.candidates import CANDIDATES, PAIRS_BY_FIRST, PAIRS_BY_SECOND
+from shardkit.writers.dedup.blocks import BLOCKS, PAIRS_OF_BLOCK, PLACES, block_bits
+from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, remove_near
 from shardkit.writers.dedup.outcomes import OUTCOMES
-from shardkit.writers.dedup.population import PARTS
+from shardkit.writers.dedup.pairs import PAIRS
+from shardkit.writers.dedup.population import PAIR, PARTS
 from shardkit.writers.dedup.resolve import NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST
-from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
+from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
 from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows
-from shardkit.writers.dedup.verify import VERIFY, block_bits
+from shardkit.writers.dedup.verify import VERIFY
 from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
@@ -68,7 +69,10 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
 
 _SIGNATURE_BYTES = 520  # bytes per document for its signature and keys
 _PAIRS = 0.6  # candidate pairs per document
-_TEXTS = 0.26  # bytes sent to blocks of pairs per byte of kept text; a document is sent once per block
+_PAIR_BYTES = 5.0  # bytes per pair in files, without the fields of a document's row
+_SECONDS = 0.3  # documents with earlier partners, per document
+_PLACES = 0.5  # blocks that need a document's text, added up, per document
+_TEXTS = 0.2  # bytes sent to blocks of pairs per byte of kept text
 
 
 def needs(n: Needs) -> None:
@@ -95,21 +99,22 @@ def needs(n: Needs) -> None:
 def _add_verified(n: Needs, text: float, candidates: int) -> None:
     c = n.corpus
     pairs = c.documents * _PAIRS
-    blocks = ceil(c.documents / (1 << block_bits(c.documents, int(text), c.task_memory)))
-    firsts = n.exchange(SHINGLES, PAIRS_BY_FIRST, candidates, pairs, max(c.splits, blocks))
-    seconds = n.exchange(SHINGLES, PAIRS_BY_SECOND, candidates, pairs, c.splits)
-    parts = [n.scans(text, c.splits), n.slices(firsts, c.splits), n.slices(seconds, c.splits)]
-    texts = c.text_bytes * _TEXTS
+    blocks = 1 << block_bits(int(text), c.task_memory)
+    ranges, payload = 1, _PAIR_BYTES * _PAIRS / _SECONDS
+    found = n.exchange(BLOCKS, PAIRS, candidates, c.documents * _SECONDS, ranges, payload)
+    n.add(BLOCKS, ranges, *n.slices(found, ranges), files=2, written=pairs * _PAIR_BYTES)
+    places = n.exchange(SHINGLES, PLACES, ranges, c.documents * _PLACES, c.splits)
+    parts = [n.scans(text, c.splits), n.slices(places, c.splits)]
+    texts, sent = c.text_bytes * _TEXTS, c.documents * _PLACES
     gets, read = (sum(amounts) for amounts in zip(*parts, strict=True))
-    n.add(SHINGLES, c.splits, gets, read, files=2, written=texts)
-    payload = texts / max(1.0, 2 * pairs)
-    row = OWN.dtype.itemsize + payload
-    own = n.exchange(VERIFY, OWN, c.splits, texts * 0.22 / row, blocks, payload)
-    guests = n.exchange(VERIFY, GUESTS, c.splits, texts * 0.78 / row, blocks, payload)
-    read_by_block = [n.slices(runs, blocks) for runs in (firsts, own, guests)]
-    gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
+    n.add(SHINGLES, c.splits, gets, read, files=1, written=texts)
+    assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, c.documents * _SECONDS, blocks, payload)
+    moved = n.exchange(VERIFY, TEXTS, c.splits, sent, blocks, texts / max(1.0, sent))
+    gets, read = (
+        sum(amounts) for amounts in zip(n.slices(assigned, blocks), n.slices(moved, blocks), strict=True)
+    )
     n.add(VERIFY, blocks, gets, read, files=3)
-    n.add(NEAR, 1, 2 * blocks, pairs * PAIRS_BY_FIRST.dtype.itemsize, files=1)
+    n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
     n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
     n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
     n.add(NEAR_KEPT, c.splits, 5 * c.splits, c.documents * 24, files=2)
@@ -117,7 +122,7 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
 
 
 STAGES = (
-    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES, SHINGLES, VERIFY),
+    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES, BLOCKS, SHINGLES, VERIFY),
     *(NEAR, NEAR_EQUAL, NEAR_LOST, NEAR_KEPT, NEAR_REMOVED),
 )
 
