@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 
 from reference.near import reference_compare
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.blocks import PAIRS_OF_BLOCK
+from shardkit.writers.dedup.blocks import PAIRS_OF_BLOCK, put_into_blocks
 from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import TEXTS
 from shardkit.writers.dedup.verify import EDGES, VERIFY, WAITING, verify_block
 from shardkit.writers.exchange.exchange import Exchanged, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.commit import Commit
 from support.near_population import (
     Document,
@@ -23,7 +25,6 @@ from support.near_population import (
     allowed,
     make_documents,
     priorities_of,
-    write_blocks,
     write_pairs,
     write_text_runs,
     write_world,
@@ -52,7 +53,8 @@ def exchanged(
 ) -> tuple[Exchanged, Exchanged]:
     """The pairs and the texts of all blocks."""
     count, readers = len(world.documents), 1 << bits
-    blocks = write_blocks(folder, candidates, count, bits, memory_bytes, tasks=3)
+    limits = replace(DEFAULT_LIMITS, partition_bytes=8000)  # several ranges of documents
+    blocks = put_into_blocks(TaskFolders(folder), candidates, count, bits, memory_bytes, limits)
     texts = write_text_runs(folder, world, blocks, memory_bytes=memory_bytes)
     run = TaskFolders(folder)
     pairs = exchange(run, VERIFY, PAIRS_OF_BLOCK, blocks, readers=readers, end=readers)

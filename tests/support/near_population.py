@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.dedup.blocks import BLOCKS, PLACES
-from shardkit.writers.dedup.pairs import PAIRS, PairWriter
+from shardkit.writers.dedup.blocks import PLACES
+from shardkit.writers.dedup.pairs import PairWriter
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -142,18 +141,6 @@ def write_pairs(folder: Path, pairs: Iterable[Pair], rng: random.Random, *, task
         with PairWriter(place, 1 << 20, run_pairs=rng.choice([100, 5000])) as writer:
             writer.add(entries[:, 0], entries[:, 1])
         commits.append(commit_folder(place, "candidates", str(number)))
-    return commits
-
-
-def write_blocks(
-    folder: Path, candidates: Sequence[Commit], documents: int, bits: int, memory_bytes: int, tasks: int
-) -> list[Commit]:
-    """Commits of so many tasks of stage `blocks`, for the pairs of these candidates."""
-    run = TaskFolders(folder)
-    pairs = exchange(run, BLOCKS, PAIRS, candidates, readers=tasks, end=documents)
-    edges = [documents * at // tasks for at in range(tasks + 1)]
-    pieces = [pairs.slice(start, stop) for start, stop in pairwise(edges)]
-    [commits] = run([BLOCKS.task(str(at), 0, piece, bits, memory_bytes) for at, piece in enumerate(pieces)])
     return commits
 
 

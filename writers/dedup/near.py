@@ -7,7 +7,8 @@
     equal       range of word keys -> documents with the same words as another
     bands       part -> band keys of the other documents
     candidates  range of band keys -> pairs
-    blocks      range of documents: their pairs -> blocks of pairs of documents that are alike
+    leaders     range of documents: their pairs -> leaders (labels, blocks: shardkit.writers.dedup.blocks)
+    blocks      range of documents: their pairs and labels -> blocks of pairs of documents that are alike
     shingles    part, and the blocks of its documents -> texts or sets of n-grams, sent to blocks
     verify      block of pairs, and the texts of their documents -> edges
     near        edges -> removed documents (its stages are in shardkit.writers.dedup.resolve: near_equal, …)
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.blocks import BLOCKS, PAIRS_OF_BLOCK, PLACES, block_bits
+from shardkit.writers.dedup.blocks import PAIRS_OF_BLOCK, PLACES, block_bits, put_into_blocks
 from shardkit.writers.dedup.candidates import CANDIDATES, CandidateCounts
 from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
@@ -41,7 +43,6 @@ from shardkit.writers.dedup.outcomes import (
     document_keys,
     write_tables,
 )
-from shardkit.writers.dedup.pairs import PAIRS
 from shardkit.writers.dedup.population import (
     PARTS,
     PARTS_FILE,
@@ -70,8 +71,6 @@ from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.execution.work import Work
-
-_PAIR_GROWTH = 8  # memory of pairs, as a multiple of their bytes in files
 
 
 @dataclass(frozen=True)
@@ -206,15 +205,7 @@ def _verify(
     """Put pairs into blocks, send the texts of their documents there, and verify the blocks."""
     parts, starts, end = population.parts, population.starts.tolist(), int(population.starts[-1])
     bits = block_bits(sum(split.bytes for split in splits), memory_bytes)
-    size = sum(commit.outputs[PAIRS.file].bytes for commit in candidates)
-    ranges = max(1, -(-size // (limits.partition_bytes // _PAIR_GROWTH)))
-    pairs = exchange(run, BLOCKS, PAIRS, candidates, readers=ranges, end=end, limits=limits)
-    tasks = []
-    for number in range(ranges):
-        piece = pairs.slice(end * number // ranges, end * (number + 1) // ranges)
-        tasks.append(BLOCKS.task(partition_name(number, ranges), piece.bytes, piece, bits, memory_bytes))
-    [assigned] = run(tasks)
-
+    assigned = put_into_blocks(run, candidates, end, bits, memory_bytes, limits)
     places = exchange(run, SHINGLES, PLACES, assigned, readers=len(parts), end=end, limits=limits)
     documents = [*(split.documents for split in splits), *[None] * (len(parts) - len(splits))]
     tasks = []
@@ -224,13 +215,11 @@ def _verify(
     [sent] = run(tasks)
 
     blocks = 1 << bits
-    pairs, texts_of = (
-        exchange(run, VERIFY, table, commits, readers=blocks, end=blocks, limits=limits)
-        for table, commits in ((PAIRS_OF_BLOCK, assigned), (TEXTS, sent))
-    )
+    move = partial(exchange, run, VERIFY, readers=blocks, end=blocks, limits=limits)
+    pairs_of, texts_of = move(PAIRS_OF_BLOCK, assigned), move(TEXTS, sent)
     rule, tasks = PairRule.of(config), []
     for block in range(blocks):
-        some, own = pairs.slice(block, block + 1), texts_of.slice(block, block + 1)
+        some, own = (moved.slice(block, block + 1) for moved in (pairs_of, texts_of))
         if some.runs:
             weight = some.bytes + own.bytes
             tasks.append(VERIFY.task(partition_name(block, blocks), weight, some, own, rule, memory_bytes))

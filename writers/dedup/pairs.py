@@ -1,16 +1,11 @@
 """Candidate pairs on disk: for each document, the earlier documents that it is paired with.
 
 A pair (a, b), a < b, is stored with its second document b, so a document with many pairs takes one row. The
-payload of a row is a list of ascending numbers, a base and then the partners `a`, as variable-length integers
-(LEB128, seven bits per byte, lowest first) of the distance from `b` to the base, and then from each number to
-the next one. Documents of a family are paired with the same few documents, so a pair takes about two bytes.
+payload of a row has the partners `a`, ascending, as variable-length integers (LEB128, seven bits per byte,
+lowest first): the distance from the lowest one to `b`, and then from each to the next one. Documents of a
+family are paired with the same few documents, so a pair takes about two bytes.
 
-    pairs.run   PAIRS: key b; the base is b's label
-
-The *label* of a document decides where its pairs are verified: documents that are alike should have the same
-one. It is the lowest document within two steps (pairs of the same run of candidates) of b. Two steps lead to
-the same document from nearly all members of a family, be they all paired with one another or with one member
-alone. More steps would join families along chains of chance pairs.
+    pairs.run   PAIRS: key b
 """
 
 from __future__ import annotations
@@ -19,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, kernel
 from shardkit.writers.exchange.exchange import RunWriter, Table
 from shardkit.writers.kernels.sorting import sort_keys
 
@@ -106,11 +101,9 @@ class PairWriter:
             seconds, firsts = pending[0] >> np.uint64(32), pending[0] & np.uint64(0xFFFFFFFF)
         else:
             seconds, firsts = pending
-        found = Partners.of(seconds, firsts)
-        _find_labels(found.numbers, found.edges, found.firsts, found.bases)
-        for documents, sizes, payload in found.encoded():
+        for numbers, sizes, payload in Partners.of(seconds, firsts).encoded():
             rows = np.empty(len(sizes), PAIRS.dtype)
-            rows["key"], rows["size"] = documents.numbers, sizes
+            rows["key"], rows["size"] = numbers, sizes
             self._run.write(rows, payload)
         self.pairs += self._count
         self._count = 0
@@ -120,97 +113,85 @@ class PairWriter:
 class Partners:
     """Documents and their earlier partners: those of numbers[i] are firsts[edges[i]:edges[i + 1]], ascending.
 
-    `bases[i]` is not above the lowest of them. `numbers` ascend, and a number may be repeated.
+    `numbers` ascend, and a number may be repeated.
     """
 
     numbers: UInt64s
-    bases: UInt64s
     edges: Int64s
     firsts: UInt64s
 
     @classmethod
     def of(cls, seconds: UInt64s, firsts: UInt64s) -> Self:
-        """Make them of pairs sorted by second, then first document; the base is the lowest partner."""
+        """Make them of pairs sorted by second, then first document."""
         new = np.ones(len(seconds), np.bool_)
         new[1:] = seconds[1:] != seconds[:-1]
         starts = np.flatnonzero(new)
-        return cls(seconds[starts], firsts[starts], np.append(starts, len(seconds)), firsts)
+        return cls(seconds[starts], np.append(starts, len(seconds)), firsts)
 
     @classmethod
     def decoded(cls, numbers: UInt64s, sizes: Int64s, payload: UInt8s) -> Self:
         """Decode the payloads of rows with these numbers and sizes."""
-        count = int((payload < 128).sum()) - len(numbers)
-        edges, bases = np.zeros(len(numbers) + 1, np.int64), np.empty(len(numbers), np.uint64)
-        found = cls(numbers, bases, edges, np.empty(count, np.uint64))
-        _decode(numbers, sizes, payload, found.bases, found.edges, found.firsts)
-        return found
+        edges = np.zeros(len(numbers) + 1, np.int64)
+        firsts = np.empty(int((payload < 128).sum()), np.uint64)
+        _decode(numbers, sizes, payload, edges, firsts)
+        return cls(numbers, edges, firsts)
 
     @property
     def seconds(self) -> UInt64s:
         """The second document of each pair, uint64[len(firsts)]."""
         return np.repeat(self.numbers, np.diff(self.edges))
 
-    def encoded(self) -> Iterator[tuple[Partners, Int64s, UInt8s]]:
-        """Yield (documents, payload sizes, payloads), up to `_CHUNK` partners at a time.
+    def encoded(self) -> Iterator[tuple[UInt64s, Int64s, UInt8s]]:
+        """Yield (numbers, payload sizes, payloads), up to `_CHUNK` partners at a time.
 
-        A document with more partners is repeated, each time with the same base.
+        A document with more partners is repeated.
         """
-        cut = self._cut()
-        room = np.empty((2 * _CHUNK + 1) * _LONGEST, np.uint8)
+        numbers, edges = self._cut()
+        room = np.empty(_CHUNK * _LONGEST, np.uint8)
         begin = 0
-        while begin < len(cut.numbers):
-            stop = int(np.searchsorted(cut.edges, cut.edges[begin] + _CHUNK, "right")) - 1
-            some = Partners(
-                cut.numbers[begin:stop], cut.bases[begin:stop], cut.edges[begin : stop + 1], self.firsts
-            )
-            sizes = np.empty(stop - begin, np.int64)
-            count = _encode(some.numbers, some.bases, some.edges, self.firsts, sizes, room)
+        while begin < len(numbers):
+            stop = int(np.searchsorted(edges, edges[begin] + _CHUNK, "right")) - 1
+            some, sizes = numbers[begin:stop], np.empty(stop - begin, np.int64)
+            count = _encode(some, edges[begin : stop + 1], self.firsts, sizes, room)
             yield some, sizes, room[:count]
             begin = stop
 
-    def _cut(self) -> Partners:
-        """Return the same with documents repeated so that each has up to `_CHUNK` partners."""
+    def _cut(self) -> tuple[UInt64s, Int64s]:
+        """Return numbers and edges, with documents repeated so that each has up to `_CHUNK` partners."""
         pieces = -(-np.diff(self.edges) // _CHUNK)
         if pieces.max(initial=1) <= 1:
-            return self
+            return self.numbers, self.edges
         nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         edges = np.append(np.repeat(self.edges[:-1], pieces) + nth * _CHUNK, self.edges[-1])
-        return Partners(np.repeat(self.numbers, pieces), np.repeat(self.bases, pieces), edges, self.firsts)
-
-
-@kernel(inline=True)
-def _put(out: UInt8s, at: int, value: Any) -> int:
-    while value >= _MORE:
-        out[at] = np.uint8(value & _LOW7 | _MORE)
-        value >>= _SEVEN
-        at += 1
-    out[at] = np.uint8(value)
-    return at + 1
+        return np.repeat(self.numbers, pieces), edges
 
 
 @kernel
-def _encode(
-    numbers: UInt64s, bases: UInt64s, edges: Int64s, firsts: UInt64s, sizes: Int64s, out: UInt8s
-) -> int:
+def _encode(numbers: UInt64s, edges: Int64s, firsts: UInt64s, sizes: Int64s, out: UInt8s) -> int:
     """Write the payloads of all documents into `out`, and their sizes; return the total size."""
     at = 0
     for document in range(len(numbers)):
-        begin, last = at, bases[document]
-        at = _put(out, at, numbers[document] - last)
+        begin = at
         for pair in range(edges[document], edges[document + 1]):
-            at = _put(out, at, firsts[pair] - last)
-            last = firsts[pair]
+            if pair == edges[document]:
+                value = numbers[document] - firsts[pair]
+            else:
+                value = firsts[pair] - firsts[pair - 1]
+            while value >= _MORE:
+                out[at] = np.uint8(value & _LOW7 | _MORE)
+                value >>= _SEVEN
+                at += 1
+            out[at] = np.uint8(value)
+            at += 1
         sizes[document] = at - begin
     return at
 
 
 @kernel
-def _decode(
-    numbers: UInt64s, sizes: Int64s, payload: UInt8s, bases: UInt64s, edges: Int64s, firsts: UInt64s
-) -> None:
+def _decode(numbers: UInt64s, sizes: Int64s, payload: UInt8s, edges: Int64s, firsts: UInt64s) -> None:
     at = count = 0
     for document in range(len(numbers)):
-        stop, is_base, last = at + sizes[document], True, np.uint64(0)
+        stop = at + sizes[document]
         while at < stop:
             value, shift = np.uint64(0), np.uint64(0)
             while payload[at] >= 128:
@@ -219,25 +200,7 @@ def _decode(
                 at += 1
             value |= np.uint64(payload[at]) << shift
             at += 1
-            if is_base:
-                last = bases[document] = numbers[document] - value
-                is_base = False
-            else:
-                last += value
-                firsts[count] = last
-                count += 1
+            is_first = count == edges[document]
+            firsts[count] = numbers[document] - value if is_first else firsts[count - 1] + value
+            count += 1
         edges[document + 1] = count
-
-
-@kernel
-def _find_labels(numbers: UInt64s, edges: Int64s, firsts: UInt64s, labels: UInt64s) -> None:
-    """Set the label of each document; `labels` has its lowest partner. `numbers` ascend."""
-    lowest = labels.copy()
-    for document in range(len(numbers)):
-        place = int64(0)
-        for pair in range(edges[document], edges[document + 1]):
-            first = firsts[pair]
-            place += np.searchsorted(numbers[place:document], first)
-            if place < document and numbers[place] == first:
-                labels[document] = min(labels[document], lowest[place])
-                labels[place] = min(labels[place], lowest[document])

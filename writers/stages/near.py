@@ -9,7 +9,18 @@ from functools import partial
 from shardkit.card import NearFacts
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.blocks import BLOCKS, PAIRS_OF_BLOCK, PLACES, block_bits
+from shardkit.writers.dedup.blocks import (
+    BLOCKS,
+    FOLLOWERS,
+    LABELING,
+    LABELS,
+    LEADERS,
+    LOWEST,
+    PAIRS_OF_BLOCK,
+    PLACES,
+    block_bits,
+    number_ranges,
+)
 from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
@@ -69,10 +80,10 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
 
 _SIGNATURE_BYTES = 520  # bytes per document for its signature and keys
 _PAIRS = 0.6  # candidate pairs per document
-_PAIR_BYTES = 5.0  # bytes per pair in files, without the fields of a document's row
-_SECONDS = 0.3  # documents with earlier partners, per document
-_PLACES = 0.5  # blocks that need a document's text, added up, per document
-_TEXTS = 0.2  # bytes sent to blocks of pairs per byte of kept text
+_PAIR_BYTES = 4.0  # bytes per pair in files, without the fields of a document's row
+_SECONDS = 0.25  # documents with earlier partners, per document
+_PLACES = 0.45  # blocks that need a document's text, added up, per document
+_TEXTS = 0.45  # bytes sent to blocks of pairs per byte of the documents' files
 
 
 def needs(n: Needs) -> None:
@@ -92,28 +103,27 @@ def needs(n: Needs) -> None:
     n.add(MAKE_BANDS, c.splits, gets + more, read + also, files=1, written=size)
     candidates = band_partitions(entries, c.task_memory)
     bands = n.exchange(CANDIDATES, BANDS, c.splits, entries, candidates)
-    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=2)
+    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=1)
     _add_verified(n, text, candidates)
 
 
 def _add_verified(n: Needs, text: float, candidates: int) -> None:
     c = n.corpus
-    pairs = c.documents * _PAIRS
-    blocks = 1 << block_bits(int(text), c.task_memory)
-    ranges, payload = 1, _PAIR_BYTES * _PAIRS / _SECONDS
-    found = n.exchange(BLOCKS, PAIRS, candidates, c.documents * _SECONDS, ranges, payload)
-    n.add(BLOCKS, ranges, *n.slices(found, ranges), files=2, written=pairs * _PAIR_BYTES)
-    places = n.exchange(SHINGLES, PLACES, ranges, c.documents * _PLACES, c.splits)
-    parts = [n.scans(text, c.splits), n.slices(places, c.splits)]
-    texts, sent = c.text_bytes * _TEXTS, c.documents * _PLACES
-    gets, read = (sum(amounts) for amounts in zip(*parts, strict=True))
-    n.add(SHINGLES, c.splits, gets, read, files=1, written=texts)
-    assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, c.documents * _SECONDS, blocks, payload)
+    pairs, seconds, sent = (c.documents * share for share in (_PAIRS, _SECONDS, _PLACES))
+    blocks, coded, texts = 1 << block_bits(int(text), c.task_memory), pairs * _PAIR_BYTES, text * _TEXTS
+    ranges, payload = number_ranges(int(coded), c.limits), coded / max(1.0, seconds)
+    found = n.slices(n.exchange(LEADERS, PAIRS, candidates, seconds, ranges, payload), ranges)
+    n.add(LEADERS, ranges, *found, files=2, written=seconds * 2 * FOLLOWERS.dtype.itemsize)
+    followers = n.slices(n.exchange(LABELING, FOLLOWERS, ranges, seconds, ranges), ranges)
+    lowest = n.slices(n.exchange(LABELING, LOWEST, ranges, seconds, ranges), ranges)
+    n.add(LABELING, ranges, *_sum(followers, lowest), files=1, written=seconds * LABELS.dtype.itemsize)
+    labels = n.slices(n.exchange(BLOCKS, LABELS, ranges, seconds, ranges), ranges)
+    n.add(BLOCKS, ranges, *_sum(found, labels), files=2, written=coded + sent * PLACES.dtype.itemsize)
+    places = n.slices(n.exchange(SHINGLES, PLACES, ranges, sent, c.splits), c.splits)
+    n.add(SHINGLES, c.splits, *_sum(n.scans(text, c.splits), places), files=1, written=texts)
+    assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, seconds, blocks, payload)
     moved = n.exchange(VERIFY, TEXTS, c.splits, sent, blocks, texts / max(1.0, sent))
-    gets, read = (
-        sum(amounts) for amounts in zip(n.slices(assigned, blocks), n.slices(moved, blocks), strict=True)
-    )
-    n.add(VERIFY, blocks, gets, read, files=3)
+    n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=3)
     n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
     n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
     n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
@@ -121,8 +131,14 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     n.by_split(NEAR_REMOVED, OUTCOMES, 2 * c.splits, c.documents * 2 * LOSERS)
 
 
+def _sum(*parts: tuple[float, float]) -> tuple[float, float]:
+    """Return the sums of requests and of bytes."""
+    return sum(gets for gets, _ in parts), sum(read for _, read in parts)
+
+
 STAGES = (
-    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES, BLOCKS, SHINGLES, VERIFY),
+    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES),
+    *(LEADERS, LABELING, BLOCKS, SHINGLES, VERIFY),
     *(NEAR, NEAR_EQUAL, NEAR_LOST, NEAR_KEPT, NEAR_REMOVED),
 )
 
