@@ -11,14 +11,14 @@ members alone. Unlike components of the graph, labels do not join families along
 
 Three stages have a task for each range of document numbers:
 
-    leaders   pairs of second documents
-              -> followers.run     FOLLOWERS: key leader; a document that has it
-                 lowest.run        LOWEST: key document; the lowest leader of it and its later partners
-    labels    these, of leaders
-              -> labels.run        LABELS: key document; its label
-    blocks    pairs and labels of second documents
-              -> block_pairs.run   PAIRS_OF_BLOCK: key block; a document and its partners, coded as in PAIRS
-                 places.run        PLACES: key document; a block with a pair of this document
+    near_leaders   pairs of second documents
+                   -> followers.run    FOLLOWERS: key leader; a document that has it
+                      lowest.run       LOWEST: key document; the lowest leader of it and its later partners
+    near_labels    these, of leaders
+                   -> labels.run       LABELS: key document; its label
+    near_blocks    pairs and labels of second documents
+                   -> block_pairs.run  PAIRS_OF_BLOCK: key block; a document and its partners, as in PAIRS
+                      places.run       PLACES: key document; a block with a pair of this document
 
 Repetitions of pairs, which several tasks of stage `candidates` may find, are dropped. Memory: a batch of
 pairs, the partners of one document, and the leaders or labels of the range, 16 bytes each.
@@ -113,7 +113,7 @@ def find_leaders(folder: Path, pairs: Slice, memory_bytes: MemoryBytes) -> None:
             lowest.write(_rows(LOWEST, "leader", *_lowest(*both)))
 
 
-LEADERS = Stage("leaders", "near-duplicates", find_leaders, cost=0.1)
+LEADERS = Stage("near_leaders", "near-duplicates", find_leaders, cost=0.1)
 
 
 def label_followers(folder: Path, followers: Slice, lowest: Slice, memory_bytes: MemoryBytes) -> None:
@@ -129,7 +129,7 @@ def label_followers(folder: Path, followers: Slice, lowest: Slice, memory_bytes:
             )
 
 
-LABELING = Stage("labels", "near-duplicates", label_followers, cost=0.1)
+LABELING = Stage("near_labels", "near-duplicates", label_followers, cost=0.1)
 
 
 def assign_blocks(folder: Path, pairs: Slice, labels: Slice, bits: int, memory_bytes: MemoryBytes) -> None:
@@ -152,7 +152,7 @@ def assign_blocks(folder: Path, pairs: Slice, labels: Slice, bits: int, memory_b
             places.write(places_of(partners.numbers, blocks))
 
 
-BLOCKS = Stage("blocks", "near-duplicates", assign_blocks, cost=0.3)
+BLOCKS = Stage("near_blocks", "near-duplicates", assign_blocks, cost=0.3)
 
 
 def _hashed(labels: UInt64s, bits: int) -> UInt64s:

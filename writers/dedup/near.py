@@ -7,8 +7,7 @@
     equal       range of word keys -> documents with the same words as another
     bands       part -> band keys of the other documents
     candidates  range of band keys -> pairs
-    leaders     range of documents: their pairs -> leaders (labels, blocks: shardkit.writers.dedup.blocks)
-    blocks      range of documents: their pairs and labels -> blocks of pairs of documents that are alike
+    near_blocks range of documents: their pairs -> blocks of pairs of documents that are alike (blocks.py)
     shingles    part, and the blocks of its documents -> texts or sets of n-grams, sent to blocks
     verify      block of pairs, and the texts of their documents -> edges
     near        edges -> removed documents (its stages are in shardkit.writers.dedup.resolve: near_equal, …)
