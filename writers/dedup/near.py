@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +70,8 @@ from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.execution.work import Work
+
+_LOCAL_READS = 16  # reads of a local file that cost as much as a request to a store
 
 
 @dataclass(frozen=True)
@@ -214,8 +216,11 @@ def _verify(
     [sent] = run(tasks)
 
     blocks = 1 << bits
-    move = partial(exchange, run, VERIFY, readers=blocks, end=blocks, limits=limits)
-    pairs_of, texts_of = move(PAIRS_OF_BLOCK, assigned), move(TEXTS, sent)
+    move = partial(exchange, run, VERIFY, readers=blocks, end=blocks)
+    pairs_of = move(PAIRS_OF_BLOCK, assigned, limits=limits)
+    if all(commit.file(TEXTS.file).remote is None for commit in sent):  # local reads cost little
+        limits = replace(limits, segment_bytes=limits.segment_bytes // _LOCAL_READS)
+    texts_of = move(TEXTS, sent, limits=limits)
     rule, tasks = PairRule.of(config), []
     for block in range(blocks):
         some, own = (moved.slice(block, block + 1) for moved in (pairs_of, texts_of))

@@ -105,16 +105,6 @@ class Sets:
         np.cumsum(rows["size"] // 8, out=offsets[1:])
         return cls(rows, payload.view("<u8"), offsets)
 
-    @classmethod
-    def joined(cls, pieces: Sequence[Self]) -> Self:
-        """Concatenate one or more pieces in order."""
-        if len(pieces) == 1:
-            return pieces[0]
-        lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
-        rows = np.concatenate([piece.rows for piece in pieces])
-        hashes = np.concatenate([piece.hashes for piece in pieces])
-        return cls(rows, hashes, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
-
 
 class ShingleWriter:
     """Writes sets.npy and shingles.bin into a folder; numbers must ascend over all calls.

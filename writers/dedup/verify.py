@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -112,52 +113,72 @@ class _Block:
         if self._fits:
             sets, self._fits = self._hold(np.unique(np.concatenate([pairs["a"], pairs["b"]])))
             if self._fits:
-                yield self._compared(pairs, sets, sets)
+                yield from self._compared(pairs, sets, sets)
                 return
         while len(pairs):
             firsts, seconds = np.unique(pairs["a"]), np.unique(pairs["b"])
             side, numbers = ("a", firsts) if len(firsts) < len(seconds) else ("b", seconds)
             sets, is_all = self._hold(numbers)
-            here = np.ones(len(pairs), np.bool_) if is_all else np.isin(pairs[side], sets.numbers)
+            here = np.ones(len(pairs), np.bool_)
+            if not is_all:
+                here = np.isin(pairs[side], np.concatenate([piece.numbers for piece in sets]))
             yield from self._streamed(pairs[here], side, sets)
             pairs = pairs[~here]
 
-    def _hold(self, numbers: _U64) -> tuple[Sets, bool]:
+    def _hold(self, numbers: _U64) -> tuple[list[Sets], bool]:
         """Return the sets of these documents in the order of their numbers, and whether those are all.
 
         The sets take up to an eighth of the memory, or are one batch that is larger.
         """
         pieces, held = list[Sets](), 0
-        for sets in read_sets(self._texts, self._rule, self._memory_bytes // 6, numbers):
+        for sets in self._read(numbers):
             size = sets.rows.nbytes + sets.hashes.nbytes
             if pieces and held + size > self._memory_bytes // 8:
-                return Sets.joined(pieces), False
+                return pieces, False
             pieces.append(sets)
             held += size
         if sum(len(piece.rows) for piece in pieces) != len(numbers):
             raise _without_set(self._texts)
-        return Sets.joined(pieces), True
+        return pieces, True
 
-    def _streamed(self, pairs: Rows, side: str, held: Sets) -> Iterator[Rows]:
+    def _read(self, numbers: _U64) -> Iterator[Sets]:
+        return read_sets(self._texts, self._rule, self._memory_bytes // 6, numbers)
+
+    def _streamed(self, pairs: Rows, side: str, held: list[Sets]) -> Iterator[Rows]:
         """Yield the edges of pairs whose documents of this side are held, streaming the others."""
         other = "b" if side == "a" else "a"
         pairs = pairs[np.argsort(pairs[other], kind="stable")]
         numbers = np.ascontiguousarray(pairs[other])
-        compared = 0
-        for sets in read_sets(self._texts, self._rule, self._memory_bytes // 6, np.unique(numbers)):
-            found = np.sort(sets.numbers)
-            begins, ends = (np.searchsorted(numbers, found, at) for at in ("left", "right"))
-            counts = ends - begins
-            met = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - begins, counts)
-            compared += len(met)
-            firsts, seconds = (held, sets) if side == "a" else (sets, held)
-            yield self._compared(pairs[met], firsts, seconds)
-        if compared != len(pairs):
+        at = 0
+        for sets in self._read(np.unique(numbers)):
+            stop = int(np.searchsorted(numbers, sets.numbers[-1], "right"))
+            firsts, seconds = (held, [sets]) if side == "a" else ([sets], held)
+            yield from self._compared(pairs[at:stop], firsts, seconds)
+            at = stop
+        if at != len(pairs):
             raise _without_set(self._texts)
 
-    def _compared(self, pairs: Rows, firsts: Sets, seconds: Sets) -> Rows:
-        """Return the edges of the pairs that verify, given the sets of both sides."""
-        a, b = _places(firsts, pairs["a"]), _places(seconds, pairs["b"])
+    def _compared(self, pairs: Rows, firsts: list[Sets], seconds: list[Sets]) -> Iterator[Rows]:
+        """Yield the edges of the pairs that verify; both sides have the sets of all their documents."""
+        a, b = self._pieces(firsts, pairs["a"]), self._pieces(seconds, pairs["b"])
+        both = a * len(seconds) + b
+        order = np.argsort(both, kind="stable")
+        edges = np.flatnonzero(np.diff(both[order], prepend=-1, append=-1))
+        for start, stop in pairwise(edges.tolist()):
+            some = order[start:stop]
+            yield self._compared_pieces(pairs[some], firsts[a[some[0]]], seconds[b[some[0]]])
+
+    def _pieces(self, sets: list[Sets], numbers: _U64) -> npt.NDArray[np.int64]:
+        """Return in which of the pieces each document is."""
+        lasts = np.array([piece.numbers[-1] for piece in sets], np.uint64)
+        assert (lasts[1:] > lasts[:-1]).all(), "texts of a block are not in order"
+        pieces: npt.NDArray[np.int64] = np.searchsorted(lasts, np.ascontiguousarray(numbers))
+        if (pieces == len(sets)).any():
+            raise _without_set(self._texts)
+        return pieces
+
+    def _compared_pieces(self, pairs: Rows, firsts: Sets, seconds: Sets) -> Rows:
+        a, b = self._places(firsts, pairs["a"]), self._places(seconds, pairs["b"])
         result = compare_pairs(firsts, seconds, a, b, self._rule)
         kept = np.flatnonzero(result.verified)
         one, other = firsts.rows[a[kept]], seconds.rows[b[kept]]
@@ -166,11 +187,13 @@ class _Block:
         edges["jaccard"] = result.jaccard[kept]
         return edges
 
-
-def _places(sets: Sets, numbers: _U64) -> npt.NDArray[np.int64]:
-    """Return the row of each document among the sets, which have all of them."""
-    order = np.argsort(sets.numbers, kind="stable")
-    return order[np.searchsorted(sets.numbers[order], np.ascontiguousarray(numbers))]
+    def _places(self, sets: Sets, numbers: _U64) -> npt.NDArray[np.int64]:
+        """Return the row of each document."""
+        of_sets, numbers = np.ascontiguousarray(sets.numbers), np.ascontiguousarray(numbers)
+        places: npt.NDArray[np.int64] = np.searchsorted(of_sets, numbers)
+        if (of_sets[places] != numbers).any():
+            raise _without_set(self._texts)
+        return places
 
 
 def _without_set(sets: Slice) -> BuildError:

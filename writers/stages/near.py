@@ -79,11 +79,10 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
 
 
 _SIGNATURE_BYTES = 520  # bytes per document for its signature and keys
-_PAIRS = 0.6  # candidate pairs per document
+_PAIRS = 0.6  # candidate pairs per document (shares of web text; families that grow have more)
 _PAIR_BYTES = 4.0  # bytes per pair in files, without the fields of a document's row
-_SECONDS = 0.25  # documents with earlier partners, per document
-_PLACES = 0.45  # blocks that need a document's text, added up, per document
-_TEXTS = 0.45  # bytes sent to blocks of pairs per byte of the documents' files
+_PAIRED = 0.2  # documents in pairs; each is sent to one block, with few exceptions
+_SECONDS = 0.13  # documents with earlier partners
 
 
 def needs(n: Needs) -> None:
@@ -103,14 +102,15 @@ def needs(n: Needs) -> None:
     n.add(MAKE_BANDS, c.splits, gets + more, read + also, files=1, written=size)
     candidates = band_partitions(entries, c.task_memory)
     bands = n.exchange(CANDIDATES, BANDS, c.splits, entries, candidates)
-    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=1)
+    written = c.documents * _PAIRS * _PAIR_BYTES
+    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=1, written=written)
     _add_verified(n, text, candidates)
 
 
 def _add_verified(n: Needs, text: float, candidates: int) -> None:
     c = n.corpus
-    pairs, seconds, sent = (c.documents * share for share in (_PAIRS, _SECONDS, _PLACES))
-    blocks, coded, texts = 1 << block_bits(int(text), c.task_memory), pairs * _PAIR_BYTES, text * _TEXTS
+    pairs, seconds, sent = (c.documents * share for share in (_PAIRS, _SECONDS, _PAIRED))
+    blocks, coded, texts = 1 << block_bits(int(text), c.task_memory), pairs * _PAIR_BYTES, text * _PAIRED
     ranges, payload = number_ranges(int(coded), c.limits), coded / max(1.0, seconds)
     found = n.slices(n.exchange(LEADERS, PAIRS, candidates, seconds, ranges, payload), ranges)
     n.add(LEADERS, ranges, *found, files=2, written=seconds * 2 * FOLLOWERS.dtype.itemsize)
@@ -123,7 +123,7 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     n.add(SHINGLES, c.splits, *_sum(n.scans(text, c.splits), places), files=1, written=texts)
     assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, seconds, blocks, payload)
     moved = n.exchange(VERIFY, TEXTS, c.splits, sent, blocks, texts / max(1.0, sent))
-    n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=3)
+    n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=2)
     n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
     n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
     n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
