@@ -10,34 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_candidates
-from shardkit.writers.dedup import candidates
+from shardkit.writers.dedup import pairs as pairs_module
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.candidates import (
     CANDIDATES,
-    PAIRS_BY_FIRST,
-    PAIRS_BY_SECOND,
-    PairWriter,
     find_candidates,
 )
 from shardkit.writers.dedup.exact import partition_bounds
 from shardkit.writers.dedup.hubs import HubLimits
-from shardkit.writers.dedup.population import PAIR, Part, Population
+from shardkit.writers.dedup.pairs import PAIRS, PairWriter, Partners
+from shardkit.writers.dedup.population import Part, Population
 from shardkit.writers.exchange.exchange import Exchanged, RunWriter, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from support.near_parts import Made, clusters, write_parts
-from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
+from support.task_folders import TaskFolders, commit_folder, slice_of
 
 Pair = frozenset[bytes]  # two document ids
 
 
 def read_pairs(folder: Path) -> list[tuple[int, int]]:
     """The pairs of a folder, whose files are held to what they promise."""
-    first, second = (read_run(folder / table.file, table) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND))
-    assert sorted((a, b) for b, a in second.tolist()) == sorted(first.tolist())
-    pairs = np.array(first.tolist(), PAIR)
-    assert (pairs["a"] < pairs["b"]).all()
-    found: list[tuple[int, int]] = pairs.tolist()
-    return found
+    rows, payload = slice_of(folder / PAIRS.file, PAIRS).read()
+    decoded = Partners.decoded(np.ascontiguousarray(rows["key"]), np.ascontiguousarray(rows["size"]), payload)
+    assert (decoded.numbers[1:] >= decoded.numbers[:-1]).all()
+    assert (decoded.firsts < decoded.seconds).all()
+    return list(zip(decoded.firsts.tolist(), decoded.seconds.tolist(), strict=True))
 
 
 def exchanged(folder: Path, parts: Sequence[Part]) -> Exchanged:
@@ -148,7 +145,7 @@ def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:
 def test_full_buffers_are_written_and_keep_every_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_documents: int
 ) -> None:
-    monkeypatch.setattr(candidates, "WORD_DOCUMENTS", word_documents)
+    monkeypatch.setattr(pairs_module, "WORD_DOCUMENTS", word_documents)
     rng = np.random.default_rng(6)
     a = rng.integers(0, 40, 5000, np.uint64)
     b = rng.integers(40, 64, 5000, np.uint64)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
 from shardkit.writers import index_build
-from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND, PairWriter
+from shardkit.writers.dedup.blocks import PLACES
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
@@ -46,27 +46,25 @@ from shardkit.writers.dedup.population import (
     priority,
 )
 from shardkit.writers.dedup.shingle_store import (
-    GUESTS,
-    OWN,
     SET,
     SETS_FILE,
-    SHINGLES,
     SHINGLES_FILE,
     Sets,
     ShingleReader,
     ShingleWriter,
-    write_sets,
+    write_texts,
 )
+from shardkit.writers.dedup.shingle_store import TEXTS as TEXTS_RUN
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.dedup.tables import RowFile, RowsWriter
-from shardkit.writers.exchange.exchange import Slice, exchange
-from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter
+from shardkit.writers.exchange.exchange import RunWriter, Slice
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter, payload_ends
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.index_build import index_part, publish_index
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.documents import write_documents
 from support.small_build import tree
-from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
+from support.task_folders import read_run, slice_of
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 MADE_FROM = {"recipe_digest": "0123", "inputs": [{"source": "old", "files": 2}]}
@@ -395,20 +393,20 @@ def test_sketches_take_part_as_they_are_stored_under_numbers_of_the_population(
 ) -> None:
     part, first = original.parts[0], 1 << 33
     rows = [0, 3, 4, 5, 50, len(STAYED) - 1]
-    entries = np.array([(row, first + row) for row in rows], np.uint64)
-    (tmp_path / "pairs").mkdir()
-    with PairWriter(tmp_path / "pairs", first + part.documents, run_pairs=100) as pairs:
-        pairs.add(entries[:, 0], entries[:, 1])
-    commit, end = commit_folder(tmp_path / "pairs", "candidates", "0"), first + part.documents
-    firsts, seconds = (
-        exchange(TaskFolders(tmp_path), SHINGLES, table, [commit], readers=1).slice(first, end)
-        for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
-    )
-    write_sets(tmp_path, part, None, firsts, seconds, 0, memory_bytes)
-    found, payload = slice_of(tmp_path / GUESTS.file, GUESTS).read()
-    assert found["key"].tolist() == rows
-    assert found["number"].tolist() == [first + row for row in rows]
-    assert len(read_run(tmp_path / OWN.file, OWN)) == 0
+    wanted = [(first + row, block) for row in rows for block in ([3, 1] if row == 4 else [2])]
+    with RunWriter(tmp_path / PLACES.file, PLACES, memory_bytes=1 << 20) as run:
+        run.write(np.array(wanted, PLACES.dtype))
+    places = slice_of(tmp_path / PLACES.file, PLACES).within(first, first + part.documents)
+    sent = write_texts(tmp_path, part, None, places, memory_bytes)
+    assert (sent.documents, sent.texts) == (len(rows), len(wanted))
+    found, payload = slice_of(tmp_path / TEXTS_RUN.file, TEXTS_RUN).read()
+    assert sorted(zip(found["number"].tolist(), found["key"].tolist(), strict=True)) == sorted(wanted)
+    blocks = found["key"]
+    assert (found["number"][1:] > found["number"][:-1])[blocks[1:] == blocks[:-1]].all()
+    ends = payload_ends(found, TEXTS_RUN)
+    once = np.flatnonzero(blocks != 3)[np.argsort(found["number"][blocks != 3])]
+    payload = np.concatenate([payload[ends[at] : ends[at + 1]] for at in once])
+    found = found[once]
     described = np.load((part.folder / DOCUMENTS_FILE).path)[rows]
     assert found["priority"].tolist() == priority(described, "index").tolist()
     copied = contents(Sets.of(found, payload))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.shingle_store import (
-    OWN,
     SET,
     ShingleReader,
     ShingleWriter,
@@ -22,6 +21,7 @@ from shardkit.writers.dedup.shingle_store import (
     stored_rows,
     text_rows,
 )
+from shardkit.writers.dedup.shingle_store import TEXTS as TEXTS_RUN
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
@@ -167,9 +167,9 @@ def test_texts_and_stored_sets_come_back_as_the_sets_of_the_texts(
     characters: bool,
 ) -> None:
     config = MinHashConfig(unit="characters" if characters else "words", ngram=3)
-    run = tmp_path_factory.mktemp("run") / OWN.file
+    run = tmp_path_factory.mktemp("run") / TEXTS_RUN.file
     expected = []
-    with RunWriter(run, OWN, memory_bytes=1 << 20) as writer:
+    with RunWriter(run, TEXTS_RUN, memory_bytes=1 << 20) as writer:
         for number, text in enumerate(texts):
             array = pa.array([text], pa.large_string())
             sets = distinct_sets(np.array([number], np.uint64), *shingle_batch(array, config))
@@ -182,7 +182,9 @@ def test_texts_and_stored_sets_come_back_as_the_sets_of_the_texts(
             rows["key"] = rows["number"] = number
             writer.write(rows, payload)
     found = [
-        entry for sets in read_sets(slice_of(run, OWN), config, memory_bytes) for entry in contents(sets)
+        entry
+        for sets in read_sets(slice_of(run, TEXTS_RUN), config, memory_bytes)
+        for entry in contents(sets)
     ]
     assert sorted(found) == expected
     texts_alone = [entry for entry in found if kinds[entry[0]] != "stored"]

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.dedup.candidates import PairWriter
+from shardkit.writers.dedup.blocks import PLACES
+from shardkit.writers.dedup.pairs import PairWriter
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -19,12 +20,12 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
-from shardkit.writers.dedup.shingle_store import SetRuns, ShingleReader, ShingleWriter, stored_rows
+from shardkit.writers.dedup.shingle_store import SHINGLES, ShingleReader, ShingleWriter, TextRuns, stored_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.exchange.exchange import Exchanged
+from shardkit.writers.exchange.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
-from support.task_folders import commit_folder
+from support.task_folders import TaskFolders, commit_folder
 
 KINDS: tuple[Kind, ...] = ("input", "index")
 Pair = tuple[int, int]
@@ -143,17 +144,19 @@ def write_pairs(folder: Path, pairs: Iterable[Pair], rng: random.Random, *, task
     return commits
 
 
-def write_set_runs(
-    folder: Path, world: World, firsts: Exchanged, seconds: Exchanged, *, block_bits: int, memory_bytes: int
+def write_text_runs(
+    folder: Path, world: World, blocks: Sequence[Commit], *, memory_bytes: int
 ) -> list[Commit]:
-    """Commits of a shingles task a part, for the documents in these pairs."""
-    commits = []
+    """Commits of a shingles task a part, for the documents in the pairs of these blocks."""
+    commits, count = [], len(world.documents)
+    places = exchange(
+        TaskFolders(folder), SHINGLES, PLACES, blocks, readers=len(world.population.parts), end=count
+    )
     for at, part in enumerate(world.population.parts):
         start, stop = world.population.starts[at : at + 2].tolist()
         place = folder / f"shingles{at}"
         place.mkdir(parents=True)
-        sides = [pairs.slice(start, stop) for pairs in (firsts, seconds)]
-        with SetRuns(place, *sides, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
+        with TextRuns(place, places.slice(start, stop), memory_bytes=memory_bytes) as runs:
             for sets in ShingleReader([Artifact(world.shingle_folders[at])]).chunks(runs.numbers, 500):
                 described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
                 rows = described[sets.numbers.astype(np.int64) - start]

@@ -8,10 +8,8 @@ lowest numbers, the pairs of a bucket are each input with all documents that fol
 The set of all partitions' pairs does not depend on partitions, parts, or memory; the number of times that a
 pair repeats does.
 
-    pairs_first.run, pairs_second.run   the pairs (a, b), keyed by `a` and by `b`
-
 Memory: half of the budget for a batch of entries, or one bucket if that is larger; a quarter for a run of
-pairs and for the exchange's runs, and a quarter for a hub.
+pairs (pairs.py), and a quarter for a hub.
 """
 
 from __future__ import annotations
@@ -20,28 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
-from shardkit.writers.dedup.population import PAIR, Population, PopulationFile
-from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
+from shardkit.writers.dedup.pairs import PairWriter, run_pairs
+from shardkit.writers.dedup.population import Population, PopulationFile
+from shardkit.writers.exchange.exchange import Slice
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.kernels.sorting import sort_keys
 
-_SIDE = np.dtype([("key", "<u8"), ("other", "<u8")])
-PAIRS_BY_FIRST = Table("pairs_first.run", _SIDE)  # key a, other b; a < b
-PAIRS_BY_SECOND = Table("pairs_second.run", _SIDE)  # key b, other a
-
-RUN_PAIRS = 1 << 22
-WORD_DOCUMENTS = 1 << 32
-_PEAK_BYTES_PER_PAIR = 64  # measured peak per pair while a run is sorted, with numbers over 32 bits
-_CHUNK = 1 << 14  # pairs made or written at a time
+_CHUNK = 1 << 14  # pairs made at a time
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -88,8 +78,7 @@ def find_candidates(
     limits = limits or HubLimits()
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
     hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
-    run_pairs = max(1, min(RUN_PAIRS, memory_bytes // 4 // _PEAK_BYTES_PER_PAIR))
-    with PairWriter(folder, int(population.starts[-1]), run_pairs=run_pairs) as writer:
+    with PairWriter(folder, int(population.starts[-1]), run_pairs=run_pairs(memory_bytes // 4)) as writer:
         for rows in _whole_keys(entries, memory_bytes // 4):
             counts["entries"] += len(rows)
             numbers, edges = _buckets(rows)
@@ -190,82 +179,3 @@ def _next_pairs(
         bucket, one = bucket + 1, int64(0)
     state[0], state[1], state[2] = bucket, one, done
     return count
-
-
-class PairWriter:
-    """Collects pairs, drops repetitions, and writes sorted runs; a context manager that completes the files.
-
-    If the `with` block ends with an error, the files are inconsistent, and the folder must be discarded.
-    """
-
-    def __init__(self, folder: Path, documents: int, *, run_pairs: int = RUN_PAIRS) -> None:
-        self.pairs = 0
-        # A pair of numbers below 2^32 fits one word, which sorts several times as fast as two words.
-        self._columns = 1 if documents <= WORD_DOCUMENTS else 2
-        self._pending = np.empty((self._columns, run_pairs), np.uint64)
-        self._count = 0
-        memory_bytes = max(1 << 18, run_pairs * _SIDE.itemsize)
-        self._sides = [
-            RunWriter(folder / table.file, table, memory_bytes=memory_bytes)
-            for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
-        ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            return
-        self._sort()
-        if self._count:
-            self._write_run()
-        del self._pending
-        for side in self._sides:
-            side.__exit__(kind, error, trace)
-
-    def add(self, a: Numbers, b: Numbers) -> None:
-        """Add the pairs (a[i], b[i]), a[i] < b[i]."""
-        at = 0
-        while at < len(a):
-            taken = min(len(a) - at, self._pending.shape[1] - self._count)
-            place, some = slice(self._count, self._count + taken), slice(at, at + taken)
-            if self._columns == 1:
-                self._pending[0, place] = a[some] << np.uint64(32) | b[some]
-            else:
-                self._pending[:, place] = a[some], b[some]
-            self._count += taken
-            at += taken
-            if self._count == self._pending.shape[1]:
-                self._sort()
-                if self._count > self._pending.shape[1] // 2:  # else there is room for more pairs
-                    self._write_run()
-
-    def _sort(self) -> None:
-        """Sort the pending pairs and drop repetitions."""
-        pending = self._pending[:, : self._count]
-        if self._columns == 1:
-            sort_keys(pending[0])
-        else:
-            pending[:] = pending[:, np.lexsort((pending[1], pending[0]))]
-        new = np.ones(self._count, np.bool_)
-        new[1:] = (pending[:, 1:] != pending[:, :-1]).any(axis=0)
-        unique = pending[:, new]
-        self._count = unique.shape[1]
-        self._pending[:, : self._count] = unique
-
-    def _write_run(self) -> None:
-        for start in range(0, self._count, _CHUNK):
-            some = self._pending[:, start : min(start + _CHUNK, self._count)]
-            pairs = np.empty(some.shape[1], PAIR)
-            if self._columns == 1:
-                pairs["a"], pairs["b"] = some[0] >> np.uint64(32), some[0] & np.uint64(0xFFFFFFFF)
-            else:
-                pairs["a"], pairs["b"] = some
-            for side, names in zip(self._sides, (["a", "b"], ["b", "a"]), strict=True):
-                rows = np.empty(len(pairs), _SIDE)
-                rows["key"], rows["other"] = pairs[names[0]], pairs[names[1]]
-                side.write(rows)
-        self.pairs += self._count
-        self._count = 0

@@ -7,15 +7,16 @@
     equal       range of word keys -> documents with the same words as another
     bands       part -> band keys of the other documents
     candidates  range of band keys -> pairs
-    shingles    part, and the pairs of its documents -> texts or sets of n-grams, sent to blocks of pairs
-    verify      block of documents: pairs, and sets of both sides -> edges
+    near_blocks range of documents: their pairs -> blocks of pairs of documents that are alike (blocks.py)
+    shingles    part, and the blocks of its documents -> texts or sets of n-grams, sent to blocks
+    verify      block of pairs, and the texts of their documents -> edges
     near        edges -> removed documents (its stages are in shardkit.writers.dedup.resolve: near_equal, …)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.candidates import CANDIDATES, PAIRS_BY_FIRST, PAIRS_BY_SECOND, CandidateCounts
+from shardkit.writers.dedup.blocks import PAIRS_OF_BLOCK, PLACES, block_bits, put_into_blocks
+from shardkit.writers.dedup.candidates import CANDIDATES, CandidateCounts
 from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
@@ -50,7 +52,7 @@ from shardkit.writers.dedup.population import (
     SplitDocuments,
 )
 from shardkit.writers.dedup.resolve import EQUALS, LOSERS_FILE, WINNERS_FILE, Resolved, resolve
-from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
+from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
 from shardkit.writers.dedup.signatures import (
     LOST,
     MAKE_BANDS,
@@ -58,7 +60,7 @@ from shardkit.writers.dedup.signatures import (
     SignedPart,
     bands_and_rows,
 )
-from shardkit.writers.dedup.verify import VERIFY, VerifiedBlock, block_bits
+from shardkit.writers.dedup.verify import VERIFY, VerifiedBlock
 from shardkit.writers.exchange.exchange import RunWriter, Slice, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
@@ -68,6 +70,8 @@ from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.execution.work import Work
+
+_LOCAL_READS = 16  # reads of a local file that cost as much as a request to a store
 
 
 @dataclass(frozen=True)
@@ -199,29 +203,30 @@ def _verify(
     memory_bytes: int,
     limits: Limits,
 ) -> list[Commit]:
-    """Send pairs to the parts of both documents, send their sets to the pairs' blocks, and verify blocks."""
-    parts, starts, inputs = population.parts, population.starts.tolist(), population.count("input")
-    bits = block_bits(inputs, sum(split.bytes for split in splits), memory_bytes)
-    blocks = -(-inputs // (1 << bits))
-    move = partial(exchange, run, end=starts[-1], limits=limits)
-    firsts = move(SHINGLES, PAIRS_BY_FIRST, candidates, readers=max(len(parts), blocks))
-    seconds = move(SHINGLES, PAIRS_BY_SECOND, candidates, readers=len(parts))
-    texts = [*(split.documents for split in splits), *[None] * (len(parts) - len(splits))]
+    """Put pairs into blocks, send the texts of their documents there, and verify the blocks."""
+    parts, starts, end = population.parts, population.starts.tolist(), int(population.starts[-1])
+    bits = block_bits(sum(split.bytes for split in splits), memory_bytes)
+    assigned = put_into_blocks(run, candidates, end, bits, memory_bytes, limits)
+    places = exchange(run, SHINGLES, PLACES, assigned, readers=len(parts), end=end, limits=limits)
+    documents = [*(split.documents for split in splits), *[None] * (len(parts) - len(splits))]
     tasks = []
-    for number, (part, documents) in enumerate(zip(parts, texts, strict=True)):
-        one, other = (pairs.slice(starts[number], starts[number + 1]) for pairs in (firsts, seconds))
-        args = part, documents, one, other, bits, memory_bytes
-        tasks.append(SHINGLES.task(names[number], part.documents, *args))
-    [shingles] = run(tasks)
+    for number, (part, texts) in enumerate(zip(parts, documents, strict=True)):
+        own = places.slice(starts[number], starts[number + 1])
+        tasks.append(SHINGLES.task(names[number], part.documents, part, texts, own, memory_bytes))
+    [sent] = run(tasks)
 
-    own, guests = (move(VERIFY, table, shingles, readers=blocks) for table in (OWN, GUESTS))
+    blocks = 1 << bits
+    move = partial(exchange, run, VERIFY, readers=blocks, end=blocks)
+    pairs_of = move(PAIRS_OF_BLOCK, assigned, limits=limits)
+    if all(commit.file(TEXTS.file).remote is None for commit in sent):  # local reads cost little
+        limits = replace(limits, segment_bytes=limits.segment_bytes // _LOCAL_READS)
+    texts_of = move(TEXTS, sent, limits=limits)
     rule, tasks = PairRule.of(config), []
-    for start in range(0, inputs, 1 << bits):  # the first document of a pair is never of an index
-        pairs, ours, theirs = (rows.slice(start, start + (1 << bits)) for rows in (firsts, own, guests))
-        if not pairs.runs:
-            continue
-        weight = pairs.bytes + ours.bytes + theirs.bytes
-        tasks.append(VERIFY.task(f"{start:012d}", weight, pairs, ours, theirs, rule, memory_bytes))
+    for block in range(blocks):
+        some, own = (moved.slice(block, block + 1) for moved in (pairs_of, texts_of))
+        if some.runs:
+            weight = some.bytes + own.bytes
+            tasks.append(VERIFY.task(partition_name(block, blocks), weight, some, own, rule, memory_bytes))
     [verified] = run(tasks)
     return verified
 

@@ -1,17 +1,15 @@
 """The n-grams of the documents that occur in candidate pairs: sorted sets of 64-bit hashes.
 
-Pairs are verified in blocks of document numbers (`number >> block_bits`), by their first document. One task
-per part writes its documents for the exchange, with the fields that verifying and resolving need:
+One task per part sends its documents to the blocks that verify their pairs (blocks.py), with the fields that
+verifying and resolving need:
 
-    own.run       OWN: each document that is first in a pair, keyed by its number
-    guests.run    GUESTS: each document that is second in a pair, once for each block that has a first
-                  document of such a pair, keyed by the lowest of these first documents
+    texts.run     TEXTS: each document in a pair, once for each block that has such a pair; key: the block
 
 The exchange moves texts, which become sets where they are compared; moving sets would cost more. On one
 machine texts are not compressed, since compressing would take longer than the rest of verification; through a
 store they are compressed. For an index's documents only the sets are known, and these are moved unchanged. A
-task reads only its own range of the pairs. It holds a batch of texts, and for each document the blocks that
-need it.
+task reads only its own range of the places. It holds a batch of texts, and the blocks of each document. The
+texts of a block are in the order of their numbers.
 
 An index of other documents stores sets in a folder, in ascending order of their numbers:
 
@@ -43,6 +41,7 @@ import zstandard
 from shardkit.errors import BuildError
 from shardkit.kernels.numba_support import Int64s, UInt64s, kernel
 from shardkit.kernels.text_arrays import copy_texts, text_bytes, text_offsets
+from shardkit.writers.dedup.blocks import PLACES, places_of
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, priority
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
@@ -51,7 +50,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.shingles import NgramUnits, shingle_batch
-from shardkit.writers.kernels.sorting import distinct_hashes, sort_pairs
+from shardkit.writers.kernels.sorting import distinct_hashes
 
 SETS_FILE = "sets.npy"
 SHINGLES_FILE = "shingles.bin"
@@ -75,9 +74,7 @@ _STORED = np.dtype(
         ("priority", "<u8", (3,)),  # population.priority
     ]
 )
-OWN = Table("own.run", _STORED, payload=True)
-GUESTS = Table("guests.run", _STORED, payload=True)
-_WANTED = np.dtype([("number", "<u8"), ("key", "<u8")])
+TEXTS = Table("texts.run", _STORED, payload=True)
 _FENCE_ROWS = 4096
 _GAP_HASHES = 8192  # gaps up to 64 KiB are read and discarded: cheaper than another call
 _READ_HASHES = 1 << 19  # maximum number of hashes in one read
@@ -88,7 +85,7 @@ _TEXT_LEVEL = 1  # zstd level of texts in the exchange
 class Sets:
     """Sets of some documents in memory: hashes[offsets[i]:offsets[i + 1]] belong to row i of `rows`.
 
-    `rows` have the dtype SET, or that of OWN and GUESTS; both have `number`, `distinct` and `total`.
+    `rows` have the dtype SET, or that of TEXTS; both have `number`, `distinct` and `total`.
     """
 
     rows: npt.NDArray[np.void]
@@ -103,20 +100,10 @@ class Sets:
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> Self:
-        """Make sets from rows of OWN or GUESTS whose payloads are hashes."""
+        """Make sets from rows of TEXTS whose payloads are hashes."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows["size"] // 8, out=offsets[1:])
         return cls(rows, payload.view("<u8"), offsets)
-
-    @classmethod
-    def joined(cls, pieces: Sequence[Self]) -> Self:
-        """Concatenate one or more pieces in order."""
-        if len(pieces) == 1:
-            return pieces[0]
-        lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
-        rows = np.concatenate([piece.rows for piece in pieces])
-        hashes = np.concatenate([piece.hashes for piece in pieces])
-        return cls(rows, hashes, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
 
 class ShingleWriter:
@@ -312,22 +299,23 @@ def _gather(hashes: UInt64s, starts: Int64s, stops: Int64s, first: int, out: UIn
     return at
 
 
-class SetRuns:
-    """Writes the OWN and GUESTS runs of a part.
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The number of documents of a part that are in pairs, and of `texts` sent to blocks."""
 
-    `firsts` are the pairs whose first document is in the part, `seconds` those whose second document is.
-    """
+    documents: int
+    texts: int
 
-    def __init__(
-        self, folder: Path, firsts: Slice, seconds: Slice, *, block_bits: int, memory_bytes: int
-    ) -> None:
-        self._own = _firsts(firsts, memory_bytes // 4)
-        self._guests = _guests(seconds, block_bits, memory_bytes // 4)
+
+class TextRuns:
+    """Writes the TEXTS run of a part; `places` are the rows of PLACES of its documents."""
+
+    def __init__(self, folder: Path, places: Slice, *, memory_bytes: int) -> None:
+        self._wanted = _wanted(places, memory_bytes // 4)
         self._piece_bytes = memory_bytes // 16
-        self._runs = [
-            RunWriter(folder / table.file, table, memory_bytes=memory_bytes // 4) for table in (OWN, GUESTS)
-        ]
-        self.numbers: UInt64s = np.union1d(self._own, self._guests["number"])  # documents in any pair
+        self._run = RunWriter(folder / TEXTS.file, TEXTS, memory_bytes=memory_bytes // 2)
+        self.numbers: UInt64s = np.unique(self._wanted["key"])  # documents in any pair
+        self.sent = Sent(len(self.numbers), len(self._wanted))
 
     def __enter__(self) -> Self:
         return self
@@ -335,88 +323,49 @@ class SetRuns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for run in self._runs:
-            run.__exit__(kind, error, trace)
+        self._run.__exit__(kind, error, trace)
 
     def write(self, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> None:
-        """Append the next documents of `numbers`, in order; `rows` are rows of OWN without keys."""
+        """Append the next documents of `numbers`, in order; `rows` are rows of TEXTS without keys."""
         if not len(rows):
             return
-        own, guests = self._runs
         numbers = np.ascontiguousarray(rows["number"])
-        here = np.flatnonzero(np.isin(numbers, self._own, assume_unique=True))
-        self._write(own, rows, payload, here, numbers[here])
-        begin, end = np.searchsorted(self._guests["number"], [numbers[0], numbers[-1] + np.uint64(1)])
-        wanted = self._guests[begin:end]
-        self._write(guests, rows, payload, np.searchsorted(numbers, wanted["number"]), wanted["key"])
-
-    def _write(
-        self,
-        run: RunWriter,
-        rows: npt.NDArray[np.void],
-        payload: npt.NDArray[np.uint8],
-        places: Int64s,
-        keys: UInt64s,
-    ) -> None:
-        """Write the documents at `places`, which may repeat, a few megabytes at a time."""
-        starts, sizes = payload_ends(rows, OWN)[places], rows["size"][places]
+        begin, end = np.searchsorted(self._wanted["key"], [numbers[0], numbers[-1] + np.uint64(1)])
+        wanted = self._wanted[begin:end]
+        places, blocks = np.searchsorted(numbers, wanted["key"]), wanted["block"]
+        starts, sizes = payload_ends(rows, TEXTS)[places], rows["size"][places]
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         at = 0
         while at < len(places):
             stop = max(at + 1, int(np.searchsorted(ends, ends[at] + self._piece_bytes, "right")) - 1)
             chosen = rows[places[at:stop]]
-            chosen["key"] = keys[at:stop]
+            chosen["key"] = blocks[at:stop]
             copied = np.empty(int(ends[stop] - ends[at]), np.uint8)
             copy_texts(payload, starts[at:stop], sizes[at:stop], copied, ends[at:stop] - ends[at])
-            run.write(chosen, copied)
+            self._run.write(chosen, copied)
             at = stop
 
 
-def _firsts(pairs: Slice, memory_bytes: int) -> UInt64s:
-    """Return the numbers of documents that are first in a pair, ascending."""
-    found = [np.zeros(0, np.uint64)]
-    for rows, _ in pairs.stream(memory_bytes):
-        found.append(np.unique(rows["key"]))
-    return np.unique(np.concatenate(found))
-
-
-def _guests(pairs: Slice, block_bits: int, memory_bytes: int) -> npt.NDArray[np.void]:
-    """Return one row of _WANTED per second document and block; its key is the lowest first document there."""
-    found = [np.empty(0, _WANTED)]
-    for rows, _ in pairs.stream(memory_bytes):
-        found.append(_lowest(rows["key"], rows["other"], block_bits))
+def _wanted(places: Slice, memory_bytes: int) -> npt.NDArray[np.void]:
+    """Return the rows of PLACES by document and block, without repetitions."""
+    found = [np.empty(0, PLACES.dtype)]
+    for rows, _ in places.stream(memory_bytes):
+        found.append(places_of(rows["key"], rows["block"].astype(np.uint64)))
     wanted = np.concatenate(found)
-    return _lowest(wanted["number"], wanted["key"], block_bits)
+    return places_of(wanted["key"], wanted["block"].astype(np.uint64))
 
 
-def _lowest(seconds: UInt64s, firsts: UInt64s, block_bits: int) -> npt.NDArray[np.void]:
-    seconds, firsts = sort_pairs(np.ascontiguousarray(seconds), np.ascontiguousarray(firsts))
-    blocks = firsts >> np.uint64(block_bits)
-    new = np.ones(len(firsts), np.bool_)
-    new[1:] = (seconds[1:] != seconds[:-1]) | (blocks[1:] != blocks[:-1])
-    wanted = np.empty(int(new.sum()), _WANTED)
-    wanted["number"], wanted["key"] = seconds[new], firsts[new]
-    return wanted
-
-
-def write_sets(
-    folder: Path,
-    part: Part,
-    documents: Artifact | None,
-    firsts: Slice,
-    seconds: Slice,
-    block_bits: int,
-    memory_bytes: MemoryBytes,
-) -> None:
-    """Write the OWN and GUESTS runs of one part; both slices cover exactly the part's document numbers.
+def write_texts(
+    folder: Path, part: Part, documents: Artifact | None, places: Slice, memory_bytes: MemoryBytes
+) -> Sent:
+    """Write the TEXTS run of one part; `places` covers exactly the part's document numbers.
 
     `documents` is the file with the texts of a split; None for a part of an index.
     """
-    first = np.uint64(firsts.start)
-    with SetRuns(folder, firsts, seconds, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
+    with TextRuns(folder, places, memory_bytes=memory_bytes) as runs:
         if not len(runs.numbers):
-            return
-        in_part = (runs.numbers - first).astype(np.int64)
+            return runs.sent
+        in_part = (runs.numbers - np.uint64(places.start)).astype(np.int64)
         described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[in_part]
         if documents is None:
             found = _stored_sets(part, in_part)
@@ -430,13 +379,14 @@ def write_sets(
             runs.write(rows, payload)
             at += len(rows)
         assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents of the part are missing"
+    return runs.sent
 
 
-SHINGLES = Stage("shingles", "near-duplicates", write_sets, cost=9)
+SHINGLES = Stage("shingles", "near-duplicates", write_texts, cost=9)
 
 
 def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
-    """Yield rows of OWN with the texts in rows `in_file` of `documents`, in batches."""
+    """Yield rows of TEXTS with the texts in rows `in_file` of `documents`, in batches."""
     start = 0
     with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
@@ -456,7 +406,7 @@ def _stored_sets(part: Part, in_part: Int64s) -> Iterator[Batch]:
 
 
 def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
-    """Return rows of OWN and GUESTS with texts as payloads, and keys, numbers and priorities not set."""
+    """Return rows of TEXTS with texts as payloads, and keys, numbers and priorities not set."""
     data, edges = text_bytes(texts), text_offsets(texts)
     rows = np.zeros(len(texts), _STORED)
     rows["text"] = rows["size"] = np.diff(edges)
@@ -472,7 +422,7 @@ def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
 
 
 def stored_rows(sets: Sets) -> Batch:
-    """Return rows of OWN and GUESTS with sets as payloads, and keys and priorities not set."""
+    """Return rows of TEXTS with sets as payloads, and keys and priorities not set."""
     rows = np.zeros(len(sets.rows), _STORED)
     for name in ("number", "total", "distinct"):
         rows[name] = sets.rows[name]
@@ -480,13 +430,17 @@ def stored_rows(sets: Sets) -> Batch:
     return rows, sets.hashes.astype("<u8", copy=False).view(np.uint8)
 
 
-def read_sets(source: Slice, ngrams: NgramUnits, memory_bytes: int) -> Iterator[Sets]:
+def read_sets(
+    source: Slice, ngrams: NgramUnits, memory_bytes: int, wanted: UInt64s | None = None
+) -> Iterator[Sets]:
     """Yield the sets of the documents of a run in batches of about `memory_bytes`, or of one document.
 
-    Within a batch, sets of an index's documents may come after those of later documents.
+    With `wanted`, ascending document numbers, others are left out. Within a batch, sets of an index's
+    documents may come after those of later documents.
     """
     text_bytes = memory_bytes // 32  # each byte may start an n-gram, whose 8-byte hash is held twice
-    for rows, payload in source.stream(memory_bytes // 2):
+    for batch in source.stream(memory_bytes // 2):
+        rows, payload = batch if wanted is None else _chosen(*batch, wanted)
         ends, texts = payload_ends(rows, source.table), np.cumsum(np.maximum(rows["text"], 0))
         begin = 0
         while begin < len(rows):
@@ -494,6 +448,20 @@ def read_sets(source: Slice, ngrams: NgramUnits, memory_bytes: int) -> Iterator[
             stop = max(begin + 1, int(np.searchsorted(texts, before + text_bytes, "right")))
             yield from _decoded(rows[begin:stop], payload[ends[begin] : ends[stop]], ngrams)
             begin = stop
+
+
+def _chosen(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], wanted: UInt64s) -> Batch:
+    """Return the rows whose numbers are in `wanted`, with their payloads."""
+    numbers = np.ascontiguousarray(rows["number"])
+    places = np.minimum(np.searchsorted(wanted, numbers), len(wanted) - 1)
+    chosen = np.flatnonzero(wanted[places] == numbers)
+    if len(chosen) == len(rows):
+        return rows, payload
+    starts, found = payload_ends(rows, TEXTS)[chosen], rows[chosen]
+    ends = payload_ends(found, TEXTS)
+    copied = np.empty(int(ends[-1]), np.uint8)
+    copy_texts(payload, starts, np.ascontiguousarray(found["size"]), copied, ends[:-1])
+    return found, copied
 
 
 def _decoded(
@@ -518,7 +486,7 @@ def _decoded(
 def _decompressed(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> bytes:
     """Return the texts among the payloads, decompressed and concatenated."""
     decompress, data = zstandard.ZstdDecompressor().decompress, payload.data
-    spans = pairwise(payload_ends(rows, OWN).tolist())
+    spans = pairwise(payload_ends(rows, TEXTS).tolist())
     pieces = []
     for size, (start, stop) in zip(rows["text"].tolist(), spans, strict=True):
         if size >= 0:

@@ -1,13 +1,15 @@
 """Verifies candidate pairs; each pair that verifies becomes an edge from the winner to the loser.
 
-Pairs are verified in blocks, which are ranges of the number of a pair's first document. A task reads three
-ranges through the exchange: the pairs of its block, their first documents (`own`), and their second documents
-(`guests`), with the fields that resolving needs. So no task opens files of other parts, and the number of
-parts does not matter.
+Pairs are verified in blocks of documents that are alike (blocks.py). A task reads two ranges through the
+exchange: the pairs of its block, and the texts of all documents in them (`texts`), with the fields that
+resolving needs. So no task opens files of other parts, and the number of parts does not matter.
 
-A task works in turns: own sets in an eighth of the memory, with their pairs in a sixteenth; the guests of the
-turn are streamed once. Blocks are sized so that one turn is usually enough, and their width is a power of
-two, so that it rarely changes while a corpus grows. Neither turns nor blocks affect the edges.
+A task works in turns of pairs that take a sixteenth of the memory. Blocks are sized so that the sets of all
+documents usually fit into an eighth of the memory: then each text is read once. If not, the turn holds the
+sets of one side of its pairs, the side with fewer documents, and streams the other: of a family whose members
+are all paired with the same few documents, these are held, and each text becomes a set about once. If even
+one side does not fit, the turn takes the pairs whose documents it holds, and leaves the others. Turns never
+affect the edges.
 
     edges.run      EDGES: from the document of higher priority to the other one
     waiting.run    WAITING: the documents that an edge leads to
@@ -16,7 +18,8 @@ two, so that it rarely changes while a corpus grows. Neither turns nor blocks af
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -25,27 +28,15 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
+from shardkit.writers.dedup.pairs import Partners
+from shardkit.writers.dedup.population import PAIR
 from shardkit.writers.dedup.shingle_store import Sets, read_sets
-from shardkit.writers.exchange.exchange import Batch, RunWriter, Slice, Table
-from shardkit.writers.exchange.sorted_runs import joined
+from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.kernels.sorting import sort_pairs
-
-_MOST_BLOCK_BITS = 24
 
 _U64 = npt.NDArray[np.uint64]
-
-
-def block_bits(documents: int, text_bytes: int, memory_bytes: int) -> int:
-    """Return the largest number of bits such that 2**bits documents' texts fit a quarter of the memory.
-
-    A block has 2**bits document numbers. Sets of word n-grams take about as many bytes as the texts, and less
-    than half of the documents are first in a pair. If their sets exceed an eighth of the memory, a task takes
-    several turns.
-    """
-    each = max(1, text_bytes // max(1, documents))
-    return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 4 // each).bit_length() - 1)
+Rows = npt.NDArray[np.void]
 
 
 # key: the winner; lo: the loser; the winner's `population.priority`; the similarity of the two.
@@ -68,118 +59,146 @@ class VerifiedBlock:
 def verify_block(
     folder: Path,
     pairs: Slice,
-    own: Slice,
-    guests: Slice,
+    texts: Slice,
     rule: Annotated[PairRule, RecipeKey("dedup.near")],
     memory_bytes: MemoryBytes,
 ) -> VerifiedBlock:
-    """Write the edges among the pairs of a block; the three slices cover the block's document numbers."""
-    compared, verified, start = 0, 0, pairs.start
+    """Write the edges among the pairs of a block; both slices cover exactly this block."""
+    block = _Block(texts, rule, memory_bytes)
+    compared = verified = 0
     with (
         RunWriter(folder / EDGES.file, EDGES, memory_bytes=memory_bytes // 8) as edges,
         RunWriter(folder / WAITING.file, WAITING, memory_bytes=memory_bytes // 16) as waiting,
     ):
-        for sets in _gathered_sets(read_sets(own, rule, memory_bytes // 6), memory_bytes // 8):
-            stop = int(sets.numbers[-1]) + 1
-            for some in _unique_pairs(replace(pairs, start=start, stop=stop), memory_bytes // 16):
-                compared += len(some)
-                theirs = replace(guests, stop=int(some["key"].max(initial=start)) + 1)
-                for found in _edges(some, sets, theirs, rule, memory_bytes // 6):
-                    edges.write(found)
-                    waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
-                    verified += len(found)
-            start = stop
-    if any(len(rows) for rows, _ in replace(pairs, start=start).stream(memory_bytes // 16)):
-        raise _without_set(own)
+        for some in _turns(pairs, memory_bytes // 16):
+            compared += len(some)
+            for found in block.edges(some):
+                edges.write(found)
+                waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
+                verified += len(found)
     return VerifiedBlock(compared, verified)
 
 
 VERIFY = Stage("verify", "near-duplicates", verify_block, cost=5.8)
 
 
-def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
-    """Yield the sets in order, in batches of up to `most_bytes`, or one batch of `found` if it is larger."""
-    pieces, held = list[Sets](), 0
-    for sets in found:
-        size = sets.rows.nbytes + sets.hashes.nbytes
-        if pieces and held + size > most_bytes:
-            yield Sets.joined(pieces)
-            pieces, held = [], 0
-        pieces.append(sets)
-        held += size
-    if pieces:
-        yield Sets.joined(pieces)
+def _turns(pairs: Slice, memory_bytes: int) -> Iterator[Rows]:
+    """Yield the pairs of a block, up to `memory_bytes` at a time."""
+    held, count, most = list[Rows](), 0, max(1, memory_bytes // PAIR.itemsize)
+    for rows, payload in pairs.stream(memory_bytes // 4):  # they take several times as much when decoded
+        numbers, sizes = (np.ascontiguousarray(rows[name]) for name in ("number", "size"))
+        partners = Partners.decoded(numbers, sizes, payload)
+        found = np.empty(len(partners.firsts), PAIR)
+        found["a"], found["b"] = partners.firsts, partners.seconds
+        at = 0
+        while count + len(found) - at >= most:
+            yield np.concatenate([*held, found[at : at + most - count]])
+            at += most - count
+            held, count = [], 0
+        held.append(found[at:])
+        count += len(found) - at
+    if count:
+        yield np.concatenate(held)
 
 
-def _gathered(source: Slice, memory_bytes: int) -> Iterator[Batch]:
-    """Yield the rows in order, in batches of up to half of `memory_bytes`, or one larger source batch."""
-    pieces, held = list[Batch](), 0
-    for batch in source.stream(memory_bytes // 2):
-        size = batch[0].nbytes + batch[1].nbytes
-        if pieces and held + size > memory_bytes // 2:
-            yield joined(pieces, source.table)
-            pieces, held = [], 0
-        pieces.append(batch)
-        held += size
-    if pieces:
-        yield joined(pieces, source.table)
+class _Block:
+    """The documents of a block; makes edges of their pairs."""
 
+    def __init__(self, texts: Slice, rule: PairRule, memory_bytes: int) -> None:
+        self._texts, self._rule, self._memory_bytes = texts, rule, memory_bytes
+        self._fits = True
 
-def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
-    """Yield batches of pairs, sorted by second document, then by first one (`key`), without repetitions.
+    def edges(self, pairs: Rows) -> Iterator[Rows]:
+        """Yield the edges of the pairs that verify."""
+        if self._fits:
+            sets, self._fits = self._hold(np.unique(np.concatenate([pairs["a"], pairs["b"]])))
+            if self._fits:
+                yield from self._compared(pairs, sets, sets)
+                return
+        while len(pairs):
+            firsts, seconds = np.unique(pairs["a"]), np.unique(pairs["b"])
+            side, numbers = ("a", firsts) if len(firsts) < len(seconds) else ("b", seconds)
+            sets, is_all = self._hold(numbers)
+            here = np.ones(len(pairs), np.bool_)
+            if not is_all:
+                here = np.isin(pairs[side], np.concatenate([piece.numbers for piece in sets]))
+            yield from self._streamed(pairs[here], side, sets)
+            pairs = pairs[~here]
 
-    Several tasks of stage `candidates` may find the same pair. If the pairs of a first document take several
-    batches, all its second documents are held, 8 bytes each.
-    """
-    last, partners = -1, np.empty(0, np.uint64)
-    for rows, _ in _gathered(pairs, memory_bytes):
-        others, keys = sort_pairs(np.ascontiguousarray(rows["other"]), np.ascontiguousarray(rows["key"]))
-        new = np.ones(len(rows), np.bool_)
-        new[1:] = (keys[1:] != keys[:-1]) | (others[1:] != others[:-1])
-        if int(rows["key"][0]) == last:
-            new &= (keys != last) | ~np.isin(others, partners)
-        batch = np.empty(int(new.sum()), rows.dtype)
-        batch["key"], batch["other"] = keys[new], others[new]
-        if int(rows["key"][-1]) != last:
-            last, partners = int(rows["key"][-1]), np.empty(0, np.uint64)
-        partners = np.concatenate([partners, batch["other"][batch["key"] == last]])
-        yield batch
+    def _hold(self, numbers: _U64) -> tuple[list[Sets], bool]:
+        """Return the sets of these documents in the order of their numbers, and whether those are all.
 
+        The sets take up to an eighth of the memory, or are one batch that is larger.
+        """
+        pieces, held = list[Sets](), 0
+        for sets in self._read(numbers):
+            size = sets.rows.nbytes + sets.hashes.nbytes
+            if pieces and held + size > self._memory_bytes // 8:
+                return pieces, False
+            pieces.append(sets)
+            held += size
+        if sum(len(piece.rows) for piece in pieces) != len(numbers):
+            raise _without_set(self._texts)
+        return pieces, True
 
-def _edges(
-    pairs: npt.NDArray[np.void], own: Sets, guests: Slice, rule: PairRule, memory_bytes: int
-) -> Iterator[npt.NDArray[np.void]]:
-    """Yield edges for the pairs that verify, streaming the sets of their second documents."""
-    seconds, firsts = np.ascontiguousarray(pairs["other"]), np.ascontiguousarray(pairs["key"])
-    numbers = np.ascontiguousarray(own.numbers)
-    places = np.searchsorted(numbers, firsts)
-    if (numbers[np.minimum(places, len(numbers) - 1)] != firsts).any():
-        raise _without_set(guests)
-    compared = 0
-    for others in read_sets(guests, rule, memory_bytes):
-        rows = others.rows
-        begins, ends = (np.searchsorted(seconds, rows["number"], side) for side in ("left", "right"))
-        counts = ends - begins
-        met = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - begins, counts)
-        compared += len(met)
-        if not len(met):
-            continue
-        first, second = places[met], np.repeat(np.arange(len(rows)), counts)
-        result = compare_pairs(own, others, first, second, rule)
+    def _read(self, numbers: _U64) -> Iterator[Sets]:
+        return read_sets(self._texts, self._rule, self._memory_bytes // 6, numbers)
+
+    def _streamed(self, pairs: Rows, side: str, held: list[Sets]) -> Iterator[Rows]:
+        """Yield the edges of pairs whose documents of this side are held, streaming the others."""
+        other = "b" if side == "a" else "a"
+        pairs = pairs[np.argsort(pairs[other], kind="stable")]
+        numbers = np.ascontiguousarray(pairs[other])
+        at = 0
+        for sets in self._read(np.unique(numbers)):
+            stop = int(np.searchsorted(numbers, sets.numbers[-1], "right"))
+            firsts, seconds = (held, [sets]) if side == "a" else ([sets], held)
+            yield from self._compared(pairs[at:stop], firsts, seconds)
+            at = stop
+        if at != len(pairs):
+            raise _without_set(self._texts)
+
+    def _compared(self, pairs: Rows, firsts: list[Sets], seconds: list[Sets]) -> Iterator[Rows]:
+        """Yield the edges of the pairs that verify; both sides have the sets of all their documents."""
+        a, b = self._pieces(firsts, pairs["a"]), self._pieces(seconds, pairs["b"])
+        both = a * len(seconds) + b
+        order = np.argsort(both, kind="stable")
+        edges = np.flatnonzero(np.diff(both[order], prepend=-1, append=-1))
+        for start, stop in pairwise(edges.tolist()):
+            some = order[start:stop]
+            yield self._compared_pieces(pairs[some], firsts[a[some[0]]], seconds[b[some[0]]])
+
+    def _pieces(self, sets: list[Sets], numbers: _U64) -> npt.NDArray[np.int64]:
+        """Return in which of the pieces each document is."""
+        lasts = np.array([piece.numbers[-1] for piece in sets], np.uint64)
+        assert (lasts[1:] > lasts[:-1]).all(), "texts of a block are not in order"
+        pieces: npt.NDArray[np.int64] = np.searchsorted(lasts, np.ascontiguousarray(numbers))
+        if (pieces == len(sets)).any():
+            raise _without_set(self._texts)
+        return pieces
+
+    def _compared_pieces(self, pairs: Rows, firsts: Sets, seconds: Sets) -> Rows:
+        a, b = self._places(firsts, pairs["a"]), self._places(seconds, pairs["b"])
+        result = compare_pairs(firsts, seconds, a, b, self._rule)
         kept = np.flatnonzero(result.verified)
-        winners, losers = own.rows[first[kept]], rows[second[kept]]
+        one, other = firsts.rows[a[kept]], seconds.rows[b[kept]]
         edges = np.empty(len(kept), EDGES.dtype)
-        direct(edges, winners["number"], winners["priority"], losers["number"], losers["priority"])
+        direct(edges, one["number"], one["priority"], other["number"], other["priority"])
         edges["jaccard"] = result.jaccard[kept]
-        yield edges
-    if compared != len(pairs):
-        raise _without_set(guests)
+        return edges
+
+    def _places(self, sets: Sets, numbers: _U64) -> npt.NDArray[np.int64]:
+        """Return the row of each document."""
+        of_sets, numbers = np.ascontiguousarray(sets.numbers), np.ascontiguousarray(numbers)
+        places: npt.NDArray[np.int64] = np.searchsorted(of_sets, numbers)
+        if (of_sets[places] != numbers).any():
+            raise _without_set(self._texts)
+        return places
 
 
 def _without_set(sets: Slice) -> BuildError:
-    numbers = f"{sets.start:,} to {sets.stop:,}"
     return BuildError(
-        f"verify: in documents {numbers}, a pair has a document without a set of n-grams; remove the work "
+        f"verify: in block {sets.start:,}, a pair has a document without a set of n-grams; remove the work "
         "folder and build again"
     )
 

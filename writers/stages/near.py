@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil
 
 from shardkit.card import NearFacts
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.candidates import CANDIDATES, PAIRS_BY_FIRST, PAIRS_BY_SECOND
+from shardkit.writers.dedup.blocks import (
+    BLOCKS,
+    FOLLOWERS,
+    LABELING,
+    LABELS,
+    LEADERS,
+    LOWEST,
+    PAIRS_OF_BLOCK,
+    PLACES,
+    block_bits,
+    number_ranges,
+)
+from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, remove_near
 from shardkit.writers.dedup.outcomes import OUTCOMES
-from shardkit.writers.dedup.population import PARTS
+from shardkit.writers.dedup.pairs import PAIRS
+from shardkit.writers.dedup.population import PAIR, PARTS
 from shardkit.writers.dedup.resolve import NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST
-from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
+from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
 from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows
-from shardkit.writers.dedup.verify import VERIFY, block_bits
+from shardkit.writers.dedup.verify import VERIFY
 from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
@@ -67,8 +79,10 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
 
 
 _SIGNATURE_BYTES = 520  # bytes per document for its signature and keys
-_PAIRS = 0.6  # candidate pairs per document
-_TEXTS = 0.26  # bytes sent to blocks of pairs per byte of kept text; a document is sent once per block
+_PAIRS = 0.6  # candidate pairs per document (shares of web text; families that grow have more)
+_PAIR_BYTES = 4.0  # bytes per pair in files, without the fields of a document's row
+_PAIRED = 0.2  # documents in pairs; each is sent to one block, with few exceptions
+_SECONDS = 0.13  # documents with earlier partners
 
 
 def needs(n: Needs) -> None:
@@ -88,36 +102,43 @@ def needs(n: Needs) -> None:
     n.add(MAKE_BANDS, c.splits, gets + more, read + also, files=1, written=size)
     candidates = band_partitions(entries, c.task_memory)
     bands = n.exchange(CANDIDATES, BANDS, c.splits, entries, candidates)
-    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=2)
+    written = c.documents * _PAIRS * _PAIR_BYTES
+    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=1, written=written)
     _add_verified(n, text, candidates)
 
 
 def _add_verified(n: Needs, text: float, candidates: int) -> None:
     c = n.corpus
-    pairs = c.documents * _PAIRS
-    blocks = ceil(c.documents / (1 << block_bits(c.documents, int(text), c.task_memory)))
-    firsts = n.exchange(SHINGLES, PAIRS_BY_FIRST, candidates, pairs, max(c.splits, blocks))
-    seconds = n.exchange(SHINGLES, PAIRS_BY_SECOND, candidates, pairs, c.splits)
-    parts = [n.scans(text, c.splits), n.slices(firsts, c.splits), n.slices(seconds, c.splits)]
-    texts = c.text_bytes * _TEXTS
-    gets, read = (sum(amounts) for amounts in zip(*parts, strict=True))
-    n.add(SHINGLES, c.splits, gets, read, files=2, written=texts)
-    payload = texts / max(1.0, 2 * pairs)
-    row = OWN.dtype.itemsize + payload
-    own = n.exchange(VERIFY, OWN, c.splits, texts * 0.22 / row, blocks, payload)
-    guests = n.exchange(VERIFY, GUESTS, c.splits, texts * 0.78 / row, blocks, payload)
-    read_by_block = [n.slices(runs, blocks) for runs in (firsts, own, guests)]
-    gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
-    n.add(VERIFY, blocks, gets, read, files=3)
-    n.add(NEAR, 1, 2 * blocks, pairs * PAIRS_BY_FIRST.dtype.itemsize, files=1)
+    pairs, seconds, sent = (c.documents * share for share in (_PAIRS, _SECONDS, _PAIRED))
+    blocks, coded, texts = 1 << block_bits(int(text), c.task_memory), pairs * _PAIR_BYTES, text * _PAIRED
+    ranges, payload = number_ranges(int(coded), c.limits), coded / max(1.0, seconds)
+    found = n.slices(n.exchange(LEADERS, PAIRS, candidates, seconds, ranges, payload), ranges)
+    n.add(LEADERS, ranges, *found, files=2, written=seconds * 2 * FOLLOWERS.dtype.itemsize)
+    followers = n.slices(n.exchange(LABELING, FOLLOWERS, ranges, seconds, ranges), ranges)
+    lowest = n.slices(n.exchange(LABELING, LOWEST, ranges, seconds, ranges), ranges)
+    n.add(LABELING, ranges, *_sum(followers, lowest), files=1, written=seconds * LABELS.dtype.itemsize)
+    labels = n.slices(n.exchange(BLOCKS, LABELS, ranges, seconds, ranges), ranges)
+    n.add(BLOCKS, ranges, *_sum(found, labels), files=2, written=coded + sent * PLACES.dtype.itemsize)
+    places = n.slices(n.exchange(SHINGLES, PLACES, ranges, sent, c.splits), c.splits)
+    n.add(SHINGLES, c.splits, *_sum(n.scans(text, c.splits), places), files=1, written=texts)
+    assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, seconds, blocks, payload)
+    moved = n.exchange(VERIFY, TEXTS, c.splits, sent, blocks, texts / max(1.0, sent))
+    n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=2)
+    n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
     n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
     n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
     n.add(NEAR_KEPT, c.splits, 5 * c.splits, c.documents * 24, files=2)
     n.by_split(NEAR_REMOVED, OUTCOMES, 2 * c.splits, c.documents * 2 * LOSERS)
 
 
+def _sum(*parts: tuple[float, float]) -> tuple[float, float]:
+    """Return the sums of requests and of bytes."""
+    return sum(gets for gets, _ in parts), sum(read for _, read in parts)
+
+
 STAGES = (
-    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES, SHINGLES, VERIFY),
+    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES),
+    *(LEADERS, LABELING, BLOCKS, SHINGLES, VERIFY),
     *(NEAR, NEAR_EQUAL, NEAR_LOST, NEAR_KEPT, NEAR_REMOVED),
 )
 
