@@ -13,7 +13,7 @@ one call of NumPy looks up rows of any shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.datasets.opened import OpenDataset
-from shardkit.datasets.segments import Segments, cut_tables
+from shardkit.datasets.segments import Segments, batch_cuts, cut_table
 from shardkit.datasets.text_rows import TextRows
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.streams import Streams
@@ -54,7 +54,8 @@ class RowValues:
     """Whether a document of a row, as its tokens tell, may be several of the values."""
 
     def __getitem__(self, rows: slice) -> RowValues:
-        return replace(self, firsts=self.firsts[rows], after=self.after[rows], ends=self.ends[rows])
+        own = self.firsts[rows], self.after[rows], self.ends[rows]
+        return RowValues(*own, self.starts, self.values, self.joins_documents)
 
     def by_batch(
         self, batch_size: int, length: int, segments: Segments | None = None
@@ -73,7 +74,8 @@ class RowValues:
             numbers = np.arange(counts.max(initial=0))
             is_there = numbers < counts[:, None]
             entries = np.where(is_there, self.firsts[:, None] + numbers, self.after[:, None])
-        return {name: cut_tables(values[entries], counts, batch_size) for name, values in self.values.items()}
+        cuts = batch_cuts(counts, batch_size)
+        return {name: cut_table(values[entries], cuts) for name, values in self.values.items()}
 
     def _searched(self, segments: Segments) -> _Ints:
         """Return the entry of each document, found by its first token, as a table [rows, n].

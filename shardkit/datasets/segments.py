@@ -186,9 +186,9 @@ class Segments:
         table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
         table[self.rows, self.numbers] = self.lengths
         longest = table.max(axis=1, initial=0).tolist()
-        edges = pairwise(range(0, self.shape[0] + 1, batch_size))
-        tables = cut_tables(table, counts, batch_size)
-        return [(own, longest[low:high]) for own, (low, high) in zip(tables, edges, strict=True)]
+        cuts = batch_cuts(counts, batch_size)
+        tables = cut_table(table, cuts)
+        return [(own, longest[low:high]) for own, (low, high, _) in zip(tables, cuts, strict=True)]
 
     def seq_lengths(self) -> list[list[int]]:
         """Return the lengths of the documents of each row."""
@@ -196,13 +196,17 @@ class Segments:
         return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
 
 
-def cut_tables(table: npt.NDArray[_Number], counts: _Ints, batch_size: int) -> list[npt.NDArray[_Number]]:
-    """Return the rows of a table of documents by batch, each as wide as the largest of `counts` in it."""
+def batch_cuts(counts: _Ints, batch_size: int) -> list[tuple[int, int, int]]:
+    """Return (first row, last + 1, largest number of documents in a row) of each batch."""
     most = counts.reshape(-1, batch_size).max(axis=1).tolist()
-    edges = pairwise(range(0, len(table) + 1, batch_size))
-    return [
-        np.ascontiguousarray(table[low:high, :width]) for (low, high), width in zip(edges, most, strict=True)
-    ]
+    return [(n * batch_size, (n + 1) * batch_size, width) for n, width in enumerate(most)]
+
+
+def cut_table(
+    table: npt.NDArray[_Number], cuts: Sequence[tuple[int, int, int]]
+) -> list[npt.NDArray[_Number]]:
+    """Return the rows of a table of documents [rows, n] by batch, each as wide as its rows need."""
+    return [np.ascontiguousarray(table[low:high, :width]) for low, high, width in cuts]
 
 
 def find_eos_id(
