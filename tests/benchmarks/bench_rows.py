@@ -48,6 +48,7 @@ HEADS: Heads = {
     "side": ("side", ""),
     "rate": ("rows/s", ",.0f"),
     "shardkit_x": ("shardkit x", ".2f"),
+    "cpu_us": ("us CPU / row", ".1f"),
     "first_s": ("first batch s", ".3f"),
 }
 
@@ -88,7 +89,7 @@ def places(folder: Path, names: list[str]) -> Iterator[dict[str, tuple[str, dict
             for name in ("parquet", "arrow", "jsonl", "litdata"):
                 put_all(folder / name, endpoint, name)
             variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-            variables["AWS_ENDPOINT_URL"] = endpoint
+            variables |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
             request = {"environment": variables, "storage": {"endpoint_url": endpoint}}
             found["s3"] = f"s3://{BUCKET}", request
         yield found
@@ -123,6 +124,7 @@ def report(
             "side": name,
             "rate": statistics.median(found),
             "shardkit_x": median_ratio(rates["shardkit"], found),
+            "cpu_us": statistics.median(1e6 * run["cpu_s"] / rows for run in answers[name]),
             "first_s": first,
             "runs": found,
         }

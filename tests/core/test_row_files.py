@@ -294,6 +294,7 @@ BAD_LINES: list[tuple[bytes, str]] = [
     (b'{"a":1}\n{"a":"x"}\n', "column 'a' has values of several types"),
     (b'{"a":1.5}\n{"a":9007199254740993}\n', "column 'a' has values of several types"),
     (b'{"a":true}\n{"a":1}\n', "column 'a' has values of several types"),
+    (b'{"a":[1,null]}\n', "column 'a' has nulls inside of its lists of integers"),
     (b'{"a":[1,"x"]}\n', "column 'a' has values of several types"),
     (b"", "has no rows"),
     (b" \n\r\n", "has no rows"),

@@ -392,6 +392,10 @@ class _Scan:
             if str(array.type).count("<") > MAX_DEPTH:
                 self._break(name, f"is nested deeper than {MAX_DEPTH} levels")
                 continue
+            is_list = pa.types.is_list(array.type) and pa.types.is_integer(array.type.value_type)
+            if is_list and array.flatten().null_count:
+                self._break(name, "has nulls inside of its lists of integers")
+                continue
             kind = _merged(self._types.get(name, array.type), array.type)
             if kind is None:
                 self._break(

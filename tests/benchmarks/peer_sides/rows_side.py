@@ -1,9 +1,9 @@
 """One loader of `bench_rows.py`, in a process of its own: `rows_side.py SIDE`.
 
 Each line on stdin is a request, {"place", "columns", "cache", "batch", "environment"}: read all rows of the
-files at a place once, shuffled, in batches. The answer has the rows, the seconds, and those until the first
-batch, with the time to open the files. Imports nothing but what its side needs, because a peer lives in an
-environment without shardkit.
+files at a place once, shuffled, in batches. The answer has the rows, the seconds, those until the first
+batch, with the time to open the files, and those of processor time. Imports nothing but what its side needs,
+because a peer lives in an environment without shardkit.
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         os.environ.update(request.get("environment", {}))
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         count, first = 0, 0.0
         with contextlib.redirect_stdout(sys.stderr):  # litdata shows progress on stdout
             for more in side(request):
                 first = first or time.perf_counter() - began
                 count += more
         seconds = time.perf_counter() - began
-        print(json.dumps({"rows": count, "seconds": seconds, "first_s": first}), flush=True)
+        answer = {"rows": count, "seconds": seconds, "first_s": first, "cpu_s": time.process_time() - cpu}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
