@@ -191,7 +191,7 @@ def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[Partners]:
     each.
     """
     last, held = -1, np.empty(0, np.uint64)
-    for rows, payload in pairs.stream(memory_bytes // 4):  # pairs take several times as much when decoded
+    for rows, payload in pairs.stream(memory_bytes // 16):  # sorted pairs take 30 times their bytes in files
         keys = np.ascontiguousarray(rows["key"])
         found = Partners.decoded(keys, np.ascontiguousarray(rows["size"]), payload)
         seconds, firsts = sort_pairs(found.seconds, found.firsts)
