@@ -26,6 +26,7 @@ OTHER_LIBRARIES = {
     "pydantic_core": "the same",
     "yaml": "reads recipes",
     "PIL": "encodes columns of images, which no build writes",
+    "simplejpeg": "decodes images, which no build reads",
     "botocore": "moves objects",
     "urllib3": "moves objects",
     "fsspec": "moves objects",

@@ -6,6 +6,7 @@ is MDS with index.bin, side files that only its card names, and more shards; the
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -394,11 +395,13 @@ def test_a_full_disk_is_said_and_made_good(
 
 
 def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("changed since")
-    with Journal(Work.at(tmp_path / "work")) as journal:
+    with Journal(Work.at(tmp_path)) as journal:
         made = Commit("pack", "a", tmp_path, "digest", facts_of({}, {"file": Output(13, "0" * 32)}))
+        made = dataclasses.replace(made, folder=tmp_path / made.key)
+        made.folder.mkdir(parents=True)
+        (made.folder / "file").write_text("changed since")
         assert journal.remove_damaged(made) == "file"
-    assert not tmp_path.exists()
+    assert not made.folder.exists()
 
 
 @pytest.mark.parametrize("threads", [1, 3, 50])
