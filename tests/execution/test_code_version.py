@@ -27,6 +27,7 @@ OTHER_LIBRARIES = {
     "yaml": "reads recipes",
     "PIL": "encodes columns of images, which no build writes",
     "simplejpeg": "decodes images, which no build reads",
+    "torch": "holds decoded images, as above",
     "botocore": "moves objects",
     "urllib3": "moves objects",
     "fsspec": "moves objects",
