@@ -75,7 +75,7 @@ def test_no_stage_holds_more_than_memory_and_libraries(tmp_path: Path) -> None:
     with RssMeter() as meter:
         build(tmp_path / "recipe.yaml", workers=2, replace=True, progress=meter.progress)
     held = sum(file.stat().st_size for file in (tmp_path / "work").rglob("*"))
-    assert held > 1.3 * MEMORY  # so that who held it all would be seen
+    assert held > 1.2 * MEMORY  # so that who held it all would be seen
     assert {"clean", "exact", "lines", "signatures", "tokenize"} <= meter.stages.keys()  # long enough to see
     assert min(meter.stages[stage].rss for stage in ("clean", "lines", "tokenize")) > 64 << 20  # it measures
     bounds = {stage: LIBRARIES + (MEMORY if stage in LARGE else TASK) for stage in meter.stages}
@@ -162,7 +162,7 @@ def test_tasks_of_no_stage_hold_more_of_sixteen_times_the_documents(tmp_path: Pa
     some, more = peaks_of(tmp_path / "some", 5), peaks_of(tmp_path / "more", 80)
     assert {"candidates", "shingles", "verify", "near", "near_lost"} <= some.keys()
     assert {"line_keys", "lines", "index"} <= some.keys()
-    assert {"equal-keys-merge-2", "verify-guests-merge-2", "pack-tokens-merge-2"} <= more.keys()
+    assert {"equal-keys-merge-2", "verify-texts-merge-2", "pack-tokens-merge-2"} <= more.keys()
     merges = {stage for stage in more if "-merge-" in stage}
     whole = {"tokenize", "pack", "provenance", *merges}  # may hold all of the memory, the others a fifth
     bounds = {stage: FIXED + (SMALL_MEMORY if stage in whole else SMALL_MEMORY // 5) for stage in more}
