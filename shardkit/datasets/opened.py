@@ -121,7 +121,7 @@ class OpenDataset(Closing):
         self._files = files
         self._tar_indexes = tar_indexes
         self.in_place = rows
-        """What the rows are made from, if they are read in place."""
+        """The files that hold the rows, if these are read in place."""
         self._rows = rows if isinstance(rows, FileRows) else None
         self._images = rows if isinstance(rows, ImageFiles) else None
         self._options = options or ReadOptions()

@@ -44,10 +44,10 @@ from shardkit.datasets.range_store import (
 from shardkit.errors import ShardError, ShardNotFoundError, warn_user
 from shardkit.files import user_cache_folder
 from shardkit.formats.mds.encodings import ARRAY_DTYPES
-from shardkit.formats.parquet import TAIL_BYTES, ParquetFormat
 from shardkit.formats.rows import NULL, NULLABLE, RowFile, RowFormat, RowGroup, RowPart, fixed_size, plural
 from shardkit.formats.rows.arrow import ArrowFormat
 from shardkit.formats.rows.json_lines import JsonLinesFormat
+from shardkit.formats.rows.parquet import TAIL_BYTES, ParquetFormat
 from shardkit.formats.tar.find import expand, is_there
 from shardkit.formats.tar.shard_list import common_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
@@ -414,26 +414,21 @@ def _shards(
         yield range(first, len(file.rows.groups)), ranges, memory
 
 
-def encodings_in(part: RowPart, where: str) -> Mapping[str, str]:
-    """Return the encodings of all columns of the file that `part` is in."""
-    return _format(part).encodings(part, where)
-
-
 def other_columns(
-    part: RowPart, columns: Mapping[str, str], rows: int, where: str
-) -> tuple[RowPart, ShardInfo]:
-    """Return the `rows` rows of `part` with other columns, given with their encodings, and their shard."""
-    selected, ranges = _format(part).select(part, list(columns), where)
-    pieces = _pieces(part.file, ranges)
+    rows: FileRows, number: int, names: Sequence[str], where: str
+) -> tuple[RowPart, ShardInfo, Mapping[str, str]]:
+    """Return shard `number` with other columns: its part, its facts, and the encodings of all columns.
+
+    Leaves out `names` that the file does not have. Raises ShardError if the file is malformed.
+    """
+    kind = format_of(rows.parts[number].file)
+    assert kind is not None
+    found = kind.select(rows.parts[number], names, where)
+    there = [name for name in names if name in found.encodings]
+    pieces = _pieces(found.part.file, found.ranges if there else ())
     info = FileInfo(name_of(pieces), sum(piece.bytes for piece in pieces))
-    made = tuple(Column(name, encoding, None) for name, encoding in columns.items())
-    return selected, ShardInfo(info, rows, made)
-
-
-def _format(part: RowPart) -> RowFormat:
-    found = format_of(part.file)
-    assert found is not None
-    return found
+    columns = tuple(Column(name, found.encodings[name], None) for name in there)
+    return found.part, ShardInfo(info, rows.manifest.shards[number].samples, columns), found.encodings
 
 
 def _pieces(file: str, ranges: Sequence[tuple[int, int]]) -> list[Piece]:

@@ -38,7 +38,14 @@ from shardkit.card import DatasetCard
 from shardkit.datasets.range_store import RangeRows, connect_ranges
 from shardkit.datasets.row_files import FileRows, find_rows
 from shardkit.datasets.text_index import Lengths, TextIndex
-from shardkit.datasets.text_packer import TOKENIZER_KEYS, Pack, TextPacker, TextTokenizer, TokenizerChoice
+from shardkit.datasets.text_packer import (
+    EMPTY,
+    TOKENIZER_KEYS,
+    Pack,
+    TextPacker,
+    TextTokenizer,
+    TokenizerChoice,
+)
 from shardkit.errors import ShardError, warn_user
 from shardkit.files import load_json, publish_bytes, user_cache_folder
 from shardkit.hashing import digest_of
@@ -49,6 +56,7 @@ from shardkit.storage.store import StorageOptions
 
 if TYPE_CHECKING:
     from shardkit.cache.indexes import NodeIndexes
+    from shardkit.tokens.packing import Placement
 
 TEXT, MESSAGES = "text", "messages"
 _LISTS = ("list<", "large_list<")  # how the types of conversations begin
@@ -94,6 +102,35 @@ class TextRows(RangeRows):
     def name_of(self, number: int) -> str:
         """Return the file of the texts of shard `number` and their rows there."""
         return self.packer.rows.name_of(number)
+
+    def where(self, number: int) -> str:
+        """Return the path or URL of the file of shard `number`."""
+        assert self.store is not None
+        return self.store.where(self.packer.rows.parts[number].file)
+
+    def stored(self, name: str) -> Bytes:
+        """Return the bytes of the files that `name`, of a shard of texts or of other columns, stands for."""
+        assert self.store is not None
+        return np.frombuffer(self.store.get(name, version=self.version_of(name)), np.uint8)
+
+    def measured(self, number: int) -> Lengths:
+        """Return `Documents.measured` of shard `number`, from the index or measured again.
+
+        Raises ShardError if these are not the lengths that made the rows.
+        """
+        found = self.index.lengths(int(self.numbers[number]))
+        if found is None:
+            stored = self.stored(self.packer.rows.manifest.shards[number].raw.basename)
+            found = self.packer.documents(number, stored, self.where(number)).measured
+        if self.packer.count(found) != self.manifest.shards[number].samples:
+            raise ShardError(self.where(number), "has other texts than when it was opened; open it again")
+        return found
+
+    def placed(self, number: int) -> tuple[Ints, Placement]:
+        """Return the documents of shard `number`, as rows of its texts, and where they are in its rows."""
+        measured = self.measured(number)
+        documents = np.flatnonzero(measured > EMPTY)
+        return documents, self.packer.place(measured[documents].astype(np.int64))
 
 
 def find_text_rows(

@@ -13,12 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
-from shardkit.arrays import Bytes, Ints
 from shardkit.datasets.document_values import ShardValues, ValueType, arrow_values
-from shardkit.datasets.row_files import encodings_in, other_columns
-from shardkit.datasets.text_packer import EMPTY
+from shardkit.datasets.row_files import other_columns
 from shardkit.datasets.text_rows import TextRows
-from shardkit.errors import ShardError
 from shardkit.formats.rows import RowShard, split_pieces
 from shardkit.formats.tokens import pieces_of
 
@@ -31,21 +28,19 @@ class TextValues:
     """Reads values from the files of a dataset of texts."""
 
     def __init__(self, texts: TextRows) -> None:
-        self._texts, self._packer = texts, texts.packer
-        self._parts = texts.packer.rows.parts
-        assert texts.store is not None
-        self._store = texts.store
+        self._texts = texts
 
     def types(self, names: Sequence[str]) -> dict[str, ValueType]:
         """Return the default types: see `ValueReader.types`."""
         found: dict[str, ValueType] = {}
-        shards = np.linspace(0, len(self._parts), _SAMPLES, endpoint=False).astype(np.int64)
+        shards = np.linspace(0, len(self._texts.packer.rows.parts), _SAMPLES, endpoint=False).astype(np.int64)
         for number in np.unique(shards).tolist():
             left = [name for name in names if name not in found]
-            encodings = encodings_in(self._parts[number], self._where(number))
+            where = self._texts.where(number)
+            _, _, encodings = other_columns(self._texts.packer.rows, number, (), where)
             for name in left:
                 if name in encodings:
-                    found[name] = _type_of(name, encodings[name], self._where(number))
+                    found[name] = _type_of(name, encodings[name], where)
         return found
 
     def read(self, shards: Sequence[int], types: Mapping[str, ValueType]) -> Iterator[ShardValues]:
@@ -54,38 +49,18 @@ class TextValues:
             yield from pool.map(lambda number: self._read(number, types), shards)
 
     def _read(self, number: int, types: Mapping[str, ValueType]) -> ShardValues:
-        measured = self._measured(number)
-        documents = np.flatnonzero(measured > EMPTY)
-        placed = self._packer.place(measured[documents].astype(np.int64))
+        documents, placed = self._texts.placed(number)
         placed = placed.moved(np.arange(placed.rows))  # in the order of rows
-        found, where = self._parts[number], self._where(number)
-        encodings, values = encodings_in(found, where), {}
-        if columns := {name: encodings[name] for name in types if name in encodings}:
-            part, info = other_columns(found, columns, len(measured), where)
-            stored = self._stored(info.raw.basename)
-            pieces = split_pieces(pieces_of(info.raw.basename), stored)
+        where, values = self._texts.where(number), {}
+        part, info, _ = other_columns(self._texts.packer.rows, number, list(types), where)
+        if info.columns:
+            pieces = split_pieces(pieces_of(info.raw.basename), self._texts.stored(info.raw.basename))
             shard = RowShard(where, info, part, pieces, decode=False)
             of_pieces = pa.array(documents[placed.document])
             for column in info.columns:
                 taken = shard.arrow(column.name).take(of_pieces)
                 values[column.name] = arrow_values(taken, types[column.name])
         return ShardValues.of(placed.rows, placed.row, placed.column + placed.length, values, types)
-
-    def _measured(self, number: int) -> Ints:
-        """Return what the index has of a shard, or measure it again."""
-        found = self._texts.index.lengths(int(self._texts.numbers[number]))
-        if found is None:
-            stored = self._stored(self._packer.rows.manifest.shards[number].raw.basename)
-            found = self._packer.documents(number, stored, self._where(number)).measured
-        if self._packer.count(found) != self._texts.manifest.shards[number].samples:
-            raise ShardError(self._where(number), "has other texts than when it was opened; open it again")
-        return found.astype(np.int64)
-
-    def _stored(self, name: str) -> Bytes:
-        return np.frombuffer(self._store.get(name, version=self._texts.version_of(name)), np.uint8)
-
-    def _where(self, number: int) -> str:
-        return self._store.where(self._parts[number].file)
 
 
 def _type_of(name: str, encoding: str, where: str) -> ValueType:

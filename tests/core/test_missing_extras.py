@@ -168,7 +168,7 @@ def test_a_single_missing_package_is_named_with_its_extra(
         ("from shardkit import Dataset, Recipe, convert, load_recipe, trace", ALL, None),
         ("import shardkit as sk; sk.build", ALL, "write"),
         ("from shardkit.datasets.provenance.documents import trace_of", ALL, "write"),
-        ("from shardkit.formats.parquet import ParquetFooter as F; F('a', b'', 99)", ALL, "parquet"),
+        ("from shardkit.formats.rows.parquet import ParquetFooter as F; F('a', b'', 99)", ALL, "parquet"),
         (
             "from shardkit.formats.rows.json_lines import JsonLinesFormat as F; F().read('a', None, 0)",
             "orjson",

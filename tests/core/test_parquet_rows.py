@@ -27,7 +27,7 @@ from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.datasets.row_files import FileRows, find_rows
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats import mds
-from shardkit.formats.parquet import ParquetFooter, as_file, footer_bytes
+from shardkit.formats.rows.parquet import ParquetFooter, as_file, footer_bytes
 from shardkit.formats.tokens import pieces_of
 from shardkit.order.arrangement import StreamSizes
 from shardkit.storage.memory import MemoryStore

@@ -1,8 +1,8 @@
 """Find the documents in rows that are read in place: of row files, or made from their texts.
 
 There are no tables of provenance, and none are needed. A row of a row file is a document. The documents of a
-row that is made from texts are found by making the rows of its shard again, which takes a fetch of the shard
-from the store and some milliseconds per megabyte of text.
+row that is made from texts follow from the lengths that the index keeps; if it is gone, the texts of the
+shard are fetched and measured again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from shardkit.arrays import Ints
 from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.provenance.table import Piece
 from shardkit.datasets.row_files import FileRows
-from shardkit.datasets.text_packer import EMPTY
 from shardkit.datasets.text_rows import TextRows
 
 
@@ -48,20 +47,14 @@ def pieces_in_place(dataset: OpenDataset, sample_ids: Sequence[int]) -> Iterator
 
 def _of_texts(dataset: OpenDataset, rows: TextRows, shard: int, wanted: Ints) -> Iterator[Piece]:
     """Yield the pieces in some rows of a shard that is made from texts."""
-    assert dataset.shards is not None
-    files = rows.packer.rows
-    part, (_, version) = files.parts[shard], files.objects()[shard]
-    name = files.manifest.shards[shard].raw.basename
-    stored = np.frombuffer(dataset.shards.store.get(name, version=version), np.uint8)
-    documents = rows.packer.documents(shard, stored, f"{dataset.location}/{part.file}")
-    of_documents = np.flatnonzero(documents.measured > EMPTY)
-    places = rows.packer.place(documents.lengths)
+    part = rows.packer.rows.parts[shard]
+    documents, places = rows.placed(shard)
     start = int(dataset.manifest.shard_starts[shard])
     found = np.flatnonzero(np.isin(places.row, wanted))
     for place in found[np.lexsort((places.column[found], places.row[found]))].tolist():
         row, column = int(places.row[place]), int(places.column[place])
         span = column, column + int(places.length[place])
-        record = part.first_row + int(of_documents[places.document[place]])
+        record = part.first_row + int(documents[places.document[place]])
         yield _piece(start + row, shard, row, span, int(places.start[place]), part.file, record)
 
 

@@ -55,7 +55,7 @@ _BUFFERED_FORMATS = frozenset({"WEBP", "GIF"})
 
 @dataclass(frozen=True, slots=True)
 class PixelForm:
-    """What an image is decoded to: a NumPy array, a tensor or an image of Pillow, in one mode."""
+    """Describes decoded images: NumPy arrays, tensors or images of Pillow, in one mode."""
 
     kind: str
     """"numpy" (height, width, channels), "torch" (channels, height, width) or "pil"."""

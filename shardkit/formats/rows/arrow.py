@@ -26,12 +26,12 @@ from shardkit.formats.rows.contract import (
     Chunk,
     Pieces,
     PiecesFile,
-    Range,
     Read,
     ReadColumns,
     RowFile,
     RowGroup,
     RowPart,
+    Selected,
     title_of,
 )
 from shardkit.formats.rows.flatbuffers import Table
@@ -224,19 +224,15 @@ class ArrowFormat:
         """Return the files as they are: their columns must be alike."""
         return files
 
-    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
-        """Return the encodings of all columns of a part's file."""
-        assert isinstance(part, ArrowPart)
-        return encodings_of(part.skeleton.schema())
-
-    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, list[Range]]:
+    def select(self, part: RowPart, names: Sequence[str], where: str) -> Selected:
         """Return the part, which can read all columns, and the ranges of its batches with all columns.
 
         Where a column is in a batch is said there, in metadata that a part does not have.
         """
         assert isinstance(part, ArrowPart)
         blocks = (*part.skeleton.dictionaries, *part.batches)
-        return part, [(offset, offset + metadata + body) for offset, metadata, body in blocks]
+        ranges = [(offset, offset + metadata + body) for offset, metadata, body in blocks]
+        return Selected(part, encodings_of(part.skeleton.schema()), ranges)
 
 
 _Scan = tuple[Skeleton, list[Block], list[bytes]]

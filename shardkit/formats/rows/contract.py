@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardkit.arrays import Bytes
 from shardkit.formats.tokens import Piece
@@ -101,6 +101,14 @@ class RowFile(Protocol):
         """Return some groups of this file, called `file`, as a part of which only `columns` will be read."""
 
 
+class Selected(NamedTuple):
+    """The rows of a part with other columns: those of the wanted ones that its file has."""
+
+    part: RowPart
+    encodings: Mapping[str, str]  # of all columns of the file
+    ranges: Sequence[Range]  # of the file, which hold the columns
+
+
 class RowFormat(Protocol):
     """A format of row files."""
 
@@ -119,11 +127,8 @@ class RowFormat(Protocol):
     def alike(self, files: Sequence[RowFile]) -> Sequence[RowFile]:
         """Return the files with the types that their columns have in common."""
 
-    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
-        """Return the encodings of all columns of a part's file. Raises ShardError if it is malformed."""
-
-    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, Sequence[Range]]:
-        """Return the same rows with other columns of the file, and the ranges of the file that hold them."""
+    def select(self, part: RowPart, names: Sequence[str], where: str) -> Selected:
+        """Return the same rows with other columns. Raises ShardError if the file is malformed."""
 
 
 class PiecesFile(io.RawIOBase):

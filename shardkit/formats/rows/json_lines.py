@@ -36,6 +36,7 @@ from shardkit.formats.rows.contract import (
     RowFile,
     RowGroup,
     RowPart,
+    Selected,
     title_of,
 )
 
@@ -227,17 +228,14 @@ class JsonLinesFormat:
             made.append(replace(file, schema=pa.schema(fields)))
         return made
 
-    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
-        """Return the encodings of all columns of a part's file that can be read."""
+    def select(self, part: RowPart, names: Sequence[str], where: str) -> Selected:
+        """Return the part with other columns, of those that can be read, and the range of its lines."""
         import pyarrow as pa
 
         assert isinstance(part, JsonLinesPart)
-        return encodings_of(pa.ipc.read_schema(pa.py_buffer(part.schema)))
-
-    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, list[Range]]:
-        """Return the part with other columns, and the range of its lines."""
-        assert isinstance(part, JsonLinesPart)
-        return replace(part, columns=tuple(columns)), [part.where]
+        encodings = encodings_of(pa.ipc.read_schema(pa.py_buffer(part.schema)))
+        columns = tuple(name for name in names if name in encodings)
+        return Selected(replace(part, columns=columns), encodings, [part.where])
 
 
 def _decompressed(
@@ -251,7 +249,7 @@ def _decompressed(
 
 
 class _Scan:
-    """What was found in the lines of a file so far."""
+    """Collects the blocks of a file and the types of its columns, line by line."""
 
     def __init__(self, where: str) -> None:
         self._where = where

@@ -140,8 +140,7 @@ class Expectation:
     def shard_name(self, shard: int) -> str:
         """Return the name of a shard's file; in a mixture, with its stream."""
         stream = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
-        name = self._datasets[stream].name_of(shard - int(self._first_shards[stream]))
-        return name if self.mixture is None else f"{self.names[stream]}/{name}"
+        return self._named(stream, self._datasets[stream].name_of(shard - int(self._first_shards[stream])))
 
     def place(self, sample: int) -> Place:
         """Return the location of a sample; in a mixture, with its stream and its number in that stream."""
@@ -150,13 +149,16 @@ class Expectation:
         row = sample - int(self._shard_starts[shard])
         name, row = self._datasets[stream].place_of(shard - int(self._first_shards[stream]), row)
         found = Place(
-            shard=name if self.mixture is None else f"{self.names[stream]}/{name}",
+            shard=self._named(stream, name),
             row=row,
             sample=sample - int(self.first_samples[stream]),
         )
         if self.mixture is not None:
             found["stream"] = self.names[stream]
         return found
+
+    def _named(self, stream: int, name: str) -> str:
+        return name if self.mixture is None else f"{self.names[stream]}/{name}"
 
 
 def _check(

@@ -1,4 +1,7 @@
-"""Read where the values of each row group are in a Parquet file, from its footer.
+"""Read row groups of Parquet files in place, as shards.
+
+The footer of a file says where the values of each row group are. pyarrow reads the ranges of the file which
+hold the wanted columns as a file whose other bytes are missing, with a footer of these row groups only.
 
 A footer is parsed here and not by pyarrow, because pyarrow's column metadata can end the process if a file is
 hostile (`shardkit.formats.parquet_limits`). Only the schema is taken from pyarrow. All offsets and sizes are
@@ -14,22 +17,37 @@ pyarrow reads these without parsing the others. parquet.thrift numbers the field
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import zstandard
 
 from shardkit.errors import NOT_WHOLE, ShardError, naming_extras
-from shardkit.formats.parquet.part import MAGIC, MAX_FOOTER_BYTES, UNIT, ParquetPart, as_file
 from shardkit.formats.parquet_limits import CompactThrift
 from shardkit.formats.rows.columns import encodings_of
-from shardkit.formats.rows.contract import Chunk, Range, Read, RowFile, RowGroup, RowPart
+from shardkit.formats.rows.contract import (
+    Chunk,
+    Pieces,
+    PiecesFile,
+    Read,
+    ReadColumns,
+    RowFile,
+    RowGroup,
+    RowPart,
+    Selected,
+    title_of,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+UNIT = "row group"
+MAGIC = b"PAR1"
+MAX_FOOTER_BYTES = 256 << 20  # a footer of a million column chunks has about 100 MB
 TAIL_BYTES = 1 << 16  # size of the first read at a file's end, which includes most footers
 
 _ENCRYPTED_MAGIC = b"PARE"
@@ -56,6 +74,45 @@ def footer_bytes(where: Where, tail: bytes, file_bytes: int) -> int:
     if size > MAX_FOOTER_BYTES:
         raise ShardError(where, f"has a footer of {size:,} bytes; at most {MAX_FOOTER_BYTES:,} are read")
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetPart:
+    """Row groups of a file, which are a shard.
+
+    `footer` is a footer of these row groups only, compressed with zstd.
+    """
+
+    file: str
+    file_bytes: int
+    groups: range
+    first_row: int
+    footer: bytes
+
+    @property
+    def title(self) -> str:
+        """The row groups, for messages."""
+        return title_of(UNIT, self.groups)
+
+    def open(self, pieces: Pieces) -> ReadColumns:
+        """Return the reader of the shard whose bytes are `pieces`."""
+        import pyarrow.parquet as pq
+
+        metadata = pq.read_metadata(as_file(zstandard.decompress(self.footer, MAX_FOOTER_BYTES)))
+        source = PiecesFile(self.file_bytes, pieces)
+        file = pq.ParquetFile(source, metadata=metadata, pre_buffer=False)
+        groups = list(range(len(self.groups)))
+
+        def read(names: Sequence[str]) -> dict[str, Any]:
+            table = file.read_row_groups(groups, columns=[*names], use_threads=False)
+            return {name: table.column(name) for name in names}
+
+        return read
+
+
+def as_file(footer: bytes) -> io.BytesIO:
+    """Return a file that has this footer and nothing else."""
+    return io.BytesIO(MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC)
 
 
 class ParquetFooter:
@@ -189,17 +246,12 @@ class ParquetFormat:
         """Return the files as they are: their columns must be alike."""
         return files
 
-    def encodings(self, part: RowPart, where: str) -> Mapping[str, str]:
-        """Return the encodings of all columns of a part's file."""
-        return _footer_of(part, where).encodings
-
-    def select(self, part: RowPart, columns: Sequence[str], where: str) -> tuple[RowPart, list[Range]]:
+    def select(self, part: RowPart, names: Sequence[str], where: str) -> Selected:
         """Return the part, whose footer has all columns, and the ranges of some columns."""
-        groups = _footer_of(part, where).groups[: len(part.groups)]
-        chunks = (chunk for group in groups for name in columns for chunk in group.chunks.get(name, ()))
-        return part, [(chunk.start, chunk.stop) for chunk in chunks]
-
-
-def _footer_of(part: RowPart, where: str) -> ParquetFooter:
-    assert isinstance(part, ParquetPart)
-    return ParquetFooter(where, zstandard.decompress(part.footer, MAX_FOOTER_BYTES), part.file_bytes)
+        assert isinstance(part, ParquetPart)
+        data = zstandard.decompress(part.footer, MAX_FOOTER_BYTES)
+        footer = ParquetFooter(where, data, part.file_bytes)
+        groups = footer.groups[: len(part.groups)]
+        chunks = (chunk for group in groups for name in names for chunk in group.chunks.get(name, ()))
+        ranges = [(chunk.start, chunk.stop) for chunk in chunks]
+        return Selected(part, footer.encodings, ranges)
