@@ -2,10 +2,18 @@
 
     python tests/benchmarks/bench_growth.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 20]
                                             [--times 1,3,10] [--workers 2] [--work DIR] [--json]
+    python tests/benchmarks/bench_growth.py --kind short --documents 1000000,10000000 [--kill-after 300,600]
 
 The corpus (JSONL and Parquet files with a `text`; without --corpus that of $SHARDKIT_TEST_DATA, else made-up
 text) is replicated with mutations (texts.py). The recipe has quality filters, exact, line and near
 duplicates, and rows of 2,048 tokens. A small build before it compiles the kernels.
+
+With --kind the corpus is recombined from units of it (scale_corpus.py), with families of copies that grow
+with it. `web`: 2.5 kB a document, the same recipe. `short`: 350 bytes a document, exact and near duplicates,
+and what stays as text. Then planted near copies tell the quality: of `SAMPLE` copies of a document that
+stays, as alike as the recipe asks for, how many were removed (recall); of `SAMPLE` removals, how many are
+less like the document they were removed for (needless). With --kill-after the largest build is killed
+(SIGKILL, to all its processes) after so many seconds of each try, and goes on.
 
 Seconds and CPU (of the build's process and its workers) are of the time in which a stage had tasks to do; the
 checks of the tokenizer, which run beside `clean` and `tokenize`, are counted there. Memory is that of the
@@ -22,23 +30,33 @@ import json
 import math
 import os
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from figures import Heads, benchmark_parser, give
+from scale_corpus import NEAR_COPY, ORIGINAL, Corpus, make_pool
 from shardkit.writers import build
 from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.work import Work
 from support.disk_meter import peak_bytes
 from support.rss_meter import RssMeter, process_tree
-from texts import EOS, documents, put_tokenizer, write_corpus
+from texts import EOS, documents, put_tokenizer, similarity, sources_by_language, write_corpus
 
 RECIPE = f"""\
 inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
@@ -49,6 +67,15 @@ pack: {{sequence_length: 2048}}
 output: {{path: OUT/out}}
 work: OUT/work
 """
+SHORT = """\
+inputs: [{path: "TEXTS/*.jsonl.zst", source: texts, id: id}]
+dedup: {exact: {}, near: {}, max_removed_fraction: 1}
+output: {path: OUT/out, format: parquet}
+work: OUT/work
+"""
+RECIPES = {"grown": RECIPE, "web": RECIPE.replace("*.jsonl", "*.jsonl.zst"), "short": SHORT}
+SIMILARITY, SAMPLE = 0.8, 20_000
+FILE_TEXT_BYTES = 64_000_000  # of a corpus of a kind
 HEADS: Heads = {
     "what": ("stage", ""),
     "text_MB": ("text MB", ",.0f"),
@@ -115,7 +142,7 @@ def run_build(recipe: Path, workers: int) -> dict[str, Any]:
         "text_bytes": result.funnel.read.bytes,
         "documents": result.funnel.read.documents,
         "kept_bytes": result.funnel.kept.bytes,
-        "tokens": result.tokens,
+        "tokens": result.tokens or 0,
         "seconds": seconds,
         "cpu_seconds": sum(use.ru_utime + use.ru_stime for use in usage),
         "peak_disk_bytes": peak[0],
@@ -136,17 +163,72 @@ def run_build(recipe: Path, workers: int) -> dict[str, Any]:
     }
 
 
-def measure(folder: Path, originals: list[str], times: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Write the corpus and build from it, in a process of its own."""
+def measure(
+    folder: Path, write: Callable[[Path], object], kills: list[float], options: Any
+) -> dict[str, Any]:
+    """Write the corpus and build from it, in a process of its own, which is killed and started again."""
     folder.mkdir()
     put_tokenizer(folder, options.tokenizer)
-    write_corpus(folder / "TEXTS", originals, times)
-    (folder / "recipe.yaml").write_text(RECIPE)
+    write(folder / "TEXTS")
+    recipe = RECIPES[options.kind]
+    (folder / "recipe.yaml").write_text(recipe)
     command = [sys.executable, __file__, "--one", str(folder / "recipe.yaml")]
-    printed = subprocess.run(
-        [*command, "--workers", str(options.workers)], check=True, stdout=subprocess.PIPE
-    ).stdout
-    return {"times": times, **json.loads(printed)}
+    command += ["--workers", str(options.workers)]
+    for seconds in kills:
+        with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as started:
+            with suppress(subprocess.TimeoutExpired):
+                started.wait(seconds)
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+def quality(corpus: Corpus, output: Path) -> dict[str, Any]:
+    """What became of planted near copies: recall, and removals for a document that is not as alike."""
+    random = np.random.default_rng(0)
+    gone, near, kept = np.zeros(corpus.count, np.bool_), [], []
+    for file in sorted(output.glob("d*/part-*.parquet")):  # dropped/ and duplicates/
+        columns = {"id", "kept_id", "reason"} & set(pq.read_schema(file).names)
+        for batch in pq.ParquetFile(file).iter_batches(columns=sorted(columns)):
+            numbers = batch["id"].cast(pa.int64()).to_numpy()
+            gone[numbers] = True
+            if "reason" in columns:
+                is_near = pc.equal(batch["reason"], "near_duplicate")
+                near.append(batch["id"].filter(is_near).cast(pa.int64()).to_numpy())
+                kept.append(batch["kept_id"].filter(is_near).cast(pa.int64()).to_numpy())
+    removed, winners = np.concatenate(near), np.concatenate(kept)
+    some = random.permutation(len(removed))[:SAMPLE]
+    needless = sum(
+        similarity(corpus.text(one), corpus.text(other)) < SIMILARITY
+        for one, other in zip(removed[some].tolist(), winners[some].tolist(), strict=True)
+    )
+    planted = missed = 0
+    near_copies = np.zeros(corpus.count, np.bool_)
+    near_copies[removed] = True
+    tries = random.integers(0, corpus.count, 20 * SAMPLE)
+    kinds, families = (
+        np.concatenate(parts) for parts in zip(*map(corpus.placed, tries.tolist()), strict=True)
+    )
+    first_kinds = np.concatenate([corpus.placed(one)[0] for one in families.tolist()])
+    usable = (
+        (kinds == NEAR_COPY)
+        & (first_kinds == ORIGINAL)
+        & ~gone[families]
+        & (near_copies[tries] | ~gone[tries])
+    )
+    for one, family in zip(tries[usable].tolist(), families[usable].tolist(), strict=True):
+        if planted < SAMPLE and similarity(corpus.text(one), corpus.text(family)) >= SIMILARITY:
+            planted += 1
+            missed += not gone[one]
+    return {
+        "near_removed": len(removed),
+        "checked": len(some),
+        "needless": needless,
+        "planted": planted,
+        "recall": 1 - missed / max(1, planted),
+    }
 
 
 def exponent(first: dict[str, Any], last: dict[str, Any], name: str) -> str:
@@ -160,7 +242,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each whole build, and for each stage of the largest one."""
     first, last = results[0], results[-1]
     rows = [
-        {"what": f"build, x {result['times']}", "text_MB": result["text_bytes"] / 1e6}
+        {"what": f"build, {result['label']}", "text_MB": result["text_bytes"] / 1e6}
         | _growth(first if result is last else None, result, "peak_disk_bytes")
         for result in results
     ]
@@ -194,6 +276,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json with <|endoftext|>")
     parser.add_argument("--megabytes", type=float, default=20, help="of text (default: %(default)s)")
     parser.add_argument("--times", default="1,3,10", help="default: %(default)s")
+    parser.add_argument("--kind", choices=list(RECIPES), default="grown", help="default: %(default)s")
+    parser.add_argument("--documents", default="100000,1000000", help="with --kind (default: %(default)s)")
+    parser.add_argument("--kill-after", default="", metavar="SECONDS,…", help="of the largest build")
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
@@ -201,16 +286,37 @@ def main() -> None:
     if options.one:
         print(json.dumps(run_build(options.one, options.workers)))
         return
-    originals = documents(options.corpus, options.megabytes)
-    results = []
+    kills = [float(one) for one in options.kill_after.split(",") if one]
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        measure(Path(folder) / "warm", originals[: len(originals) // 5 + 50], 3, options)
-        for times in map(int, options.times.split(",")):
-            load = os.getloadavg()[0]
-            results.append({**measure(Path(folder) / str(times), originals, times, options), "load": load})
+        corpora = corpora_of(options)
+        for number, (label, write, corpus) in enumerate(corpora):
+            load, one = os.getloadavg()[0], Path(folder) / str(number)
+            found = measure(one, write, kills if number == len(corpora) - 1 else [], options)
+            if corpus is not None and number:
+                print(json.dumps(quality(corpus, one / "OUT" / "out")), file=sys.stderr)
+            shutil.rmtree(one)
+            results.append({"label": label, "load": load, **found})
+    del results[0]  # it compiled the kernels
     loads = ", ".join(f"{result['load']:.1f}" for result in results)
     print(f"load average before each: {loads}", file=sys.stderr)
     give(options, rows_of(results), HEADS, title="How a build grows with its corpus")
+
+
+def corpora_of(options: argparse.Namespace) -> list[tuple[str, Callable[[Path], object], Corpus | None]]:
+    """Return (label, function that writes it, its rule) of each corpus; the first is to warm up."""
+    if options.kind == "grown":
+        originals = documents(options.corpus, options.megabytes)
+        sizes = [(originals[: len(originals) // 5 + 50], 3)]
+        sizes += [(originals, times) for times in map(int, options.times.split(","))]
+        return [(f"x {n}", partial(write_corpus, originals=texts, copies=n), None) for texts, n in sizes]
+    pool, found = make_pool(options.kind, sources_by_language(options.corpus)), list[Any]()
+    for count in [5_000, *map(int, options.documents.split(","))]:
+        corpus = Corpus(pool, count)
+        size = len(corpus.lines(0, min(count, 5_000))) / min(count, 5_000)
+        files = max(1, round(size * count / FILE_TEXT_BYTES))
+        found.append((f"{count:,d} documents", partial(corpus.write, files=files), corpus))
+    return found
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ __all__ = [
     "put_tokenizer",
     "read_sources",
     "similarity",
+    "sources_by_language",
     "write_corpus",
     "write_documents",
 ]
@@ -65,15 +66,17 @@ _PIECES = re.compile(r"\S+\s*")
 _WORDS = re.compile(r"\w+")
 
 
-def read_corpus(folder: Path) -> Iterator[str]:
-    """The `text` of every record of the JSONL (plain, .gz, .zst) and Parquet files of a folder."""
+def read_corpus(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """(text, lang) of every record of the JSONL (plain, .gz, .zst) and Parquet files of a folder."""
     for file in sorted(folder.iterdir()):
         if file.suffix == ".parquet":
-            for batch in pq.ParquetFile(file).iter_batches(columns=["text"]):
-                yield from batch.column(0).to_pylist()
+            table = pq.ParquetFile(file)
+            columns = [name for name in ("text", "lang") if name in table.schema_arrow.names]
+            for batch in table.iter_batches(columns=columns):
+                yield from ((row["text"], row.get("lang")) for row in batch.to_pylist())
         elif ".jsonl" in file.name:
-            for line in _opened(file):
-                yield json.loads(line)["text"]
+            for record in map(json.loads, _opened(file)):
+                yield record["text"], record.get("lang")
 
 
 def _opened(file: Path) -> IO[bytes]:
@@ -106,9 +109,16 @@ def synthetic_sources(random: np.random.Generator, count: int = 200) -> list[str
 
 def read_sources(corpus: Path | None) -> list[str]:
     """Of a folder of corpus files, of $SHARDKIT_TEST_DATA's corpus if there is one, else made up."""
+    return [text for text, _ in sources_by_language(corpus)]
+
+
+def sources_by_language(corpus: Path | None) -> list[tuple[str, str | None]]:
+    """`read_sources` with the language of each text, if the corpus has it."""
     if corpus is None and (data := os.environ.get("SHARDKIT_TEST_DATA")):
         corpus = Path(data) / "corpus"
-    return list(read_corpus(corpus)) if corpus else synthetic_sources(np.random.default_rng(0))
+    if corpus is not None:
+        return list(read_corpus(corpus))
+    return [(text, None) for text in synthetic_sources(np.random.default_rng(0))]
 
 
 def write_documents(
