@@ -23,6 +23,7 @@ import pytest
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.explain import explain_build
+from shardkit.writers.inputs import small_files
 from shardkit.writers.inputs.files import InputFile
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.inputs.small_files import group_small_files
@@ -111,6 +112,17 @@ def test_groups_keep_every_split_in_its_order_and_have_about_the_same_size() -> 
     assert sizes == [sum(part.bytes for part in group.parts) for group in groups]
     assert max(sizes) <= (2 << 24) + 60_000
     assert (1 << 22) < sum(sizes) / len(sizes) < (2 << 24)
+
+
+def test_groups_grow_with_a_corpus_so_that_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_files, "_MOST_TASKS", 1000)
+    splits = splits_of([3_000_000] * 4000)  # 12 GB of files that are not small: 12 GB / 16 MiB < 1,000
+    assert group_small_files(splits) == splits
+    splits = splits_of([3_000_000] * 8000)
+    groups = group_small_files(splits)
+    assert [(p.file, p.bytes) for p in parts_of(groups)] == [(s.file, s.bytes) for s in splits]
+    assert 200 < len(groups) < 1000
+    assert [small_files.group_size(1000 * (1 << 24) * n) >> 24 for n in (1, 1.01, 4, 4.01)] == [1, 4, 4, 16]
 
 
 def test_few_files_large_files_and_parts_of_files_stay_apart() -> None:
