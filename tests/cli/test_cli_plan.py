@@ -56,11 +56,11 @@ def test_its_json_has_plain_numbers_and_where_they_come_from(capsys: pytest.Capt
 
 def test_a_build_s_plan_shows_the_funnel_and_the_cores(capfd: pytest.CaptureFixture[str]) -> None:
     needs = ["plan", "build", "--tokens", "14.8T", *FUNNEL, "--speed", "10MB/s/core"]
-    assert main(needs) == 2
+    assert main([*needs, "--memory", "100MB"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert "at most 65,536 are possible: set `memory` to 2.4 GB or more" in err
-    assert main([*needs, "--memory", "2.4GB", "--split-bytes", "10e9"]) == 0
+    assert "at most 1,048,576 are possible: set `memory` to 200 MB or more" in err
+    assert main([*needs, "--split-bytes", "10e9"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert re.search(r"all stages +0\.95% +6\.23 PB +59\.2 TB\n", out)

@@ -55,6 +55,6 @@ def test_entries_are_those_of_documents_that_did_not_lose_to_equal_words(
 def test_partitions_are_few_enough_to_count_and_small_enough_for_the_memory() -> None:
     assert partitions_for(0, 1 << 30) == 1
     assert partitions_for(70_000_000, 256 << 20) == 26
-    with pytest.raises(RecipeError, match=r"at most 65,536 are possible: set `memory` to 7\.4 GB or more"):
-        partitions_for(10**12, 256 << 20)
-    assert partitions_for(10**12, 7_400_000_000 // 5) == 64_865
+    with pytest.raises(RecipeError, match=r"at most 1,048,576 are possible: set `memory` to 4\.6 GB or more"):
+        partitions_for(10**13, 256 << 20)
+    assert partitions_for(10**13, 4_600_000_000 // 5) == 1_043_479

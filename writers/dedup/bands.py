@@ -24,7 +24,7 @@ from shardkit.writers.exchange.exchange import Table
 
 BANDS = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u8")]))  # band key, document number
 
-MAX_PARTITIONS = 1 << 16
+MAX_PARTITIONS = 1 << 20
 
 PEAK_BYTES_PER_ENTRY = 48  # measured peak memory of stage `candidates`, per entry of a partition
 
