@@ -88,6 +88,7 @@ BENCHMARKS = (
     Benchmark("steps", "bench_steps.py", 7),
     Benchmark("ask", "bench_ask.py", 2),
     Benchmark("growth", "bench_growth.py --megabytes 100", 5, ("corpus", "tokenizer")),
+    Benchmark("extract", "bench_extract.py", 5, ("gold",)),
     Benchmark("scaling", "bench_scaling.py --megabytes 320", 10, ("corpus", "tokenizer")),
     Benchmark("store", "bench_store.py", 10, ("corpus", "tokenizer", "rgw")),
     Benchmark("requests", "bench_requests.py --splits 31,61,122", 10, ("corpus", "tokenizer")),
@@ -102,6 +103,9 @@ BENCHMARKS = (
 )
 
 
+GIVEN = ("corpus", "venvs", "megatron", "megatron_python", "gold")  # options that benchmarks take of ours
+
+
 def missing(need: str, arguments: argparse.Namespace) -> str | None:
     """Why this machine does not have what a benchmark needs; None if it has it."""
     if need == "rgw":
@@ -114,7 +118,11 @@ def missing(need: str, arguments: argparse.Namespace) -> str | None:
         import torch
 
         return None if torch.cuda.is_available() else "no CUDA device"
-    reasons = {"tokenizer": "no tokenizer (--tokenizer)", "megatron": "no Megatron-LM (--megatron)"}
+    reasons = {
+        "tokenizer": "no tokenizer (--tokenizer)",
+        "megatron": "no Megatron-LM (--megatron)",
+        "gold": "no pages with a gold text (--gold)",
+    }
     return None if getattr(arguments, need) else reasons[need]
 
 
@@ -124,7 +132,7 @@ def command_of(benchmark: Benchmark, arguments: argparse.Namespace) -> list[str]
     command = [sys.executable, str(FOLDER / script), *options]
     shown = subprocess.run([*command[:2], "--help"], capture_output=True, text=True)
     accepted = shown.stdout  # nothing if it cannot start: running it says why
-    given = {name: getattr(arguments, name) for name in ("corpus", "venvs", "megatron", "megatron_python")}
+    given = {name: getattr(arguments, name) for name in GIVEN}
     if arguments.tokenizer is not None:
         takes_folder = "--tokenizer FOLDER" in accepted
         given["tokenizer"] = arguments.tokenizer if takes_folder else arguments.tokenizer / "tokenizer.json"
@@ -264,6 +272,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="folder of texts (default: $SHARDKIT_TEST_DATA/corpus)")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="with tokenizer.json, of GPT-2")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="of peers (default: %(default)s)")
+    parser.add_argument(
+        "--gold", type=Path, metavar="FOLDER", help="checkout of article-extraction-benchmark"
+    )
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
     parser.add_argument("--megatron-python", type=Path, help="Python that runs it")
     arguments = parser.parse_args()
