@@ -132,10 +132,16 @@ def build_dedup_index(
     inputs = BuildInputs.of(recipe, splits, storage)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
         inputs = place_files(inputs, runner.journal)
-        documents = find_survivors(Build(inputs, runner.run))
         stored = target if isinstance(target, StoreTarget) else None
-        tasks = index_tasks(documents, config, sketch, stored)
-        [made] = runner.run(list(tasks.values()))
+
+        def steps() -> tuple[Documents, dict[str, Task], list[Commit]]:
+            documents = find_survivors(Build(inputs, runner.run))
+            tasks = index_tasks(documents, config, sketch, stored)
+            [made] = runner.run(list(tasks.values()))
+            runner.require(commit.files / name for commit in made for name in commit.outputs)
+            return documents, tasks, made
+
+        documents, tasks, made = runner.complete(steps)
         scan.check_unchanged(inputs.splits, documents.input_hashes)
         facts = {
             "recipe_digest": digest_of(recipe.content()),

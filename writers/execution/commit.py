@@ -65,6 +65,8 @@ class Commit:
     facts: bytes = field(repr=False)
     reused: bool = False
     remote: RemoteFiles | None = field(default=None, compare=False, repr=False)
+    absent: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Runs that were not there when a build found this task: they had been read by all of their readers."""
 
     @property
     def key(self) -> str:
