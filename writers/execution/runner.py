@@ -133,7 +133,7 @@ class Journal:
 
 
 _THREADS = 8
-_REMOVED_TOGETHER = 1000  # files that are removed at a time, for a store one request
+_REMOVED_TOGETHER = 1000  # files that are removed at a time; a store gets their requests concurrently
 
 
 class FoundFiles:
@@ -335,6 +335,7 @@ class Runner:
     def _count_readers(self, tasks: Sequence[Task], missing: Sequence[Task]) -> None:
         """Count the unfinished readers of consumed files; those without any were left by a killed build."""
         self._readers = Counter(file.path for task in missing for file in task.consumed)
+        self._consumed.clear()  # an earlier pass may have ended with an error
         if len(missing) < len(tasks):
             read = {file.path for task in tasks for file in task.consumed} - self._readers.keys()
             self._consumed += [file for file in read if self._files.has(file)]
