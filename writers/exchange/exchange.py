@@ -64,10 +64,7 @@ from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.sorting import argsort_keys
 
-__all__ = [
-    *("Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "StepReader", "Table", "Unread"),
-    "exchange",
-]
+__all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "StepReader", "Table", "exchange"]
 
 _KEYS = 1 << 64
 

@@ -213,10 +213,12 @@ class FoundFiles:
                     self._right.add(path)
                 elif commit.key not in found:
                     found.add(commit.key)
-                    warn_user(
-                        f"{commit.folder}: {name} was damaged after it was written; its task runs again"
-                    )
+                    _warn_of_damage(path)
         return found
+
+
+def _warn_of_damage(file: Path) -> None:
+    warn_user(f"{file.parent}: {file.name} was damaged after it was written; its task runs again")
 
 
 class Runner:
@@ -323,6 +325,8 @@ class Runner:
             except DamagedRangeError as error:
                 place, problem = self.journal.work.place_of(error.path), error
                 keys = frozenset() if place is None else frozenset([place[0]])
+                if keys - again:
+                    _warn_of_damage(error.path)
                 self._compares_runs = True
             if not keys or again & keys:
                 raise problem

@@ -166,10 +166,10 @@ class StageNeeds:
     puts: int
     read_bytes: int
     written_bytes: int
-    freed_bytes: int = 0
-    """Bytes of runs that are removed from the work folder when the stage is finished."""
-    is_outside: bool = False
-    """Whether the stage writes outside of the work folder."""
+    grown_bytes: int = 0
+    """The most by which the work folder grows while the stage runs."""
+    left_bytes: int = 0
+    """By how much the work folder has grown when the stage is finished: runs that it read are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,9 @@ class Needs:
     shards: int = 0
     tables: int = 0
     output_bytes: float = 0.0
-    consumed: dict[str, float] = field(default_factory=dict)
-    """Bytes of runs that go after a stage that is still to be added, by its name."""
+    consumed: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """By the name of a stage that is still to be added: (bytes of runs that it is the last to read, number of
+    pieces, each of which goes when the tasks that read it are finished)."""
 
     def by_split(self, stage: Stage[..., Any], table: Table, runs: int, rows: float) -> None:
         """Add stage `stage` of `outcomes.by_split`, which writes one file per group of splits."""
@@ -227,7 +228,7 @@ class Needs:
         limits = self.corpus.limits
         row_bytes = table.dtype.itemsize + payload_bytes
         found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
-        level, freed = 0, 0.0 if table.stays else found.bytes
+        level, own = 0, 0.0 if table.stays else found.bytes
         while limits.merges(found.count, int(found.bytes), readers):
             level += 1
             groups = ceil(found.count / limits.fan_in)
@@ -236,11 +237,10 @@ class Needs:
             piece = _Runs(ceil(fan_in), found.bytes / groups, row_bytes, found.segments)
             gets, read = self.slices(piece, ranges, limits.merge_memory_bytes)
             stage = reader.step(f"{table.name}-merge-{level}")
-            self.consumed[stage.name], freed = freed, found.bytes
+            self.consumed[stage.name], own = [(own, max(groups // 2, found.segments))], found.bytes
             self.add(stage, groups * ranges, gets * groups, read * groups, files=1, written=found.bytes)
             found = _Runs(groups, found.bytes, row_bytes, ranges)
-        name = (last or reader).name
-        self.consumed[name] = self.consumed.get(name, 0.0) + freed
+        self.consumed.setdefault((last or reader).name, []).append((own, found.segments))
         return found
 
     def slices(self, runs: _Runs, readers: int, memory_bytes: int | None = None) -> tuple[float, float]:
@@ -285,10 +285,11 @@ class Needs:
         `sent` is the number of write requests outside of the work folder.
         """
         puts, name = round(tasks * (files + 1)) + sent, stage.nth(self.nth).name
-        freed = ceil(self.consumed.pop(stage.name, 0.0))
-        self.stages.append(
-            StageNeeds(name, tasks, ceil(gets), puts, ceil(read), ceil(written), freed, sent > 0)
-        )
+        consumed, inside = self.consumed.pop(stage.name, []), 0.0 if sent else written
+        grown = inside / min((pieces for _, pieces in consumed), default=1)
+        left = inside - sum(size for size, _ in consumed)
+        sizes = (ceil(size) for size in (read, written, grown, left))
+        self.stages.append(StageNeeds(name, tasks, ceil(gets), puts, *sizes))
 
 
 def together(stages: Sequence[StageNeeds]) -> StageNeeds:
@@ -301,8 +302,7 @@ def most_held(stages: Sequence[StageNeeds]) -> int:
     """Return the most bytes that the work folder has at a time."""
     held = most = 0
     for stage in stages:
-        held += 0 if stage.is_outside else stage.written_bytes
-        most, held = max(most, held), held - stage.freed_bytes
+        most, held = max(most, held + stage.grown_bytes), held + stage.left_bytes
     return most
 
 
