@@ -201,8 +201,8 @@ class StaleTask:
 
     @property
     def bytes(self) -> int:
-        """Size of the task's outputs, in bytes."""
-        return self.commit.bytes
+        """Size of the task's outputs that are there, in bytes."""
+        return self.commit.held_bytes
 
 
 @dataclass(frozen=True)

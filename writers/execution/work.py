@@ -224,10 +224,10 @@ class Work:
                 listed = self._listed(f"{part}/")
                 read = [] if is_one else (segments or self.segments()).read(part)
                 for key, commit, sizes in self._commits(listed, read, wanted):
-                    outputs = commit.outputs
-                    absent = tuple(sorted(n for n in outputs.keys() - sizes.keys() if n.endswith(RUN_SUFFIX)))
-                    if all(sizes.get(n) == one.bytes for n, one in outputs.items() if n not in absent):
-                        found[key] = replace(commit, absent=absent) if absent else commit
+                    there = _without_runs(commit, sizes)
+                    outputs = there.outputs.items()
+                    if all(sizes.get(n) == one.bytes for n, one in outputs if n not in there.absent):
+                        found[key] = there
                     else:
                         self._forget_commit(key)
         commits = map(found.get, keys)
@@ -242,7 +242,7 @@ class Work:
             listed = self._listed("" if stage is None else f"{stage}/")
             for name, of_stage in groupby(listed, lambda task: task[0].partition("/")[0]):
                 read = self._commits(of_stage, self.segments().read(name))
-                yield from sorted((key, commit) for key, commit, _ in read)
+                yield from sorted((key, _without_runs(commit, sizes)) for key, commit, sizes in read)
 
     def records(self, stage: str) -> Iterator[Record]:
         """Yield the full records of a stage's finished tasks. In a store, each takes one request."""
@@ -467,6 +467,12 @@ class Work:
             yield
         except (StoreError, OSError) as error:
             raise BuildError(f"{what}work folder {self.place}: {error}; {advice}") from error
+
+
+def _without_runs(commit: Commit, sizes: Mapping[str, int]) -> Commit:
+    """Return a commit that says which of its runs are not among these outputs, given with their sizes."""
+    absent = tuple(sorted(one for one in commit.outputs.keys() - sizes.keys() if one.endswith(RUN_SUFFIX)))
+    return replace(commit, absent=absent) if absent else commit
 
 
 @lru_cache(maxsize=_KEPT_RECORDS)
