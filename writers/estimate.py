@@ -402,7 +402,7 @@ def _whole(
     inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made: Documents, order: Order
 ) -> StageBytes:
     stages: dict[str, float] = {}
-    runs = Counter[tuple[str, str]]()
+    runs = defaultdict[tuple[str, str], float](float)
     output = text = 0.0
     tasks: Counter[str] = Counter()
     files = 0
@@ -428,7 +428,7 @@ def _whole(
     needs = stage_needs(_corpus(inputs, scales, made, documents, text))
     merges = {one.stage: one.written_bytes for one in needs if MERGE.fullmatch(one.stage)}
     stages = {stage: size for stage, size in stages.items() if not MERGE.fullmatch(stage)} | merges
-    names, consumed = order.merged(merges)
+    in_order, consumed = order.merged(merges)
     freed = {
         stage: sum(
             MARGIN * (runs[of, name] * stages[of] / max(1.0, sampled[of]) if of in sampled else stages[of])
@@ -439,7 +439,7 @@ def _whole(
     }
     for stage in tasks:
         stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN
-    sizes = {stage: int(MARGIN * stages[stage]) for stage in (*names, *stages) if stage in stages}
+    sizes = {stage: int(MARGIN * stages[stage]) for stage in (*in_order, *stages) if stage in stages}
     split = max(split.bytes for split in inputs.splits) / max(1, sum(split.bytes for split in inputs.splits))
     partitions = max(1.0, text / PARTITION_TEXT_BYTES)
     largest = 0.0
