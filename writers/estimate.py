@@ -9,6 +9,8 @@ compression of shards. A sample cannot show effects that depend on the whole inp
   stages of near-duplicates, it assumes that at least the share `PAIRED` of all documents is in pairs, which
   take `PAIR_BYTES` per document.
 - exchanges merge many runs, and a sample has few: the bytes of merges come from `stage_needs`.
+- runs go after their last readers: the sample shows after which stage (`Order`), and the most that is held
+  at a time is added up in this order.
 - the documents of an index are not in the sample: the same number of documents is added.
 
 The estimate is high rather than low, by `MARGIN` and by the bytes that duplicate removal saves.
@@ -18,13 +20,12 @@ share of the bytes, from the beginnings of at most eight of its files in a hashe
 cut at the end of a line, Parquet after some rows; others are taken whole. With `cut_anywhere`, for builds
 that may quarantine any part, CSV and WARC files end in the middle of a record.
 
-`check_disk` subtracts the bytes of tasks of this build that are already finished. A work folder only grows
-until the build is done. An output on the same file system consists of hard links to it and takes no space; on
-another one, or if the work folder is in a store, it is a copy. If the work folder is in a store, each machine
-needs scratch space for the running tasks of its workers. If `most_bytes`, an upper bound, fits everywhere,
-the build is not rehearsed and starts at once; a rehearsal takes seconds for any input. The bound uses the
-length of the first records of plain JSON lines, and the worst case for all other formats. `check_disk: false`
-in a recipe disables the check.
+`check_disk` subtracts the bytes that finished tasks of this build hold. An output on the same file system
+consists of hard links to it and takes no space; on another one, or if the work folder is in a store, it is a
+copy. If the work folder is in a store, each machine needs scratch space for the running tasks of its workers.
+If `most_bytes`, an upper bound, fits everywhere, the build is not rehearsed and starts at once; a rehearsal
+takes seconds for any input. The bound uses the length of the first records of plain JSON lines, and the worst
+case for all other formats. `check_disk: false` in a recipe disables the check.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -68,7 +69,7 @@ from shardkit.writers.stages import near, semantic
 from shardkit.writers.stages.flow import Documents, Outputs
 from shardkit.writers.stages.graph import run_build, stage_needs
 from shardkit.writers.stages.inputs import BuildInputs, splits_of_tasks
-from shardkit.writers.stages.needs import Corpus, Shape, compared_lines
+from shardkit.writers.stages.needs import MERGE, Corpus, Order, Shape, compared_lines
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.rows import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.tokenize import TOKENIZE
@@ -237,6 +238,7 @@ _COMPRESSED = 0.5  # ratio of compressed to plain size of text, if each document
 class StageBytes:
     """Estimated bytes that a whole build writes: `stages` into its work folder, by stage, and its `output`.
 
+    Stages are in the order of the build; `freed` has the bytes of runs that are removed after a stage.
     `largest_task` is the maximum of one task. `documents` and `text_bytes` count what the filters keep.
     """
 
@@ -245,11 +247,26 @@ class StageBytes:
     largest_task: int
     documents: int
     text_bytes: int
+    freed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def work(self) -> int:
-        """The bytes of all stages. They add up, because nothing is removed before the build is done."""
-        return sum(self.stages.values())
+        """The most bytes that the work folder has at a time."""
+        return self.left({})
+
+    def left(self, finished: Mapping[str, Finished]) -> int:
+        """Return by how much the work folder may still grow, after these stages or parts of stages."""
+        held = most = now = 0
+        for stage, size in self.stages.items():
+            done, freed = finished.get(stage, Finished()), self.freed.get(stage, 0)
+            if done.complete:
+                held += min(size, done.bytes) - freed
+                now = held
+                continue
+            now += min(size, done.bytes)
+            held += size
+            most, held = max(most, held), held - freed
+        return max(0, most - now)
 
 
 @dataclass(frozen=True)
@@ -291,13 +308,14 @@ def rehearse(
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build itself will give the same warnings
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
-                documents = run_build(small, runner.run)
+                order = Order(runner.run)
+                documents = run_build(small, order.run)
         whole: Counter[int] = Counter()
         for split in inputs.splits:
             whole[split.source] += split.bytes
         by_source = [whole[source] / max(1, taken) for source, taken in stored.items()]
         scales = _scales([by_source[split.source] for split in splits], documents)
-        return _whole(inputs, [commit for _, commit in work.commits()], scales, documents)
+        return _whole(inputs, [commit for _, commit in work.commits()], scales, documents, order)
 
 
 def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, share: float) -> Recipe:
@@ -380,8 +398,11 @@ def _published(made: Documents) -> dict[str, set[str]]:
     return found
 
 
-def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made: Documents) -> StageBytes:
+def _whole(
+    inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made: Documents, order: Order
+) -> StageBytes:
     stages: dict[str, float] = {}
+    runs = defaultdict[tuple[str, str], float](float)
     output = text = 0.0
     tasks: Counter[str] = Counter()
     files = 0
@@ -389,6 +410,8 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
     for commit in commits:
         scale = scales.of(commit)
         stages[commit.stage] = stages.get(commit.stage, 0.0) + scale * commit.bytes
+        for name, file in commit.outputs.items():
+            runs[commit.stage, name] += scale * file.bytes
         if commit.name in scales.by_task:
             tasks[commit.stage] += 1
             files = max(files, len(commit.outputs) + 1)
@@ -396,17 +419,27 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         output += scale * sum(commit.outputs[name].bytes for name in names if name in commit.outputs)
         text += scale * commit.ledger().kept.bytes if commit.key in cleaned else 0
     documents = scales.documents * made.written[0].kept.documents
+    sampled = dict(stages)
     if inputs.recipe.dedup.near is not None:
         indexed = sum(part.documents for index in inputs.indexes.values() for part in index.parts)
         _add_near(stages, documents, text, indexed)
     if inputs.vectors is not None:  # stored as float16, and so smaller than most files
         stages |= dict.fromkeys((stage.name for stage in semantic.JOINING), _vector_bytes(inputs))
-    for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
-        if "-merge-" in merged.stage:
-            stages[merged.stage] = merged.written_bytes
+    needs = stage_needs(_corpus(inputs, scales, made, documents, text))
+    merges = {one.stage: one.written_bytes for one in needs if MERGE.fullmatch(one.stage)}
+    stages = {stage: size for stage, size in stages.items() if not MERGE.fullmatch(stage)} | merges
+    in_order, consumed = order.merged(merges)
+    freed = {
+        stage: sum(
+            MARGIN * (runs[of, name] * stages[of] / max(1.0, sampled[of]) if of in sampled else stages[of])
+            for of, name in files
+            if of in stages
+        )
+        for stage, files in consumed.items()
+    }
     for stage in tasks:
         stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN
-    sizes = {stage: int(MARGIN * size) for stage, size in stages.items()}
+    sizes = {stage: int(MARGIN * stages[stage]) for stage in (*in_order, *stages) if stage in stages}
     split = max(split.bytes for split in inputs.splits) / max(1, sum(split.bytes for split in inputs.splits))
     partitions = max(1.0, text / PARTITION_TEXT_BYTES)
     largest = 0.0
@@ -417,7 +450,8 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
             largest = max(largest, size / partitions)
         elif stage != NEAR.name:  # partitions of these stages fit the memory of a task
             largest = max(largest, min(size, inputs.recipe.memory))
-    return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
+    gone = {stage: int(size) for stage, size in freed.items() if size}
+    return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text), gone)
 
 
 def _vector_bytes(inputs: BuildInputs) -> float:
@@ -561,11 +595,7 @@ def disk_needs(
     wanted: list[tuple[Path, str, int]] = []
     linked = False
     if work.local is not None:
-        left = sum(
-            0 if (held := finished.get(stage, Finished())).complete else max(0, size - held.bytes)
-            for stage, size in estimate.stages.items()
-        )
-        wanted.append((work.folder, "work folder", left))
+        wanted.append((work.folder, "work folder", estimate.left(finished)))
         linked = output is not None and _device(work.folder) == _device(output)
     else:
         wanted.append((work.folder, "scratch", workers * estimate.largest_task))

@@ -3,24 +3,27 @@
 An explanation runs and writes nothing. `Planner.run` replaces `Runner.run`: it looks up which tasks are
 finished and stops (UnknownError) at the first stage with unfinished tasks, because later stages depend on its
 results; later stages are listed by name only. The reason why a task has to run comes from a comparison with
-the finished task of the same name that differs least: which arguments changed, and whether the code did.
+the finished task of the same name that differs least: which arguments changed, and whether the code did. Or
+another task has to run and reads a file of it, which was removed after it had been read.
 
-A build never removes finished tasks, so a return to an earlier recipe or input file reuses them. `clean_work`
-removes tasks of other recipes, of other versions of shardkit, or of input files that no longer exist.
+A build never removes the records of finished tasks, so a return to an earlier recipe or input file reuses
+them. `clean_work` removes tasks of other recipes, of other versions of shardkit, or of input files that no
+longer exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardkit.storage.store import StorageOptions
 from shardkit.version import __version__
+from shardkit.writers.execution.artifacts import LostFilesError, files_in
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, Record
-from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.runner import FoundFiles, Journal
 from shardkit.writers.execution.stage import Task, base_name
 from shardkit.writers.execution.work import Work, with_fallbacks
 from shardkit.writers.executors import Execution, place_files, work_of
@@ -71,10 +74,27 @@ class Planner:
         self.work = work
         self.stages: list[StagePlan] = []
         self.keys: set[str] = set()
+        self._again: dict[str, str] = {}  # why finished tasks run again, by key
+        self._files = FoundFiles(work)
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """Return the commit of each finished task, and None for the other tasks."""
-        return with_fallbacks(self.work, tasks, self.work.find(tasks))
+        found = with_fallbacks(self.work, tasks, self.work.find(tasks))
+        return [None if commit is None or commit.key in self._again else commit for commit in found]
+
+    def complete(self, steps: Callable[[], object]) -> None:
+        """Look up the tasks of `steps`, up to the first stage with a task that has to run.
+
+        A finished task also has to run if another one needs files that were removed after they were read.
+        """
+        while True:
+            self.stages.clear()
+            try:
+                steps()
+            except LostFilesError as error:
+                self.keys |= error.keys
+            else:
+                return
 
     def run_here(self, task: Task) -> Commit:
         """Return the commit of a finished task. Raises UnknownError if the task has to run."""
@@ -93,6 +113,12 @@ class Planner:
             reasons = self._reasons(group[0].stage, missing)
             self.stages.append(StagePlan(group[0].stage, len(group), len(group) - len(missing), reasons))
             complete = complete and not missing
+            for commit in filter(None, commits):
+                self._files.add(commit)
+            if lost := self._files.absent(file for task in missing for file in files_in(task.args)):
+                why = f"removed after it was read; {group[0].stage} reads it again ({reasons[0].what})"
+                self._again |= dict.fromkeys(lost, self._again.get(missing[0].key, why))
+                raise LostFilesError(lost)
         if not complete:
             raise UnknownError
         return [[commit for commit in commits if commit is not None] for commits in found]
@@ -106,7 +132,8 @@ class Planner:
         counts: dict[str, int] = {}
         examples: dict[str, str] = {}
         for task in missing:
-            for what in _why(task, versions.get(task.name, ())):
+            again = self._again.get(task.key)
+            for what in _why(task, versions.get(task.name, ())) if again is None else [again]:
                 counts[what] = counts.get(what, 0) + 1
                 examples.setdefault(what, task.name)
         return tuple(Reason(what, count, examples[what]) for what, count in counts.items())
@@ -174,8 +201,8 @@ class StaleTask:
 
     @property
     def bytes(self) -> int:
-        """Size of the task's outputs, in bytes."""
-        return self.commit.bytes
+        """Size of the task's outputs that are there, in bytes."""
+        return self.commit.held_bytes
 
 
 @dataclass(frozen=True)
@@ -246,7 +273,8 @@ def explain_work(
     kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept, given=files), storage)
     try:
-        run_build(place_files(inputs, planner), planner.run)
+        placed = place_files(inputs, planner)
+        planner.complete(lambda: run_build(placed, planner.run))
     except UnknownError:
         walked = {stage.stage for stage in planner.stages}
         later = [stage.name for stage in stages_of(recipe) if stage.name not in walked]

@@ -65,6 +65,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, hash_output
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.execution.progress import StageProgress
+from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
 from shardkit.writers.inputs import scan
@@ -132,10 +133,13 @@ def build_dedup_index(
     inputs = BuildInputs.of(recipe, splits, storage)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
         inputs = place_files(inputs, runner.journal)
-        documents = find_survivors(Build(inputs, runner.run))
         stored = target if isinstance(target, StoreTarget) else None
-        tasks = index_tasks(documents, config, sketch, stored)
-        [made] = runner.run(list(tasks.values()))
+
+        def steps() -> tuple[Documents, dict[str, Commit]]:
+            documents = find_survivors(Build(inputs, runner.run))
+            return documents, _run_tasks(index_tasks(documents, config, sketch, stored), runner)
+
+        documents, made = runner.complete(steps)
         scan.check_unchanged(inputs.splits, documents.input_hashes)
         facts = {
             "recipe_digest": digest_of(recipe.content()),
@@ -143,9 +147,8 @@ def build_dedup_index(
             "against": [other.digest for other in inputs.indexes.values()],
         }
         if recipe.check_disk and isinstance(target, Path):
-            _check_disk(made, target)
-        named, settings = dict(zip(tasks, made, strict=True)), index_settings(config)
-        opened = _publish(named, target, facts, settings, sketch=sketch, replace=replace)
+            _check_disk([*made.values()], target)
+        opened = _publish(made, target, facts, index_settings(config), sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()
     return DedupIndexResult(
@@ -158,6 +161,13 @@ def build_dedup_index(
         dict(runner.seconds),
         time.perf_counter() - start,
     )
+
+
+def _run_tasks(tasks: Mapping[str, Task], runner: Runner) -> dict[str, Commit]:
+    """Run tasks; return their commits, whose files are right, by the names of their parts."""
+    [made] = runner.run(list(tasks.values()))
+    runner.require(commit.files / name for commit in made for name in commit.outputs)
+    return dict(zip(tasks, made, strict=True))
 
 
 def _target_of(index: str | Path, storage: StorageOptions | None) -> Path | StoreTarget:

@@ -36,7 +36,6 @@ from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
 from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
 from shardkit.writers.estimate import check_disk
-from shardkit.writers.execution.artifacts import DamagedRangeError
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.progress import StageProgress, WholeBuild
@@ -186,15 +185,17 @@ def _run_steps(inputs: BuildInputs, runner: Runner) -> tuple[Documents, list[Bui
     Returns the documents that are left, and the datasets, ready to publish.
     """
     inputs = place_files(inputs, runner.journal)
-    try:
+
+    def steps() -> tuple[Documents, list[BuiltDataset]]:
         documents = run_build(inputs, runner.run)
-    except DamagedRangeError as error:
-        runner.repair(error)
-        documents = run_build(inputs, runner.run)
-    check_unchanged(inputs.splits, documents.input_hashes)
-    for files in inputs.joined:
-        check_unchanged(files.splits, files.hashes)
-    return documents, [_describe(inputs, documents, one) for one in documents.outputs]
+        check_unchanged(inputs.splits, documents.input_hashes)
+        for files in inputs.joined:
+            check_unchanged(files.splits, files.hashes)
+        built = [_describe(inputs, documents, one) for one in documents.outputs]
+        runner.require(file for dataset in built for file in dataset.links.values())
+        return documents, built
+
+    return runner.complete(steps)
 
 
 def _first_folder(targets: Sequence[Path | RemoteOutput]) -> Path | None:

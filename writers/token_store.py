@@ -47,6 +47,7 @@ from shardkit.writers.card import BuiltDataset, assemble, content_of, file_dtype
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.progress import StageProgress
+from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, Task, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
 from shardkit.writers.pipeline import publish_dataset
@@ -138,7 +139,7 @@ def pack_store(
     work = work_of(recipe, beside, None, execution)
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
-        built = _build(recipe, card, files, runner.run)
+        built = _build(recipe, card, files, runner)
         publish_dataset(built, target, runner, listener, replace=replace)
         ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
         runner.journal.remove()
@@ -177,7 +178,16 @@ def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Reci
     return recipe
 
 
-def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) -> BuiltDataset:
+def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, runner: Runner) -> BuiltDataset:
+    def steps() -> BuiltDataset:
+        dataset = _packed(recipe, card, files, runner.run)
+        runner.require(dataset.links.values())
+        return dataset
+
+    return runner.complete(steps)
+
+
+def _packed(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) -> BuiltDataset:
     kept = card.funnel.kept
     partitions = count_partitions(recipe, Count(kept.documents, kept.bytes))
     [packed] = run(_pack_tasks(recipe, card, files, partitions))

@@ -22,9 +22,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "clean",
         help="remove intermediate files that a build does not use",
         description="Remove the finished tasks that the build of a recipe does not use from its work folder. "
-        "A build itself never removes finished work, so that an earlier recipe can reuse it. Stages after "
-        "one that has to run are not cleaned, because it is not known yet which of their tasks will be used: "
-        "build first, then clean.",
+        "A build itself only removes what was read for the last time, so an earlier recipe reuses the rest. "
+        "Stages after one that has to run are not cleaned, because it is not known yet which of their tasks "
+        "will be used: build first, then clean.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as given to shardkit build")

@@ -139,8 +139,6 @@ BUILD = (
     Quantity("--days", "seconds", _days, _show_days, "time limit of the build", "D", "14"),
     Quantity("--stored-per-text", "stored_bytes_per_text_byte", parse_number, _number,
              "stored bytes per byte of raw text; 0.3 to 0.4 if compressed", "X", "1"),
-    Quantity("--work-per-text", "work_bytes_per_text_byte", parse_number, _number,
-             "bytes in the work folder per byte of kept text, without shards", "X", "2"),
     Quantity("--token-bytes", "token_bytes", parse_number, _number,
              "bytes per stored token; 4 for uint32, 2 for uint16 (vocabularies up to 65,536)", "B", "4"),
     Quantity("--padding", "padding", parse_number, _percent, "share of padding in the output", "X", "0"),
@@ -489,7 +487,7 @@ def _build_tables(
          f"for {days} at {_bytes(needs.core_bytes_per_second)}/s/core; "
          f"takes {format_seconds(plan.seconds_with(plan.cores))}"],
         ["core-hours", f"{float(plan.core_seconds / 3600):,.0f}", "raw text / speed"],
-        ["work folder", _bytes(plan.work_bytes), "kept text x work bytes per text byte, plus the shards"],
+        ["work folder", _bytes(plan.work_bytes), "the most at a time, shards included"],
         ["output", _bytes(plan.output_bytes),
          f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}; of all outputs"],
         ["reads of the store", f"{plan.gets:,}", "raw input, and a work folder if it is in a store"],

@@ -114,12 +114,24 @@ class Usage:
         return dict(vars(self))
 
 
+class Held:
+    """Bytes of all objects in a store, now and at most."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+        self._sizes: dict[str, int] = {}
+
+    def book(self, key: str, size: int) -> None:
+        self._now += size - self._sizes.get(key, 0)
+        self._sizes[key], self.most = size, max(self.most, self._now)
+
+
 class CountingStore(WrappedStore):
     """Books every request on the stage that runs (one at a time: tasks run inline)."""
 
-    def __init__(self, below: Store, stages: dict[str, Usage], current: list[str]) -> None:
+    def __init__(self, below: Store, stages: dict[str, Usage], current: list[str], held: Held) -> None:
         super().__init__(below)
-        self._stages, self._current = stages, current
+        self._stages, self._current, self._held = stages, current, held
         self._lock = threading.Lock()
 
     def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
@@ -129,7 +141,11 @@ class CountingStore(WrappedStore):
                 usage.puts += 1
             else:
                 usage.others += 1
-        return action()
+        done = action()
+        if operation in ("put", "delete"):
+            with self._lock:
+                self._held.book(key, 0 if operation == "delete" else self.below.head(key).bytes)
+        return done
 
     def opened(self, operation: str, key: str, start: int, stop: int | None, version: str | None) -> Body:
         body = self.below.open(key, start, stop, version=version)
@@ -168,7 +184,8 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
                 FOOTERS.scale = 1
 
         stack.enter_context(patch("shardkit.writers.exchange.exchange.read_footer", read_scaled_footer))
-        around = lambda store: CountingStore(store, stages, current)  # noqa: E731
+        held = Held()
+        around = lambda store: CountingStore(store, stages, current, held)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
         work = Work(f"memory://requests-{os.getpid()}/work", scratch, around=around)
         splits = scan.scan_inputs(recipe, None)
@@ -209,6 +226,7 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             "partitions": len(outputs.packed),
             "tokens": sum(PACK.result(commit).tokens for commit in outputs.packed),
             "lines": lines,
+            "most_bytes": held.most,
             "stages": {name: usage.to_dict() for name, usage in stages.items()},
         }
 

@@ -23,6 +23,7 @@ from shardkit.manifest import BLOCKS_NAME
 from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.execution.progress import StageProgress
+from shardkit.writers.execution.work import Work
 from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages import rows
 from support.peers import read_with_streaming
@@ -130,7 +131,7 @@ def test_the_recipe_object_builds_what_its_file_builds(made: BuildResult, corpus
 
 
 CHANGES: list[tuple[str, set[str]]] = [
-    ("pack.sequence_length=32", {"pack", "provenance"}),
+    ("pack.sequence_length=32", {"tokenize", "pack", "provenance"}),  # tokens went when they were packed
     ("output.prefixes=16", set()),
     ("dedup.exact=null", {"tokenize", "pack", "provenance", "duplicates"}),
     ("inputs[0].source=renamed", set()),
@@ -352,13 +353,23 @@ def test_a_damaged_leftover_is_not_published(kept: BuildResult, corpus: Path, tm
     assert caught[0].filename == __file__
 
 
+@pytest.fixture(scope="module")
+def unremoved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of a build that removed no run."""
+    folder = tmp_path_factory.mktemp("unremoved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "remove_files", lambda work, files: None)
+        build(corpus, output=folder / "out", overrides=[f"work={folder / 'work'}"], workers=1, progress=False)
+    return folder / "work"
+
+
 @pytest.mark.parametrize("stage", ["clean", "exact", "tokenize"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_damaged_run_is_made_again_by_the_build_that_reads_it(
-    kept: BuildResult, corpus: Path, tmp_path: Path, stage: str, workers: int
+    kept: BuildResult, unremoved: Path, corpus: Path, tmp_path: Path, stage: str, workers: int
 ) -> None:
     work = tmp_path / "work"
-    subprocess.run(["cp", "-a", str(corpus.parent / "kept-work"), str(work)], check=True)
+    subprocess.run(["cp", "-a", str(unremoved), str(work)], check=True)
     run = max((work / stage).rglob("*.run"), key=lambda file: file.stat().st_size)
     data = bytearray(run.read_bytes())
     data[len(data) // 3] ^= 0xFF

@@ -34,6 +34,7 @@ from shardkit.tokens.tokenizer import (
 )
 from shardkit.writers import build
 from shardkit.writers.execution.digest_cache import remembered
+from shardkit.writers.execution.work import Work
 from support.small_build import EOS, make_corpus, train_bpe
 
 TEXTS = [
@@ -337,8 +338,12 @@ def test_few_characters_are_for_tokenizers(composing: tuple[Encoder, Encoder], p
 
 
 def test_a_rare_script_behind_the_sample_gets_the_ids_of_tokenizers(
-    tmp_path: Path, composing: tuple[Encoder, Encoder], inline_builds: None
+    tmp_path: Path,
+    composing: tuple[Encoder, Encoder],
+    inline_builds: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Work, "remove_files", lambda work, files: None)  # this test reads the runs, too
     _, right = composing
     recipe = make_corpus(tmp_path, documents=20)
     shutil.copy(right.path, tmp_path / "tokenizer.json")

@@ -1,54 +1,100 @@
-"""What a disk damaged after it was written is made again before anything reads it."""
+"""What a disk damaged, or what was removed after its last reader, is made again when something reads it."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from shardkit.progress import make_listener
-from shardkit.writers.execution.artifacts import Artifact, DamagedRangeError
+from shardkit.writers.execution.artifacts import Artifact, DamagedRangeError, LostFilesError
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.stage import Stage
-from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.work import Work, run_task
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """Runs that no later stage reads."""
+
+    consumed: tuple[Artifact, ...]
+
+    @classmethod
+    def of(cls, *commits: Commit) -> Consumed:
+        return cls(tuple(commit.file("text.run") for commit in commits))
+
+    def read(self) -> bytes:
+        return b"".join(file.read_bytes() for file in self.consumed)
 
 
 def write(folder: Path, text: str) -> None:
-    (folder / "text").write_text(text)
+    (folder / "text.run").write_text(text)
     (folder / "other").write_text(text.upper())
 
 
-def copy(folder: Path, source: Artifact, suffix: str) -> None:
-    (folder / "text").write_bytes(b"copy of " + source.read_bytes())
+def double(folder: Path, source: Consumed) -> None:
+    (folder / "text.run").write_bytes(2 * source.read())
 
 
-FIRST, SECOND = Stage("first", "first", write), Stage("second", "second", copy)
+def join(folder: Path, source: Consumed, others: list[Artifact], ending: str) -> None:
+    data = source.read() + b"".join(file.read_bytes() for file in others)
+    (folder / "joined").write_bytes(data + ending.encode())
+
+
+FIRST, SECOND, LAST = (
+    Stage("first", "first", write),
+    Stage("second", "second", double),
+    Stage("last", "", join),
+)
+
+
+class Build:
+    """Three stages: two texts are doubled and joined. `ran` counts the tasks that ran."""
+
+    def __init__(self, work: Path, *, kill_after: str = "") -> None:
+        self.work, self.kill_after = Work.at(work), kill_after
+        self.ran = Counter[str]()
+
+    def run(self, ending: str) -> bytes:
+        with Journal(self.work) as journal, InlineEngine(self._run_task) as engine:
+            runner = Runner(journal, engine, make_listener(False))
+            return runner.complete(lambda: self._steps(runner, ending))
+
+    def _steps(self, runner: Runner, ending: str) -> bytes:
+        [first] = runner.run([FIRST.task(name, 0, name) for name in "ab"])
+        [second] = runner.run([SECOND.task(one.name, 0, Consumed.of(one)) for one in first])
+        others = [one.file("other") for one in first]
+        [[last]] = runner.run([LAST.task("ab", 0, Consumed.of(*second), others, ending)])
+        runner.require([last.file("joined")])
+        return last.file("joined").read_bytes()
+
+    def _run_task(self, task: Task, digest: str, work: Work) -> Commit:
+        self.ran[str(task)] += 1
+        commit = run_task(task, digest, work)
+        if str(task) == self.kill_after:
+            raise KeyboardInterrupt
+        return commit
+
+    def names(self, pattern: str) -> set[str]:
+        return {f"{path.parent.parent.name}/{path.parent.name[0]}" for path in self.files(pattern)}
+
+    def files(self, pattern: str) -> Iterable[Path]:
+        return self.work.folder.glob(pattern)
+
+
+ALL = {"first/a", "first/b", "second/a", "second/b", "last/ab"}
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were compared."""
-    names: list[str] = []
-    real = Work.damaged_output
-
-    def damaged_output(work: Work, commit: Commit, *, runs: bool = True) -> str | None:
-        names.extend(f"{commit.stage}/{name}" for name in commit.outputs)
-        return real(work, commit, runs=runs)
-
-    monkeypatch.setattr(Work, "damaged_output", damaged_output)
-    return names
-
-
-def run(work: Path, suffix: str) -> bytes:
-    """A build of two stages; the second one's result."""
-    with Journal(Work.at(work)) as journal, InlineEngine() as engine:
-        runner = Runner(journal, engine, make_listener(False))
-        [[first]] = runner.run([FIRST.task("a", 0, "hello")])
-        [[second]] = runner.run([SECOND.task("a", 0, first.file("text"), suffix)])
-        return (second.files / "text").read_bytes()
+def finished(tmp_path: Path) -> Path:
+    assert Build(tmp_path).run("!") == b"aabbAB!"
+    return tmp_path
 
 
 def damage(work: Path, name: str) -> None:
@@ -56,45 +102,103 @@ def damage(work: Path, name: str) -> None:
     path.write_bytes(b"#" * path.stat().st_size)
 
 
-def test_a_damaged_input_of_a_task_is_made_again(tmp_path: Path, compared: list[str]) -> None:
-    run(tmp_path, "x")
-    assert compared == []
-    damage(tmp_path, "first/*/text")
-    with pytest.warns(
-        RuntimeWarning, match=r"first/.*: text was damaged after it .* its task runs again"
-    ) as caught:
-        assert run(tmp_path, "y") == b"copy of hello"
+def test_runs_go_when_their_readers_are_finished_and_records_stay(finished: Path) -> None:
+    build = Build(finished)
+    assert build.names("first/*/*.run") == set()
+    assert build.names("first/*/other") == {"first/a", "first/b"}
+    assert build.run("!") == b"aabbAB!"
+    assert build.ran == {}
+
+
+@pytest.mark.parametrize("killed", sorted(ALL))
+def test_a_build_killed_after_any_commit_continues_and_leaves_no_run(tmp_path: Path, killed: str) -> None:
+    first = Build(tmp_path, kill_after=killed)
+    with pytest.raises(KeyboardInterrupt):
+        first.run("!")
+    again = Build(tmp_path)
+    assert again.run("!") == b"aabbAB!"
+    assert first.ran + again.ran == Counter(ALL)
+    assert [*again.files("*/*/*.run")] == []
+
+
+def test_a_changed_last_stage_has_what_it_reads_made_again(finished: Path) -> None:
+    build = Build(finished)
+    assert build.run("?") == b"aabbAB?"
+    assert build.ran == Counter(ALL)
+    assert [*build.files("*/*/*.run")] == []
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_lost_or_damaged_file_has_only_its_own_task_run_again(finished: Path, is_lost: bool) -> None:
+    build = Build(finished)
+    for path in build.files("first/a*/other"):
+        path.unlink() if is_lost else path.write_bytes(b"#")
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        assert build.run("!") == b"aabbAB!"
+    assert build.ran == ({"first/a": 1} if is_lost else {})  # damage is found where it is read
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert build.run("?") == b"aabbAB?"
+    assert build.ran["first/a"] == 1 + is_lost
+    assert [str(one.message).partition(": ")[2] for one in caught] == (
+        [] if is_lost else ["other was damaged after it was written; its task runs again"]
+    )
+
+
+def test_a_damaged_result_is_made_again(finished: Path) -> None:
+    damage(finished, "last/*/joined")
+    build = Build(finished)
+    with pytest.warns(RuntimeWarning, match=r"last/.*: joined was damaged") as caught:
+        assert build.run("!") == b"aabbAB!"
     assert caught[0].filename == __file__
-    assert compared == ["first/other", "first/text"]
+    assert build.ran == Counter(ALL)
 
 
-def test_what_a_damaged_files_task_reads_is_made_good_first(tmp_path: Path) -> None:
-    run(tmp_path, "x")
-    damage(tmp_path, "first/*/text")
-    damage(tmp_path, "second/*/text")
-    with pytest.warns(RuntimeWarning, match="runs again"):
-        assert run(tmp_path, "x") == b"copy of hello"
+def test_files_of_earlier_builds_are_compared_once_and_only_if_they_are_read(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[str] = []
+    real = Work.damaged_output
+
+    def damaged_output(work: Work, commit: Commit, names: Iterable[str] | None = None) -> str | None:
+        compared.extend(f"{commit.stage}/{commit.name}/{name}" for name in names or commit.outputs)
+        return real(work, commit, names)
+
+    monkeypatch.setattr(Work, "damaged_output", damaged_output)
+    assert Build(finished).run("!") == b"aabbAB!"
+    assert compared == ["last/ab/joined"]
+    compared.clear()
+    assert Build(finished).run("?") == b"aabbAB?"
+    assert sorted(compared) == ["first/a/other", "first/b/other"]
 
 
-def test_right_files_are_compared_once(tmp_path: Path, compared: list[str]) -> None:
-    run(tmp_path, "x")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run(tmp_path, "x") == b"copy of hello"
-    assert compared == ["first/other", "first/text", "second/text"]
+def test_a_file_that_is_damaged_again_ends_the_build_and_the_next_one_makes_it_again(finished: Path) -> None:
+    [other] = finished.glob("first/a*/other")
+    error, passes = DamagedRangeError("bytes 1 to 2 differ from their hash", other), []
 
+    def steps() -> None:
+        passes.append(other.exists())
+        raise error
 
-def test_a_file_that_stays_damaged_ends_the_build_and_the_next_one_makes_it_again(tmp_path: Path) -> None:
-    run(tmp_path, "x")
-    [text] = tmp_path.glob("first/*/text")
-    error = DamagedRangeError("bytes 1 to 2 differ from their hash", text)
-    with (  # noqa: PT012
+    with (
         pytest.raises(DamagedRangeError, match="bytes 1 to 2"),
-        Journal(Work.at(tmp_path)) as journal,
+        Journal(Work.at(finished)) as journal,
         InlineEngine() as engine,
     ):
-        runner = Runner(journal, engine, make_listener(False))
-        runner.repair(error)
-        runner.repair(error)
-    assert not text.exists()
-    assert run(tmp_path, "x") == b"copy of hello"
+        Runner(journal, engine, make_listener(False)).complete(steps)
+    assert passes == [True, False]
+    assert Build(finished).run("!") == b"aabbAB!"
+
+
+def test_a_file_that_is_lost_again_ends_the_build(finished: Path) -> None:
+    with Journal(Work.at(finished)) as journal, InlineEngine() as engine:
+        runner, passes = Runner(journal, engine, make_listener(False)), []
+
+        def steps() -> None:
+            passes.append(1)
+            raise LostFilesError(frozenset({f"first/{len(passes) % 2}"}))
+
+        with pytest.raises(LostFilesError, match=r"files of 1 finished tasks, such as first/1, are needed"):
+            runner.complete(steps)
+    assert len(passes) == 3

@@ -48,7 +48,7 @@ from shardkit.writers.execution.stage import Task
 from shardkit.writers.stages import publish
 from shardkit.writers.stages.exact import EQUAL_TEXTS
 from shardkit.writers.stages.graph import stage_needs
-from shardkit.writers.stages.needs import Corpus, Needs, together
+from shardkit.writers.stages.needs import Corpus, Needs, most_held, together
 from shardkit.writers.stages.provenance import PROVENANCE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -435,3 +435,6 @@ def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int,
     ):
         counted = sum(stage[name] for stage in built["stages"].values())
         assert counted / 1.3 < planned_count < counted * 1.3, name
+    most = most_held([*stages.values()])
+    assert built["most_bytes"] / 1.3 < most < built["most_bytes"] * 1.3
+    assert built["most_bytes"] < 0.8 * planned.written_bytes, "runs go when they were read"

@@ -81,11 +81,11 @@ def put_into_blocks(
     edges = [end * number // ranges for number in range(ranges + 1)]
     move = partial(exchange, run, readers=ranges, end=end, limits=limits)
 
-    def slices(moved: Exchanged) -> list[Slice]:
-        return [moved.slice(start, stop) for start, stop in pairwise(edges)]
+    def slices(moved: Exchanged, *, consumed: bool = True) -> list[Slice]:
+        return [moved.slice(start, stop, consumed=consumed) for start, stop in pairwise(edges)]
 
-    pairs = slices(move(LEADERS, PAIRS, candidates))
-    named = list(zip(names, pairs, strict=True))
+    pairs = move(LEADERS, PAIRS, candidates)
+    named = zip(names, slices(pairs, consumed=False), strict=True)
     [leaders] = run([LEADERS.task(name, some.bytes, some, memory_bytes) for name, some in named])
     followers, lowest = (slices(move(LABELING, table, leaders)) for table in (FOLLOWERS, LOWEST))
     tasks = []
@@ -93,7 +93,7 @@ def put_into_blocks(
         tasks.append(LABELING.task(name, own.bytes, own, lows, memory_bytes))
     [labeled] = run(tasks)
     labels, tasks = slices(move(BLOCKS, LABELS, labeled)), []
-    for (name, some), known in zip(named, labels, strict=True):
+    for name, some, known in zip(names, slices(pairs), labels, strict=True):
         tasks.append(BLOCKS.task(name, some.bytes, some, known, bits, memory_bytes))
     [assigned] = run(tasks)
     return assigned

@@ -37,6 +37,7 @@ KEYS = Table(
         ]
     ),
     origin="split",
+    stays=True,
 )
 
 _PEAK_BYTES_PER_ROW_RANKED = 250  # measured peak memory per row while ranking rows that are all copies

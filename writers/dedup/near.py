@@ -347,7 +347,9 @@ def find_near_duplicates(
     engine = LocalEngine(workers, modules=[__name__]) if workers else InlineEngine()
     with Journal(Work.at(folder)) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
-        result = remove_near(runner.run, splits, removals, config, memory_bytes, indexes=indexes)
+        result = runner.complete(
+            lambda: remove_near(runner.run, splits, removals, config, memory_bytes, indexes=indexes)
+        )
     losers, winners = (
         np.concatenate([np.load(commit.folder / name) for commit in commits[: len(documents)]])
         for commits, name in ((result.lost, LOSERS_FILE), (result.kept, WINNERS_FILE))

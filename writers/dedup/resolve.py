@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +42,11 @@ from shardkit.writers.dedup.outcomes import GROUP_SIZES, OUTCOMES, count_groups,
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES, WAITING
-from shardkit.writers.exchange.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import RunWriter, Slice, Table, Unread, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.execution.digests import MemoryBytes
+from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage
 
 LOSERS_FILE = "losers.npy"
@@ -103,7 +103,7 @@ def decided_edges(
         number += 1
         stage, ranges = stages.round.step(str(number)), _ranges(held, documents, memory_bytes)
         moved = [
-            move(stage, table, commits, readers=len(ranges))
+            move(stage, table, commits, readers=len(ranges), consumed=table is not BEATEN)
             for table, commits in ((EDGES, edges), (WAITING, edges), (BEATEN, last))
         ]
         tasks = []
@@ -115,8 +115,8 @@ def decided_edges(
         last = edges
         found += edges
     left = move(stages.rest, EDGES, edges, readers=1).slice(0, documents)
-    beaten = move(stages.rest, BEATEN, last, readers=1).slice(0, documents)
-    made = stages.rest.task(stages.rest.name, 0, left, beaten, memory_bytes)
+    beaten = move(stages.rest, BEATEN, last, readers=1, consumed=False).slice(0, documents)
+    made = stages.rest.task(stages.rest.name, 0, left, beaten, memory_bytes, Unread.of(WAITING, edges))
     [finished] = run([made])
     return [*found, *finished]
 
@@ -166,7 +166,13 @@ def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return rows
 
 
-def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
+def decide_all(
+    folder: Path,
+    edges: Slice,
+    beaten: Slice,
+    memory_bytes: MemoryBytes,
+    waiting: Annotated[Unread | None, DecidesNoByte("not read: all documents are decided here")] = None,
+) -> None:
     """Decide all remaining documents in memory; write a BEATEN row for each edge from a kept document."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
@@ -356,7 +362,7 @@ class Resolving:
     """The stages that decide: the rounds, the `rest` in memory, and the documents `lost` and `kept`."""
 
     round: Stage[[Slice, Slice, Slice, int], None]
-    rest: Stage[[Slice, Slice, int], None]
+    rest: Stage[[Slice, Slice, int, Unread | None], None]
     lost: Stage[[Part, int, Slice, int, int], Lost]
     kept: Stage[[Part, int, Artifact, Slice, int], Kept]
 
@@ -454,7 +460,7 @@ def resolve(
     move = partial(exchange, run, end=end, limits=limits)
     ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes) if equal else []
     same = move(NEAR_EQUAL, EQUALS, equal, readers=len(ranges))
-    beaten = move(NEAR_EQUAL, BEATEN, decided if equal else (), readers=len(ranges))
+    beaten = move(NEAR_EQUAL, BEATEN, decided if equal else (), readers=len(ranges), consumed=False)
     tasks = []
     for start, stop in ranges:
         pieces = same.slice(start, stop), beaten.slice(start, stop)

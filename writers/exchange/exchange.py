@@ -15,6 +15,10 @@ skipped if readers get large pieces, or few. So requests grow with the bytes, no
 Guarantees: a reader sees the rows of its range in the order (key, number of the map task, order of writing),
 for any merges. The merges, their names and their bytes depend only on the runs and `Limits`, never on
 workers. Reading and merging take bounded memory at any size. The format of runs is in sorted_runs.py.
+
+Runs are read by one stage unless the code says otherwise, and are removed when its tasks are finished, as are
+merged runs: a `Slice` names the files that its task consumes. If several stages read the same runs, all but
+the last are given `consumed=False`, in `exchange` or `Exchanged.slice`.
 """
 
 from __future__ import annotations
@@ -167,6 +171,7 @@ class Slice:
     start: int
     stop: int
     limits: Limits = DEFAULT_LIMITS
+    is_last: bool = True
 
     @classmethod
     def whole(cls, table: Table, files: Sequence[Artifact], limits: Limits = DEFAULT_LIMITS) -> Slice:
@@ -185,6 +190,12 @@ class Slice:
         """Return the part of this slice with keys in [start, stop), which must be within its own range."""
         runs = [tuple(s for s in run if s.start < stop and start < s.stop) for run in self.runs]
         return replace(self, runs=tuple(filter(None, runs)), start=start, stop=stop)
+
+    @property
+    def consumed(self) -> Iterator[Artifact]:
+        """The files that no stage reads after the one that this slice is an argument of."""
+        if self.is_last:
+            yield from (segment.file for run in self.runs for segment in run if segment.consumed)
 
     @property
     def bytes(self) -> int:
@@ -218,6 +229,18 @@ class Slice:
         yield from _merged(cursors, memory_bytes // 4, self.table)
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Runs that no task needs any more, as an argument of a task: they go when it is finished."""
+
+    consumed: tuple[Artifact, ...]
+
+    @classmethod
+    def of(cls, table: Table, written: Sequence[Commit]) -> Self:
+        """Return the runs of a table that tasks wrote."""
+        return cls(tuple(commit.file(table.file) for commit in written))
+
+
 class StepReader:
     """Reads a slice in key order while the caller visits the items that keys number; holds one batch."""
 
@@ -245,14 +268,17 @@ class Exchanged:
         self._stops = [[segment.stop for segment in run] for run in runs]
         self._starts = [[segment.start for segment in run] for run in runs]
 
-    def slice(self, start: int, stop: int) -> Slice:
-        """Return the slice of the rows with keys in [start, stop)."""
+    def slice(self, start: int, stop: int, *, consumed: bool = True) -> Slice:
+        """Return the slice of the rows with keys in [start, stop).
+
+        With `consumed=False`, another stage will read slices of these runs later, so their files stay.
+        """
         found = []
         if start < stop:
             for run, starts, stops in zip(self.runs, self._starts, self._stops, strict=True):
                 if part := run[bisect_right(stops, start) : bisect_left(starts, stop)]:
                     found.append(part)
-        return Slice(self.table, tuple(found), start, stop, self._limits)
+        return Slice(self.table, tuple(found), start, stop, self._limits, consumed)
 
 
 def exchange(
@@ -264,16 +290,21 @@ def exchange(
     readers: int,
     end: int = _KEYS,
     limits: Limits = DEFAULT_LIMITS,
+    consumed: bool = True,
 ) -> Exchanged:
     """Merge the runs that tasks wrote (`maps`) until each of `readers` tasks reads few and large files.
 
     The readers are expected to read equal or similar shares of the keys [0, end). A row with a larger key is
     an error when it is read. Merges run as stages `<reader>-<table>-merge-1`, `-merge-2` and so on. A
-    `Segment` in `maps` is a run that no task of this build wrote.
+    `Segment` in `maps` is a run that no task of this build wrote. With `consumed=False`, the runs in `maps`
+    are exchanged again later, so they stay.
     """
     runs: list[tuple[Segment, ...]] = []
     for number, written in enumerate(maps):
-        segment = written if isinstance(written, Segment) else _written_by(written, table)
+        if isinstance(written, Segment):
+            segment = written
+        else:
+            segment = replace(_written_by(written, table), consumed=consumed and not table.stays)
         if segment.bytes > EMPTY_BYTES:
             origin = None if table.origin is None else number
             runs.append((replace(segment, start=0, stop=end, origin=origin),))
@@ -312,7 +343,7 @@ def _merge_level(
             commit = next(left)
             output = commit.outputs[table.file]
             file = commit.file(table.file)
-            segments.append(Segment(file, output.bytes, output.xxh3_128, start, stop))
+            segments.append(Segment(file, output.bytes, output.xxh3_128, start, stop, consumed=True))
         found.append(tuple(segments))
     return found
 

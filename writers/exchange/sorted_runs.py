@@ -50,12 +50,16 @@ class Table:
     `dtype` has the sort key in field `key` (<u8) and, with `payload`, the size of the row's payload in field
     `size` (<i8, bytes). `origin` names an <i4 field that readers set to the number of the map task that wrote
     the row. The task itself must not write it: its number changes when input files are added.
+
+    Runs are removed when their last readers are finished, except those of a table that `stays`: it is small,
+    and was made from all texts, which another setting or added inputs should not make read again.
     """
 
     file: str
     dtype: np.dtype[np.void]
     payload: bool = False
     origin: str | None = None
+    stays: bool = False
 
     def __post_init__(self) -> None:
         fields = {"key": "<u8"} | ({"size": "<i8"} if self.payload else {})
@@ -149,6 +153,7 @@ class Segment:
     start: int
     stop: int
     origin: int | None = None  # number of the map task; None if the rows already contain it
+    consumed: bool = False  # whether the file goes as soon as the stage that reads this segment is finished
 
 
 class BlockWriter:

@@ -9,9 +9,9 @@ A handle is plain data, so it can be an argument of tasks in workers on this or 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 BinaryFile = io.RawIOBase | io.BufferedReader
 
 RUN_SUFFIX = ".run"
-"""Of the names of files of the exchange, whose blocks have hashes of their own: every read verifies them."""
+"""Of the names of files of the exchange, whose blocks have hashes of their own: every read verifies them.
+
+Most of them are removed as soon as the last task that reads them is finished (runner.py)."""
 
 
 class DamagedRangeError(BuildError):
@@ -40,6 +42,17 @@ class DamagedRangeError(BuildError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DamagedRangeError, (str(self), self.path)
+
+
+class LostFilesError(BuildError):
+    """Files of finished tasks are needed again, but were removed or are damaged; `keys` are these tasks."""
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        super().__init__(
+            f"files of {len(keys):,} finished tasks, such as {min(keys)}, are needed again, but were removed "
+            "or are damaged; run the same command again, which makes them anew"
+        )
+        self.keys = keys
 
 
 class RemoteFiles(Protocol):
@@ -146,6 +159,21 @@ class Artifact:
         """Return the file's committed xxh3-128 if the file is not on this machine, else None."""
         source = self._source
         return None if source is None else source.content_of(self.path)
+
+
+def files_in(value: object) -> Iterator[Artifact]:
+    """Yield the files and folders that an argument of a task refers to."""
+    if isinstance(value, Artifact):
+        yield value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from files_in(getattr(value, one.name))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from files_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from files_in(item)
 
 
 def read_into(file: BinaryFile, buffer: memoryview) -> int:

@@ -65,6 +65,8 @@ class Commit:
     facts: bytes = field(repr=False)
     reused: bool = False
     remote: RemoteFiles | None = field(default=None, compare=False, repr=False)
+    absent: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Runs that were not there when a build found this task: they had been read by all of their readers."""
 
     @property
     def key(self) -> str:
@@ -97,8 +99,13 @@ class Commit:
 
     @property
     def bytes(self) -> int:
-        """Total size of all outputs, in bytes."""
+        """Total size of all outputs that the task wrote, in bytes."""
         return sum(output.bytes for output in self.outputs.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Total size of the outputs that are there, in bytes."""
+        return sum(output.bytes for name, output in self.outputs.items() if name not in self.absent)
 
     @property
     def has_ledger(self) -> bool:

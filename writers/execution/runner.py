@@ -9,28 +9,42 @@ with its size. So a build may be killed at any time: the same command, run again
 and unfinished tasks leave no trace. One build at a time uses a work folder: a local one is locked (`flock`),
 and in a store the build holds the driver's lease (lease.py).
 
-Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
-a local folder, it compares the task's files with the hashes in its commit before anything reads them: once
-per build, at the speed of the disk. A task with a damaged file runs again; tasks are pure functions, so its
-outputs, and all later outputs, are the same. In a store, each read is checked instead (work.py), and so are
-files of the exchange, which are most of a large work folder: when a task meets a damaged one, the build
-starts again with the files of all finished tasks compared (`Runner.repair`).
+Nothing outlives its last reader: tasks name the runs of the exchange that they consume (`Task.consumed`), and
+such a file is removed as soon as all tasks that consume it are finished, in this build or an earlier one. The
+record of the task that wrote it stays, so the task counts as finished.
+
+Silent disk corruption must not change a dataset. So before a task runs, or a dataset is published, the files
+of earlier builds that it reads are compared with the hashes in their commits, in a local folder; runs of the
+exchange are verified by each read, and so is everything in a store (work.py).
+
+A changed recipe may need removed files again, and files may be damaged or lost. Then `Runner.complete`
+forgets the tasks that wrote them and runs the steps again: these tasks have to run, and what they read may be
+gone, too. So each pass goes further back, down to tasks whose inputs are there, and then everything that is
+needed is made again, and nothing else. Tasks are pure functions, so all bytes are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from shardkit.errors import warn_user
+from shardkit.errors import BuildError, warn_user
 from shardkit.progress import Listener
 from shardkit.storage.store import StoreError
-from shardkit.writers.execution.artifacts import DamagedRangeError
+from shardkit.writers.execution.artifacts import (
+    RUN_SUFFIX,
+    Artifact,
+    DamagedRangeError,
+    LostFilesError,
+    files_in,
+)
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.lease import LEASE_SECONDS, DriverLease
@@ -39,6 +53,8 @@ from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task, with_fallbacks
 from shardkit.writers.rows.ledger import Count
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -104,12 +120,9 @@ class Journal:
                 self._lease.renew()
             self._lease.check()
 
-    def remove_damaged(self, commit: Commit, *, runs: bool = True) -> str | None:
-        """Remove a finished task if a file differs from its commit. Return that file's name, or None.
-
-        `runs`: also compare files of the exchange.
-        """
-        name = self.work.damaged_output(commit, runs=runs)
+    def remove_damaged(self, commit: Commit) -> str | None:
+        """Remove a finished task if a file differs from its commit. Return that file's name, or None."""
+        name = self.work.damaged_output(commit)
         if name is not None:
             self.work.forget(commit.key)
         return name
@@ -120,6 +133,92 @@ class Journal:
 
 
 _THREADS = 8
+_REMOVED_TOGETHER = 1000  # files that are removed at a time; a store gets their requests concurrently
+
+
+class FoundFiles:
+    """The files of tasks that were finished before: which are gone, and which were not compared so far."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._tasks: dict[str, Commit] = {}  # tasks of a local folder, or with absent files, by key
+        self._right: set[Path] = set()
+
+    def add(self, commit: Commit) -> None:
+        """Add a finished task that a build found."""
+        if commit.absent or self._work.local is not None:
+            self._tasks[commit.key] = commit
+
+    def discard(self, key: str) -> None:
+        """Forget a task that has to run again."""
+        self._tasks.pop(key, None)
+
+    def has(self, file: Path) -> bool:
+        """Return whether a run is there, as far as known."""
+        key, name = self._work.place_of(file) or ("", "")
+        return key not in self._tasks or name not in self._tasks[key].absent
+
+    def lost(self, files: Iterable[Artifact], *, with_runs: bool = True) -> frozenset[str]:
+        """Return the keys of tasks whose `files` are gone, or are damaged, of which it warns.
+
+        Without `with_runs`, runs of the exchange, which their readers verify, are not compared.
+        """
+        lost, compared = set[str](), dict[Path, Commit]()
+        for commit, names in self._read(files):
+            if {*names} & {*commit.absent}:
+                lost.add(commit.key)
+            elif self._work.local is not None:
+                compared |= {commit.folder / name: commit for name in names}
+        for file in [*compared]:
+            if file in self._right or not (with_runs or file.suffix != RUN_SUFFIX):
+                del compared[file]
+        return frozenset(lost | self._damaged(compared))
+
+    def absent(self, files: Iterable[Artifact]) -> frozenset[str]:
+        """Return the keys of tasks whose `files` are gone."""
+        return frozenset(one.key for one, names in self._read(files) if {*names} & {*one.absent})
+
+    def _read(self, files: Iterable[Artifact]) -> Iterator[tuple[Commit, list[str]]]:
+        """Yield finished tasks with the names of those of their outputs that are among `files`."""
+        for path in {file.path for file in files} if self._tasks else ():
+            yield from self._outputs_at(path)
+
+    def _outputs_at(self, path: Path) -> Iterator[tuple[Commit, list[str]]]:
+        """Yield the finished tasks at a path (a file, or a folder of a task or stage), and names of outputs.
+
+        Runs are only read by their own paths, not as a part of a folder.
+        """
+        if (place := self._work.place_of(path)) is None:
+            return
+        key, name = place
+        if name:
+            if (commit := self._tasks.get(key)) is not None:
+                yield commit, [name]
+            return
+        keys = [key] if "/" in key else [one for one in self._tasks if one.startswith(f"{key}/")]
+        for commit in filter(None, map(self._tasks.get, keys)):
+            yield commit, [name for name in commit.outputs if not name.endswith(RUN_SUFFIX)]
+
+    def _damaged(self, files: Mapping[Path, Commit]) -> set[str]:
+        """Compare files with their hashes; return the keys of tasks with a damaged one."""
+
+        def damaged(path: Path) -> str | None:
+            return self._work.damaged_output(files[path], [path.relative_to(files[path].folder).as_posix()])
+
+        found = set[str]()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for path, name in zip(files, pool.map(damaged, files), strict=True):
+                commit = files[path]
+                if name is None:
+                    self._right.add(path)
+                elif commit.key not in found:
+                    found.add(commit.key)
+                    _warn_of_damage(path)
+        return found
+
+
+def _warn_of_damage(file: Path) -> None:
+    warn_user(f"{file.parent}: {file.name} was damaged after it was written; its task runs again")
 
 
 class Runner:
@@ -142,13 +241,16 @@ class Runner:
         self.tasks = self.tasks_reused = 0
         self._meters: dict[str, _Meter] = {}
         self._start = 0.0
-        self._checks_files = journal.work.local is not None
-        self._checks_runs = False
+        self._files = FoundFiles(journal.work)
+        self._compares_runs = False  # whether a task met a damaged run, so that there may be more
+        self._readers: Counter[Path] = Counter()  # unfinished tasks that consume a file
+        self._consumed: list[Path] = []  # files that no task reads any more
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Run unfinished tasks; return the commits of each group, in task order.
 
-        Groups run concurrently. Each has all tasks of one stage.
+        Groups run concurrently. Each has all tasks of one stage. The files that they consume are removed.
+        Raises LostFilesError if files that unfinished tasks read are gone or damaged.
         """
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
@@ -158,13 +260,17 @@ class Runner:
         commits: dict[str, dict[str, Task | Commit]] = {stage: {} for stage in self._meters}
         missing: list[Task] = []
         stage_of = {task.fallback.stage.name: task.stage for task in tasks if task.fallback is not None}
-        for task, commit in zip(tasks, self._intact(self._find(tasks)), strict=True):
+        for task, commit in zip(tasks, self._find(tasks), strict=True):
             commits[task.stage][task.name] = task if commit is None else commit
             if commit is None:
                 missing.append(task)
             else:
+                self._files.add(commit)
                 self.journal.record(commit)
                 self._meters[task.stage].reuse(task)
+        read = (file for task in missing for file in files_in(task.args))
+        self._check(self._files.lost(read, with_runs=self._compares_runs))
+        self._count_readers(tasks, missing)
         for stage in self._meters:
             self._report(stage)
 
@@ -180,9 +286,11 @@ class Runner:
             self.journal.record(commit)
             self._meters[task.stage].add(task, commit)
             self._report(task.stage)
+            self._consume(task)
 
         if missing:
             self._engine.run(TaskQueue(missing, done), self.journal.work, self._hear)
+        self._remove_consumed()
         self.journal.end_stages([*self._meters, *stage_of])
         self._meters = {}
         self.tasks += len(tasks)
@@ -194,31 +302,60 @@ class Runner:
         found = self.journal.find(tasks)
         return found if self._retry_failed else with_fallbacks(self.journal.work, tasks, found)
 
-    def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
-        """Yield the commits in order. If a file is damaged, remove its task and yield None instead."""
-        if not self._checks_files:
-            yield from found
-            return
+    def require(self, files: Iterable[Artifact]) -> None:
+        """Raise LostFilesError if one of these files, which an earlier build wrote, is gone or damaged."""
+        self._check(self._files.lost(files))
 
-        def damaged(commit: Commit | None) -> str | None:
-            return None if commit is None else self.journal.remove_damaged(commit, runs=self._checks_runs)
+    def _check(self, lost: frozenset[str]) -> None:
+        if lost:
+            raise LostFilesError(lost)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for commit, name in zip(found, pool.map(damaged, found), strict=True):
-                if commit is not None and name is not None:
-                    warn_user(
-                        f"{commit.folder}: {name} was damaged after it was written; its task runs again"
-                    )
-                    yield None
-                else:
-                    yield commit
+    def complete(self, steps: Callable[[], T]) -> T:
+        """Return the result of `steps`, which run tasks; repeat them until no file that they read is lost.
 
-    def repair(self, error: DamagedRangeError) -> None:
-        """Make damaged files of the exchange anew when the same tasks run again. Raises a second `error`."""
-        if self._checks_runs:
-            raise error
-        self._checks_runs = True
-        self.tasks = self.tasks_reused = 0
+        Raises the error of a file that is lost again after it was made again.
+        """
+        again = set[str]()
+        problem: BuildError
+        while True:
+            try:
+                return steps()
+            except LostFilesError as error:
+                keys, problem = error.keys, error
+            except DamagedRangeError as error:
+                place, problem = self.journal.work.place_of(error.path), error
+                keys = frozenset() if place is None else frozenset([place[0]])
+                if keys - again:
+                    _warn_of_damage(error.path)
+                self._compares_runs = True
+            if not keys or again & keys:
+                raise problem
+            again |= keys
+            for key in keys:
+                self.journal.work.forget(key)
+                self._files.discard(key)
+            self.tasks = self.tasks_reused = 0
+
+    def _count_readers(self, tasks: Sequence[Task], missing: Sequence[Task]) -> None:
+        """Count the unfinished readers of consumed files; those without any were left by a killed build."""
+        self._readers = Counter(file.path for task in missing for file in task.consumed)
+        self._consumed.clear()  # an earlier pass may have ended with an error
+        if len(missing) < len(tasks):
+            read = {file.path for task in tasks for file in task.consumed} - self._readers.keys()
+            self._consumed += [file for file in read if self._files.has(file)]
+
+    def _consume(self, task: Task) -> None:
+        """Remove the files that only this task, which is now finished, still had to read."""
+        for file in task.consumed:
+            self._readers[file.path] -= 1
+            if not self._readers[file.path]:
+                self._consumed.append(file.path)
+        if len(self._consumed) >= _REMOVED_TOGETHER:
+            self._remove_consumed()
+
+    def _remove_consumed(self) -> None:
+        self.journal.work.remove_files(self._consumed)
+        self._consumed.clear()
 
     @property
     def finished(self) -> int:

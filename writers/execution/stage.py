@@ -14,12 +14,15 @@ declares everything else. The digest of a task is computed from its arguments: t
 them, unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its content, and so
 does any object with a `content`, a string that identifies everything that a task reads from the object. The
 result in a commit is parsed by the function's return type.
+
+An argument with files may name those that no later stage reads, as `consumed` (`Slice` does): they are
+removed when the tasks are finished.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +40,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, task_key
 from shardkit.writers.execution.digests import deciding, markers_of
@@ -161,6 +165,12 @@ class Task:
         """`stage/name.digest`, the name of the task's folder in the work folder."""
         return task_key(self.stage, self.name, self.digest)
 
+    @property
+    def consumed(self) -> Iterator[Artifact]:
+        """The files that only tasks of this stage still read: they go when all of these are finished."""
+        for value in self.args.values():
+            yield from getattr(value, "consumed", ())
+
     def deciding(self) -> dict[str, Any]:
         """Return the arguments that affect outputs as plain data, by the recipe's key or their own name."""
         try:
@@ -177,7 +187,10 @@ class Task:
 
 
 class RunTasks(Protocol):
-    """A function that returns commits of tasks: `Runner.run`, or one that only looks up finished tasks."""
+    """A function that returns commits of tasks: `Runner.run`, or one that only looks up finished tasks.
+
+    `Runner.run` removes the files that the tasks consume.
+    """
 
     def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Return the commits of each group, in task order. Groups, each a whole stage, run concurrently."""

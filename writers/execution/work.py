@@ -212,7 +212,8 @@ class Work:
     def find(self, tasks: Sequence[Task], segments: Segments | None = None) -> list[Commit | None]:
         """Return the commit of each task, or None if the task must run.
 
-        It must run if it has no commit, or if an output is missing or has another size. Commits are read from
+        It must run if it has no commit, or if an output is missing or has another size; but runs of the
+        exchange may have been removed after they were read (`Commit.absent`). Commits are read from
         `segments` where possible, else from the tasks' records.
         """
         keys = [task.key for task in tasks]
@@ -223,8 +224,10 @@ class Work:
                 listed = self._listed(f"{part}/")
                 read = [] if is_one else (segments or self.segments()).read(part)
                 for key, commit, sizes in self._commits(listed, read, wanted):
-                    if all(sizes.get(name) == output.bytes for name, output in commit.outputs.items()):
-                        found[key] = commit
+                    there = _without_runs(commit, sizes)
+                    outputs = there.outputs.items()
+                    if all(sizes.get(n) == one.bytes for n, one in outputs if n not in there.absent):
+                        found[key] = there
                     else:
                         self._forget_commit(key)
         commits = map(found.get, keys)
@@ -239,7 +242,7 @@ class Work:
             listed = self._listed("" if stage is None else f"{stage}/")
             for name, of_stage in groupby(listed, lambda task: task[0].partition("/")[0]):
                 read = self._commits(of_stage, self.segments().read(name))
-                yield from sorted((key, commit) for key, commit, _ in read)
+                yield from sorted((key, _without_runs(commit, sizes)) for key, commit, sizes in read)
 
     def records(self, stage: str) -> Iterator[Record]:
         """Yield the full records of a stage's finished tasks. In a store, each takes one request."""
@@ -299,20 +302,29 @@ class Work:
             self._delete(info.key for info in self.store.list(f"{key}/"))
         shutil.rmtree(self.folder / key, ignore_errors=True)
 
+    def remove_files(self, files: Sequence[Path]) -> None:
+        """Remove files of finished tasks, which stay finished; files that are gone already do not matter."""
+        with self._explained():
+            self._delete(file.relative_to(self.folder).as_posix() for file in files)
+
+    def place_of(self, path: Path) -> tuple[str, str] | None:
+        """Return (task key, file name) of a file of a task; None if the path is not in this work folder.
+
+        The name is empty for the folder of a task, and also for the folder of a stage, which is then the key.
+        """
+        return self._task_file(path) if path.is_relative_to(self.folder) else None
+
     def forget_damaged(self, error: DamagedRangeError) -> None:
         """Remove the task whose file is damaged, so that the next build runs it again."""
-        if self.local is not None and error.path.is_relative_to(self.folder):
-            self.forget(self._task_file(error.path)[0])
+        if (place := self.place_of(error.path)) is not None:
+            self.forget(place[0])
 
-    def damaged_output(self, commit: Commit, *, runs: bool = True) -> str | None:
-        """Return the first output whose bytes differ from the commit, or None.
-
-        Without `runs`, does not read those of the exchange, whose readers verify what they read.
-        """
+    def damaged_output(self, commit: Commit, names: Iterable[str] | None = None) -> str | None:
+        """Return the first output, or the first of these `names`, whose bytes differ from the commit."""
+        outputs = commit.outputs
         with self._explained():
-            for name, output in commit.outputs.items():
-                if not runs and name.endswith(RUN_SUFFIX):
-                    continue
+            for name in outputs if names is None else names:
+                output = outputs[name]
                 try:
                     with (Artifact(commit.folder, self.remote) / name).open() as file:
                         is_right = hash_file(file) == output
@@ -455,6 +467,12 @@ class Work:
             yield
         except (StoreError, OSError) as error:
             raise BuildError(f"{what}work folder {self.place}: {error}; {advice}") from error
+
+
+def _without_runs(commit: Commit, sizes: Mapping[str, int]) -> Commit:
+    """Return a commit that says which of its runs are not among these outputs, given with their sizes."""
+    absent = tuple(sorted(one for one in commit.outputs.keys() - sizes.keys() if one.endswith(RUN_SUFFIX)))
+    return replace(commit, absent=absent) if absent else commit
 
 
 @lru_cache(maxsize=_KEPT_RECORDS)

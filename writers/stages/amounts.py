@@ -237,8 +237,10 @@ class _Choice:
         moved = exchange(
             self.build.run, AMOUNTS_SUMS, CHOICES, counted, readers=readers, end=end, limits=limits
         )
-        pieces = [(partition_name(n, readers), moved.slice(*edge)) for n, edge in enumerate(edges)]
-        [summed] = self.build.run([AMOUNTS_SUMS.task(name, one.bytes, one) for name, one in pieces])
+        names = [partition_name(number, readers) for number in range(readers)]
+        pieces = [moved.slice(*edge, consumed=False) for edge in edges]
+        named = zip(names, pieces, strict=True)
+        [summed] = self.build.run([AMOUNTS_SUMS.task(name, one.bytes, one) for name, one in named])
         units: Counter[str] = Counter()
         for commit in summed:
             units.update(AMOUNTS_SUMS.result(commit))
@@ -247,8 +249,8 @@ class _Choice:
             wanted |= _wanted(self.amounts[label], {value: units[value] for value in sorted(own)})
         tasks = []
         for number, here in _places(wanted, summed).items():
-            name, piece = pieces[number]
-            tasks.append(AMOUNTS_LASTS.task(name, piece.bytes, piece, here))
+            piece = moved.slice(*edges[number])
+            tasks.append(AMOUNTS_LASTS.task(names[number], piece.bytes, piece, here))
         [ended] = self.build.run(tasks)
         lasts = {value: last for one in ended for value, last in AMOUNTS_LASTS.result(one).items()}
         return {
@@ -518,7 +520,7 @@ def _add(n: Needs, chosen: int, counted: int) -> None:
         size = c.documents * CHOICES.dtype.itemsize
         n.add(AMOUNTS_COUNT, c.splits, gets, read, files=1, written=size)
         readers = c.limits.partitions(c.documents, CHOICES.dtype)
-        found = n.exchange(AMOUNTS_SUMS, CHOICES, c.splits, c.documents, readers)
+        found = n.exchange(AMOUNTS_SUMS, CHOICES, c.splits, c.documents, readers, last=AMOUNTS_LASTS)
         n.add(AMOUNTS_SUMS, readers, *n.slices(found, readers))
         n.add(AMOUNTS_LASTS, min(readers, counted), *n.slices(found, 1))
     if chosen:

@@ -112,7 +112,7 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     pairs, seconds, sent = (c.documents * share for share in (_PAIRS, _SECONDS, _PAIRED))
     blocks, coded, texts = 1 << block_bits(int(text), c.task_memory), pairs * _PAIR_BYTES, text * _PAIRED
     ranges, payload = number_ranges(int(coded), c.limits), coded / max(1.0, seconds)
-    found = n.slices(n.exchange(LEADERS, PAIRS, candidates, seconds, ranges, payload), ranges)
+    found = n.slices(n.exchange(LEADERS, PAIRS, candidates, seconds, ranges, payload, last=BLOCKS), ranges)
     n.add(LEADERS, ranges, *found, files=2, written=seconds * 2 * FOLLOWERS.dtype.itemsize)
     followers = n.slices(n.exchange(LABELING, FOLLOWERS, ranges, seconds, ranges), ranges)
     lowest = n.slices(n.exchange(LABELING, LOWEST, ranges, seconds, ranges), ranges)

@@ -12,8 +12,10 @@ are large. Requests of the driver (for index, card and report) are not included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import ceil, exp
 from typing import Any
 
@@ -21,7 +23,9 @@ from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
 from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
-from shardkit.writers.execution.stage import Stage
+from shardkit.writers.execution.artifacts import RUN_SUFFIX
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage, Task
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.recipe.recipe import Recipe
@@ -162,6 +166,10 @@ class StageNeeds:
     puts: int
     read_bytes: int
     written_bytes: int
+    grown_bytes: int = 0
+    """The most by which the work folder grows while the stage runs."""
+    left_bytes: int = 0
+    """By how much the work folder has grown when the stage is finished: runs that it read are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +199,9 @@ class Needs:
     shards: int = 0
     tables: int = 0
     output_bytes: float = 0.0
+    consumed: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """By the name of a stage that is still to be added: (bytes of runs that it is the last to read, number of
+    pieces, each of which goes when the tasks that read it are finished)."""
 
     def by_split(self, stage: Stage[..., Any], table: Table, runs: int, rows: float) -> None:
         """Add stage `stage` of `outcomes.by_split`, which writes one file per group of splits."""
@@ -206,15 +217,18 @@ class Needs:
         rows: float,
         readers: int,
         payload_bytes: float = 0.0,
+        *,
+        last: Stage[..., Any] | None = None,
     ) -> _Runs:
         """Add the merges of an exchange of `runs` with `rows` rows in all; return the merged runs.
 
-        `readers` is the number of tasks of stage `reader` that read them. `payload_bytes` is per row.
+        `readers` is the number of tasks of stage `reader` that read them. `payload_bytes` is per row. `last`
+        is the last stage that reads them, if it is another one.
         """
         limits = self.corpus.limits
         row_bytes = table.dtype.itemsize + payload_bytes
         found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
-        level = 0
+        level, own = 0, 0.0 if table.stays else found.bytes
         while limits.merges(found.count, int(found.bytes), readers):
             level += 1
             groups = ceil(found.count / limits.fan_in)
@@ -223,8 +237,10 @@ class Needs:
             piece = _Runs(ceil(fan_in), found.bytes / groups, row_bytes, found.segments)
             gets, read = self.slices(piece, ranges, limits.merge_memory_bytes)
             stage = reader.step(f"{table.name}-merge-{level}")
+            self.consumed[stage.name], own = [(own, max(groups // 2, found.segments))], found.bytes
             self.add(stage, groups * ranges, gets * groups, read * groups, files=1, written=found.bytes)
             found = _Runs(groups, found.bytes, row_bytes, ranges)
+        self.consumed.setdefault((last or reader).name, []).append((own, found.segments))
         return found
 
     def slices(self, runs: _Runs, readers: int, memory_bytes: int | None = None) -> tuple[float, float]:
@@ -269,10 +285,64 @@ class Needs:
         `sent` is the number of write requests outside of the work folder.
         """
         puts, name = round(tasks * (files + 1)) + sent, stage.nth(self.nth).name
-        self.stages.append(StageNeeds(name, tasks, ceil(gets), puts, ceil(read), ceil(written)))
+        consumed, inside = self.consumed.pop(stage.name, []), 0.0 if sent else written
+        grown = inside / min((pieces for _, pieces in consumed), default=1)
+        left = inside - sum(size for size, _ in consumed)
+        sizes = (ceil(size) for size in (read, written, grown, left))
+        self.stages.append(StageNeeds(name, tasks, ceil(gets), puts, *sizes))
 
 
 def together(stages: Sequence[StageNeeds]) -> StageNeeds:
     """Return the sums over all stages as one entry, named all."""
     names = ("tasks", "gets", "puts", "read_bytes", "written_bytes")
     return StageNeeds("all", *(sum(getattr(stage, name) for stage in stages) for name in names))
+
+
+def most_held(stages: Sequence[StageNeeds]) -> int:
+    """Return the most bytes that the work folder has at a time."""
+    held = most = 0
+    for stage in stages:
+        most, held = max(most, held + stage.grown_bytes), held + stage.left_bytes
+    return most
+
+
+MERGE = re.compile(r"(.+)-([^-]+)-merge-(\d+)(-\d+)?")  # reader, table, level, number of the step
+
+
+class Order:
+    """Runs tasks, and keeps the order of stages, and which runs of other stages each is the last to read."""
+
+    def __init__(self, run: RunTasks) -> None:
+        self._run = run
+        self.consumed: dict[str, set[tuple[str, str]]] = {}  # (stage, file) by the stage that reads it
+
+    def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
+        commits = self._run(*groups)
+        for task in chain.from_iterable(groups):
+            own = self.consumed.setdefault(_reader(task.stage), set())
+            files = {(file.path.parent.parent.name, file.path.name) for file in task.consumed}
+            own |= {(stage, name) for stage, name in files if not MERGE.fullmatch(stage)}
+        return commits
+
+    def merged(self, merges: Mapping[str, int]) -> tuple[list[str], dict[str, set[tuple[str, str]]]]:
+        """Return all stages in order, with these `merges` before their readers, and what each consumes."""
+        stages, consumed = list[str](), dict[str, set[tuple[str, str]]]()
+        for reader, files in self.consumed.items():
+            consumed[reader] = {*files}
+            for stage in (one for one in merges if _reader(one) == reader):
+                found = MERGE.fullmatch(stage)
+                assert found is not None
+                name, level = f"{found[2]}{RUN_SUFFIX}", int(found[3])
+                earlier = f"{found[1]}-{found[2]}-merge-{level - 1}{found[4] or ''}"
+                of_table = {(one, file) for one, file in consumed[reader] if file == name}
+                consumed[stage] = {(earlier, name)} if level > 1 else of_table
+                consumed[reader] = consumed[reader] - of_table - {(earlier, name)} | {(stage, name)}
+                stages.append(stage)
+            stages.append(reader)
+        return stages, consumed
+
+
+def _reader(stage: str) -> str:
+    """Return the stage that reads what a stage of merges writes; the stage itself if it does not merge."""
+    found = MERGE.fullmatch(stage)
+    return stage if found is None else found[1] + (found[4] or "")

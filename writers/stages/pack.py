@@ -146,8 +146,10 @@ class PackSettings:
         return replace(settings, file_dtype=kept, tokenizer=recipe.tokenizer.path)
 
 
-def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int) -> list[Task]:
-    """Return one task per partition of the exchanged runs of stage `tokenize`."""
+def tasks(
+    recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int, *, consumed: bool = True
+) -> list[Task]:
+    """Return one task per partition of the exchanged runs of stage `tokenize`, which may be `consumed`."""
     settings = PackSettings.of(
         recipe,
         partitions,
@@ -161,7 +163,8 @@ def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: 
         groups = Groups(recipe.group, facts.separator_id, facts.bos_id is not None)
     made = []
     for number in range(partitions):
-        mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
+        bounds = partition_start(number, partitions), partition_start(number + 1, partitions)
+        mine = tokens.slice(*bounds, consumed=consumed)
         made.append(PACK.task(partition_name(number, partitions), 0, mine, number, settings, groups))
     return made
 

@@ -7,8 +7,10 @@ documents are tokenized again with the reference.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -57,21 +59,32 @@ def write_rows(documents: Documents, build: Build) -> Documents:
     tokenizer, [checked] = build.inputs.tokenizer, documents.beside
     assert tokenizer is not None
     facts = TOKENIZER.result(checked)
-    tokenized: dict[tuple[str | None, Selection | None, bool], tuple[list[Commit], Engine]] = {}
+    tokenized: dict[_Tokens, tuple[list[Commit], Engine]] = {}
     outputs, units = [], None
+    left = Counter(map(_tokens_of, (one.recipe for one in documents.outputs)))
     for one in documents.outputs:
-        if not one.recipe.output.is_text:
-            in_order = one.recipe.pack.order == "source"
+        if (wanted := _tokens_of(one.recipe)) is not None:
+            *_, in_order = wanted
             if in_order and units is None:
                 units = Units.of(one.recipe, documents.splits)
             own = units if in_order else None
-            wanted = one.recipe.part, Selection.of(one.recipe), in_order
             if wanted not in tokenized:
                 part = documents.of_part(one.recipe.part)
                 tokenized[wanted] = _tokenize(one.recipe, part, build, tokenizer, facts, own)
-            one = _pack(one, *tokenized[wanted], build, tokenizer, facts, own)
+            left[wanted] -= 1
+            one = _pack(one, *tokenized[wanted], build, tokenizer, facts, own, consumed=not left[wanted])
         outputs.append(one)
     return replace(documents, outputs=outputs)
+
+
+_Tokens = tuple[str | None, Selection | None, bool]
+
+
+def _tokens_of(recipe: Recipe) -> _Tokens | None:
+    """Return which tokens a dataset is packed from: part, selection, order; None for a dataset of text."""
+    if recipe.output.is_text:
+        return None
+    return recipe.part, Selection.of(recipe), recipe.pack.order == "source"
 
 
 def _tokenize(
@@ -108,12 +121,16 @@ def _pack(
     tokenizer: TokenizerFile,
     facts: TokenizerFacts,
     units: Units | None,
+    *,
+    consumed: bool,
 ) -> Outputs:
+    """Pack one dataset; it is the last one from these tokens if they are `consumed`."""
     kept = sum((commit.ledger().kept for commit in tokenized), Count())
     kept = sum((TOKENIZE.result(commit).repeated for commit in tokenized), kept)
     partitions = count_partitions(one.recipe, kept) if units is None else units.count
-    tokens = exchange(build.run, PACK, tokenize.TOKENS, tokenized, readers=partitions, limits=build.limits)
-    [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions))
+    move = partial(exchange, build.run, limits=build.limits, consumed=consumed)
+    tokens = move(PACK, tokenize.TOKENS, tokenized, readers=partitions)
+    [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions, consumed=consumed))
     shards = [len(PACK.result(commit).shards) for commit in packed]
     [numbered] = build.run(provenance.tasks(packed, shards))
     entry: dict[str, Any] = {

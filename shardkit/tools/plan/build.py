@@ -4,7 +4,7 @@
     raw text   = kept text / retention of all stages
     cores      = raw text / (bytes per second and core * seconds), rounded up
     output     = tokens * token_bytes / (1 - padding)
-    work       = kept text * work_bytes_per_text_byte     (documents, keys, signatures, tokens, on disk)
+    work       = the most that the stages' files take at a time (stages/needs.py): runs go when they were read
     requests   = range reads of the raw input + requests of stages to a remote work folder (stages/needs.py)
     driver     = tasks * seconds per task, tasks * bytes per task
 
@@ -13,7 +13,7 @@ the whole build; late stages read little of the input. Retention is the share of
 keeps; the retention of several stages is the product of their shares.
 
 The card of a finished build contains retention by stage, bytes per token and padding (`measured_from_card`).
-It does not contain speed and the size of the work folder, because a card is the same on any machine.
+It does not contain speed, because a card is the same on any machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardkit.writers.recipe.outputs import TEXT_FORMATS
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.recipe.steps import SAMPLE
 from shardkit.writers.stages.graph import stage_needs
-from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
+from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, most_held, together
 
 # The driver's time and memory per task. Memory was measured with the real queue and real commits of results
 # (tests/benchmarks/bench_driver.py). Time is for Ray, which starts a few hundred tasks per second.
@@ -106,8 +106,6 @@ class BuildNeeds:
     """Maximum duration of the build, in seconds."""
     stored_bytes_per_text_byte: Fraction = Fraction(1)
     """Stored bytes per byte of raw text: 0.3 to 0.4 if the input is compressed."""
-    work_bytes_per_text_byte: Fraction = Fraction(2)
-    """Maximum size of the work folder, in bytes per byte of kept text, without the packed shards."""
     token_bytes: Fraction = Fraction(4)
     """Stored bytes per token, summed over all outputs: 2 for vocabularies up to 65,536, else 4."""
     text_output: Fraction = Fraction(0)
@@ -159,7 +157,7 @@ class BuildPlan:
     cores: int
     """Smallest number of cores with which the build finishes within `BuildNeeds.seconds`."""
     work_bytes: Fraction
-    """Disk space of the work folder, including packed shards, in bytes."""
+    """The most bytes in the work folder at a time, including packed shards."""
     output_bytes: Fraction
     shards: int
     gets: int
@@ -203,7 +201,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
         raw_stored_bytes=raw_stored_bytes,
         core_seconds=core_seconds,
         cores=ceil(core_seconds / needs.seconds),
-        work_bytes=kept_bytes * needs.work_bytes_per_text_byte + output_bytes,
+        work_bytes=Fraction(most_held(stages)),
         output_bytes=output_bytes,
         shards=shards,
         gets=gets,
@@ -277,7 +275,6 @@ class Measured:
     dedup: frozenset[str] | None = None
     """Kinds of duplicate removal that the recipe enables, each one of `DEDUP_PARTS`."""
     core_bytes_per_second: Fraction | None = None
-    work_bytes_per_text_byte: Fraction | None = None
 
 
 def measured_from_card(card: DatasetCard) -> Measured:

@@ -51,7 +51,6 @@ class _Built:
 
     measured: Measured
     core_seconds: float
-    work_bytes: int
     stored: dict[int, int]  # {number of an input in the recipe: stored bytes read from it}
     read: dict[int, int]  # {number of an input in the recipe: bytes of text read from it}
 
@@ -103,7 +102,6 @@ def measure_sample(
         stored_bytes=large.stored_bytes,
         stored_bytes_per_text_byte=stored_per_text,
         core_bytes_per_second=Fraction(more) / Fraction(seconds).limit_denominator(1000),
-        work_bytes_per_text_byte=Fraction(large.work_bytes, measured.kept_bytes),
     )
     return Sample(measured, _whole_text(splits, large), tuple(notes))
 
@@ -145,16 +143,10 @@ def _build(
     except BuildError as error:
         raise BuildError(f"the build of the sample failed: {error}") from error
     seconds = _core_seconds() - before
-    shards = sum(shard.stored.bytes for dataset in built for shard in dataset.manifest.shards)
-    work = sum(status.st_size for status in _files(folder / "work")) - shards
     cards = [dataset.facts for dataset in built]
     read = [entry.funnel.read.bytes for entry in cards[0].inputs]
     measured = measured_from_cards(cards, Shape.of(recipe))
-    return _Built(measured, seconds, work, stored, dict(zip(stored, read, strict=True)))
-
-
-def _files(folder: Path) -> list[os.stat_result]:
-    return [file.stat() for file in folder.rglob("*") if file.is_file()]
+    return _Built(measured, seconds, stored, dict(zip(stored, read, strict=True)))
 
 
 def _core_seconds() -> float:
