@@ -1,6 +1,9 @@
 """`build_dedup_index`: a recipe's unique documents as an index that later builds are deduplicated against.
 
-    scan -> clean -> duplicates -> index -> publish
+    scan -> clean -> duplicates -> index -> index_tables -> publish
+
+`index_part` writes a part of the index for each split, with the keys of its documents as runs; an exchange
+brings the keys of all parts into ranges, and `write_tables` writes a table for each range (index.py).
 
 The files of an index in a folder are hard links to the work folder. For an index in a store, each task
 uploads its part, under a name that is a digest of its inputs, so that a part never changes; the record is
@@ -9,8 +12,8 @@ written last and completes the index. So no machine needs space for the whole in
 The first stages are the same as in a build, so an index that is given the work folder of a build (`work`)
 reuses its finished tasks.
 
-`index_part` writes a part in the order of documents. For a split of any size, its memory is a chunk of rows,
-some megabytes of keys, and the n-grams of some megabytes of text (or of one document).
+For a split of any size, the memory of `index_part` is a chunk of rows, some megabytes of keys, and the
+n-grams of some megabytes of text (or of one document).
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,13 +44,19 @@ from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 from shardkit.version import __version__
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.exact import KEYS, partition_bounds
+from shardkit.writers.dedup.hubs import print_bytes
 from shardkit.writers.dedup.index import (
+    BANDS_OF_INDEX,
     BLOCKS_FILE,
     FORMAT,
     INDEX_FILE,
-    INDEX_PART_FILES,
+    MOST_DOCUMENTS,
+    PART_FILES,
     SKETCH,
+    TABLE_FILES,
+    TABLE_LIMITS,
+    WORDS,
     DedupIndex,
     IndexRecord,
     check_indexable,
@@ -56,16 +64,27 @@ from shardkit.writers.dedup.index import (
     open_index,
 )
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
-from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
+from shardkit.writers.dedup.population import (
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    INDEXED,
+    PARTS,
+    PRINTS_FILE,
+    SIGNATURES_FILE,
+    STARTS_FILE,
+)
+from shardkit.writers.dedup.shingle_store import distinct_sets
+from shardkit.writers.dedup.signatures import band_keys, bands_and_rows
+from shardkit.writers.dedup.sketches import INDEXED_LIMIT, SketchWriter
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.estimate import existing_folder
-from shardkit.writers.exchange.exchange import RunWriter, Slice
+from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, hash_output
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.execution.progress import StageProgress
-from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.stage import RunTasks, Stage, Task, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
@@ -134,8 +153,7 @@ def build_dedup_index(
         inputs = place_files(inputs, runner.journal)
         documents = find_survivors(Build(inputs, runner.run))
         stored = target if isinstance(target, StoreTarget) else None
-        tasks = index_tasks(documents, config, sketch, stored)
-        [made] = runner.run(list(tasks.values()))
+        made = write_index(runner.run, documents, config, sketch, stored, limits=inputs.limits)
         scan.check_unchanged(inputs.splits, documents.input_hashes)
         facts = {
             "recipe_digest": digest_of(recipe.content()),
@@ -143,9 +161,8 @@ def build_dedup_index(
             "against": [other.digest for other in inputs.indexes.values()],
         }
         if recipe.check_disk and isinstance(target, Path):
-            _check_disk(made, target)
-        named, settings = dict(zip(tasks, made, strict=True)), index_settings(config)
-        opened = _publish(named, target, facts, settings, sketch=sketch, replace=replace)
+            _check_disk([*made.parts.values(), *made.tables.values()], target)
+        opened = _publish(made, target, facts, index_settings(config), sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()
     return DedupIndexResult(
@@ -192,7 +209,7 @@ def _check_disk(made: Sequence[Commit], target: Path) -> None:
 
 
 def _publish(
-    made: Mapping[str, Commit],
+    made: IndexFiles,
     target: Path | StoreTarget,
     facts: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -200,15 +217,22 @@ def _publish(
     sketch: int,
     replace: bool,
 ) -> DedupIndex:
-    """Publish an index at `target`. `made` has the commits of the tasks by the names of their parts."""
-    parts = {name: INDEX.result(commit) for name, commit in made.items()}
+    """Publish an index at `target`."""
+    parts = {name: INDEX.result(commit) for name, commit in made.parts.items()}
+    tables = {name: INDEX_TABLES.result(commit) for name, commit in made.tables.items()}
     if isinstance(target, StoreTarget):
-        return publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
-    files = [commit.files / name for commit in made.values() for name in commit.outputs]
+        return publish_to_store(parts, tables, target, facts, settings, sketch=sketch, replace=replace)
+    files = [
+        commit.files / name
+        for commits, names in ((made.parts, _PART_FILES), (made.tables, _TABLE_FILES))
+        for commit in commits.values()
+        for name in names
+    ]
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(Artifact.local, files))
-    folders = [(commit.folder, parts[name]) for name, commit in made.items()]
-    return publish_index(folders, target, facts, settings, sketch=sketch, replace=replace)
+    folders = [(commit.folder, parts[name]) for name, commit in made.parts.items()]
+    others = [(commit.folder, tables[name]) for name, commit in made.tables.items()]
+    return publish_index(folders, others, target, facts, settings, sketch=sketch, replace=replace)
 
 
 def _indexable(recipe: Recipe, sketch: int) -> NearDedupConfig:
@@ -229,23 +253,70 @@ def _indexable(recipe: Recipe, sketch: int) -> NearDedupConfig:
     return config
 
 
-def index_tasks(
+@dataclass(frozen=True)
+class IndexFiles:
+    """The commits of the tasks that wrote an index, by the names of its folders."""
+
+    parts: Mapping[str, Commit]
+    tables: Mapping[str, Commit]
+
+
+def write_index(
+    run: RunTasks,
     documents: Documents,
     config: NearDedupConfig,
     sketch: int,
     target: StoreTarget | None = None,
-) -> dict[str, Task]:
-    """Return one task per split by the name of its part. If `target` is set, the task uploads the part."""
-    tasks: dict[str, Task] = {}
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+) -> IndexFiles:
+    """Write an index with one task per split and per range of keys. If `target` is set, they upload it."""
     near, memory_bytes = documents.near, task_memory(documents.recipe.memory)
     assert near is not None, "check_indexable"
+    tasks: dict[str, Task] = {}
     for split, part, removed in zip(documents.files, near.parts, near.removed, strict=True):
         weight, texts = split.outputs[TEXTS_FILE].bytes, split.file(TEXTS_FILE)
-        args = texts, part.files, removed, config.minhash, sketch, memory_bytes, target
+        settings = config.minhash, *bands_and_rows(config)
+        args = texts, part.files, removed, *settings, sketch, memory_bytes, target
         named = partial(INDEX.task, split.name, weight, *args)
         name = f"part-{named('').digest}"  # the name is not in the digest
         tasks[name] = named(name)
-    return tasks
+    [parts] = run(list(tasks.values()))
+    bands, _ = bands_and_rows(config)
+    tables = index_tables(run, parts, bands, target, limits=limits)
+    return IndexFiles(dict(zip(tasks, parts, strict=True)), tables)
+
+
+def index_tables(
+    run: RunTasks,
+    parts: Sequence[Commit],
+    bands: int,
+    target: StoreTarget | None = None,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+) -> dict[str, Commit]:
+    """Write the tables of an index with these parts. Raises BuildError for too many documents."""
+    counts = [INDEX.result(commit).documents for commit in parts]
+    if sum(counts) > MOST_DOCUMENTS:
+        raise BuildError(
+            f"an index has at most {MOST_DOCUMENTS:,} documents, these are {sum(counts):,}; make several"
+        )
+    named = [(commit.name, count) for commit, count in zip(parts, counts, strict=True)]
+    [[numbered]] = run([PARTS.task("parts", 0, named, [])])
+    ranges = max(1, -(-sum(counts) * bands * BANDS_OF_INDEX.dtype.itemsize // _TABLE_BYTES))
+    moved = [
+        exchange(run, INDEX_TABLES, table, parts, readers=ranges, limits=limits)
+        for table in (OWN_WORDS, OWN_BANDS)
+    ]
+    tasks: dict[str, Task] = {}
+    for number in range(ranges):
+        words, keys = (table.slice(*partition_bounds(number, ranges)) for table in moved)
+        args = words, keys, numbered.file(STARTS_FILE), target
+        task = partial(INDEX_TABLES.task, partition_name(number, ranges), keys.bytes, *args)
+        name = f"table-{task('').digest}"
+        tasks[name] = task(name)
+    [made] = run(list(tasks.values()))
+    return dict(zip(tasks, made, strict=True))
 
 
 def _removed(documents: Documents) -> dict[str, int]:
@@ -260,6 +331,16 @@ def _removed(documents: Documents) -> dict[str, int]:
 
 
 _KEYS_MEMORY_BYTES = 32 << 20  # maximum memory for reading keys; writing them takes as much again
+
+_TABLE_BYTES = 24 << 20  # size of bands.run up to which it has blocks of 16 KiB
+
+# Keys of the documents of a part; `row` is a row of the part
+OWN_WORDS = Table(
+    "own_words.run",
+    np.dtype([("key", "<u8"), ("low", "<u8"), ("row", "<u4"), ("part", "<i4")]),
+    origin="part",
+)
+OWN_BANDS = Table("own_bands.run", np.dtype([("key", "<u8"), ("row", "<u4"), ("part", "<i4")]), origin="part")
 
 _PIECE_BYTES = 4 << 20  # maximum size of text whose n-grams are in memory at a time
 
@@ -286,14 +367,18 @@ def index_split(
     part: Artifact,
     removed: SplitTable,
     minhash: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
+    bands: Annotated[int, RecipeKey("dedup.near.bands")],
+    rows: Annotated[int, RecipeKey("dedup.near.rows")],
     sketch: int,
     memory_bytes: MemoryBytes,
     target: StoreTarget | None,
     name: Annotated[str, DecidesNoByte("is a digest of the other arguments")],
 ) -> IndexPart:
     """Write a split's part of an index into `folder`; if `target` is set, upload it there as part `name`."""
-    rows = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
-    made = index_part(documents, part, rows, minhash, sketch, folder, memory_bytes=memory_bytes)
+    gone = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
+    made = index_part(
+        documents, part, gone, minhash, sketch, folder, banding=(bands, rows), memory_bytes=memory_bytes
+    )
     if target is not None:
         target.put(name, folder, _PART_FILES)
     return made
@@ -310,100 +395,129 @@ def index_part(
     sketch: int,
     folder: Path,
     *,
+    banding: tuple[int, int],
     memory_bytes: int = 512 << 20,
 ) -> IndexPart:
-    """Write a split's part of an index into `folder`.
+    """Write a split's part of an index into `folder`, and the runs of its keys.
 
     `documents` is the split's Arrow file, and `part` the output of `sign_documents` for it. `removed` are the
     rows of the Arrow file to leave out, in any order; rows that are not in the part are ignored. The `sketch`
-    smallest hashes of each set of n-grams are kept, or all if it is 0.
+    smallest hashes of each set of n-grams are kept, or all if it is 0. `banding` is (bands, rows).
     """
     removed = np.sort(removed)
-    count, text_bytes = _filter_tables(part, removed, minhash.permutations, folder, memory_bytes)
+    keys_bytes = min(_KEYS_MEMORY_BYTES, memory_bytes // 4)
+    gone = _write_signatures(part, removed, minhash.permutations, banding, folder, memory_bytes)
+    _filter_keys(part / KEYS.file, gone, folder / OWN_WORDS.file, keys_bytes)
     piece_bytes = max(1, min(_PIECE_BYTES, memory_bytes // 2 // _NGRAM_BYTES))
     texts = _texts(documents, part, removed, piece_bytes)
-    sketches = _write_sketches(texts, minhash, sketch, folder)
-    outputs = {name: hash_output(folder / name) for name in INDEX_PART_FILES}
+    count, text_bytes, sketches = _write_documents(texts, minhash, sketch, folder)
+    left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
+    assert left_out == len(gone), part
+    return IndexPart(count, text_bytes, left_out, sketches, _described(folder, PART_FILES))
+
+
+def _described(folder: Path, names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Write the hashes of the blocks of some files; return the size and hash of each, and of that file."""
+    outputs = {name: hash_output(folder / name) for name in names}
     blocks = {name: {"xxh3_128": one.xxh3_128, "blocks": one.blocks} for name, one in outputs.items()}
     (folder / BLOCKS_FILE).write_text(json.dumps(blocks, indent=1, sort_keys=True) + "\n")
     outputs[BLOCKS_FILE] = hash_output(folder / BLOCKS_FILE)
-    files = {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
-    left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
-    return IndexPart(count, text_bytes, left_out, sketches, files)
+    return {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
 
 
-def _filter_tables(
-    part: Artifact, removed: npt.NDArray[np.int64], width: int, folder: Path, memory_bytes: int
-) -> tuple[int, int]:
-    """Write all files of a part except the sets of n-grams, without the documents `removed`.
-
-    Returns the number of documents and the bytes of their texts.
-    """
-    row_bytes = 3 * (DOCUMENT.itemsize + 4 * width)
-    most = max(1, min(CHUNK_ROWS, memory_bytes // 2 // row_bytes))
+def _write_signatures(
+    part: Artifact,
+    removed: npt.NDArray[np.int64],
+    width: int,
+    banding: tuple[int, int],
+    folder: Path,
+    memory_bytes: int,
+) -> npt.NDArray[np.int64]:
+    """Write the prints and band keys of a part without `removed`; return the rows of these in the part."""
+    bands, rows = banding
+    row_bytes = 3 * (DOCUMENT.itemsize + 4 * width) + 64 * bands
+    most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
     table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
-    text_bytes, gone = 0, [np.zeros(0, np.int64)]
-    with ExitStack() as stack:
-        to_table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
-        to_values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
-        for start in range(0, len(table), most):
-            described = table.read(start, min(start + most, len(table)))
-            stays = _stays(described["row"], removed)
-            gone.append(start + np.flatnonzero(~stays))
-            described = described[stays]
-            described["row"] = np.arange(to_table.rows, to_table.rows + len(described))
-            to_values.write(values.read(start + np.flatnonzero(stays)))
-            to_table.write(described)
-            text_bytes += int(described["bytes"].sum())
     assert len(table) == values.rows, part
-    keys_bytes = min(_KEYS_MEMORY_BYTES, memory_bytes // 4)
-    _filter_keys(part / KEYS.file, np.concatenate(gone), folder / KEYS.file, keys_bytes)
-    return to_table.rows, text_bytes
+    gone, count = [np.zeros(0, np.int64)], 0
+    with (
+        RowsWriter(folder / PRINTS_FILE, np.uint8, width=width) as prints,
+        RunWriter(folder / OWN_BANDS.file, OWN_BANDS, memory_bytes=memory_bytes // 4) as keys,
+    ):
+        for start in range(0, len(table), most):
+            stays = _stays(table.read(start, min(start + most, len(table)))["row"], removed)
+            gone.append(start + np.flatnonzero(~stays))
+            signatures = values.read(start + np.flatnonzero(stays))
+            prints.write(print_bytes(signatures))
+            found = band_keys(signatures, bands, rows)
+            entries = np.empty(found.size, OWN_BANDS.dtype)
+            entries["key"], entries["part"] = found.reshape(-1), -1
+            entries["row"] = np.repeat(np.arange(count, count + len(found)), bands)
+            keys.write(entries)
+            count += len(found)
+    return np.concatenate(gone)
 
 
 def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory_bytes: int) -> None:
-    """Copy a run of word keys to `path` without the keys of the rows `gone`, and renumber the other rows."""
-    with RunWriter(path, KEYS, memory_bytes=memory_bytes) as writer:
+    """Write the word keys of a part as OWN_WORDS without the rows `gone`; renumber the other rows."""
+    with RunWriter(path, OWN_WORDS, memory_bytes=memory_bytes) as writer:
         for rows, _ in Slice.whole(KEYS, [keys]).stream(memory_bytes):
             rows = rows[_stays(rows["row"], gone)]
-            rows["row"] -= np.searchsorted(gone, rows["row"]).astype(np.uint32)
-            writer.write(rows)
+            own = np.empty(len(rows), OWN_WORDS.dtype)
+            own["key"], own["low"], own["part"] = rows["key"], rows["low"], -1
+            own["row"] = rows["row"] - np.searchsorted(gone, rows["row"])
+            writer.write(own)
 
 
-def _write_sketches(
-    texts: Iterable[pa.LargeStringArray], minhash: MinHashConfig, sketch: int, folder: Path
-) -> int:
-    """Write the set of n-grams of each text; return how many sets are cut to the `sketch` smallest hashes."""
-    number = sketches = 0
-    with ShingleWriter(folder, smallest=sketch or None) as sets:
-        for some in texts:
-            numbers = np.arange(number, number + len(some), dtype=np.uint64)
-            sets.write(numbers, *shingle_batch(some, minhash))
-            number += len(some)
-    if sketch:
-        for rows in ShingleReader([Artifact(folder)]).tables():
-            sketches += int((rows["stored"] < rows["distinct"]).sum())
-    return sketches
+def _write_documents(
+    texts: Iterable[tuple[npt.NDArray[np.void], pa.LargeStringArray]],
+    minhash: MinHashConfig,
+    sketch: int,
+    folder: Path,
+) -> tuple[int, int, int]:
+    """Write the table of a part's documents, and their sketches.
+
+    `texts` has rows of DOCUMENT and their texts. Returns the number of documents, the bytes of their texts,
+    and how many have more than `sketch` n-grams.
+    """
+    text_bytes = sketches = 0
+    with (
+        RowsWriter(folder / DOCUMENTS_FILE, INDEXED) as table,
+        SketchWriter(folder) as writer,
+    ):
+        for described, some in texts:
+            numbers = np.arange(len(some), dtype=np.uint64)
+            sets = distinct_sets(numbers, *shingle_batch(some, minhash), sketch or None)
+            stored, distinct = np.diff(sets.offsets), sets.rows["distinct"].astype(np.int64)
+            rows = np.empty(len(some), INDEXED)
+            rows["start"], rows["size"] = writer.write(sets.hashes, sets.offsets, distinct)
+            rows["id"], rows["stored"], rows["distinct"] = described["id"], stored, distinct
+            rows["bytes"] = np.minimum(described["bytes"], INDEXED_LIMIT)
+            rows["total"] = np.minimum(sets.rows["total"], INDEXED_LIMIT)
+            table.write(rows)
+            text_bytes += int(described["bytes"].sum())
+            sketches += int((stored < distinct).sum())
+    return table.rows, text_bytes, sketches
 
 
 def _texts(
     documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64], most_bytes: int
-) -> Iterator[pa.LargeStringArray]:
-    """Yield the texts of the part's documents except `removed`, in batches of `most_bytes` or one text."""
+) -> Iterator[tuple[npt.NDArray[np.void], pa.LargeStringArray]]:
+    """Yield rows of DOCUMENT and texts of a part except `removed`, in batches of `most_bytes` or one text."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
     start = at = 0
     with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
         for batch in range(reader.num_record_batches):
             texts = reader.get_batch(batch).column("text")
-            rows = table.read(at, min(at + len(texts), len(table)))["row"]
-            rows = rows[: np.searchsorted(rows, start + len(texts))]
-            at += len(rows)
-            stay = rows[_stays(rows, removed)] - start
+            described = table.read(at, min(at + len(texts), len(table)))
+            described = described[: np.searchsorted(described["row"], start + len(texts))]
+            at += len(described)
+            described = described[_stays(described["row"], removed)]
+            chosen = texts.take(pa.array(described["row"] - start))
             start += len(texts)
-            texts = texts.take(pa.array(stay))
-            for first, stop in text_pieces(texts, most_bytes):
-                yield texts.slice(first, stop - first)
+            for first, stop in text_pieces(chosen, most_bytes):
+                yield described[first:stop], chosen.slice(first, stop - first)
     assert at == len(table), part
 
 
@@ -416,9 +530,54 @@ def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.N
     return stays
 
 
-_PART_FILES = (*INDEX_PART_FILES, BLOCKS_FILE)
+@dataclass(frozen=True, slots=True)
+class IndexTables:
+    """The size and hash of each file of a table."""
 
-_OWN = re.compile(rf"part-[0-9a-f]+/({'|'.join(map(re.escape, _PART_FILES))})")
+    files: Mapping[str, Mapping[str, Any]]
+
+
+def write_tables(
+    folder: Path,
+    words: Slice,
+    bands: Slice,
+    starts: Artifact,
+    target: StoreTarget | None,
+    name: Annotated[str, DecidesNoByte("is a digest of the other arguments")],
+) -> IndexTables:
+    """Write a table of an index, for a range of keys; if `target` is set, upload it there as `name`.
+
+    `starts` is the file with the number of each part's first document.
+    """
+    first = np.load(starts.local(), mmap_mode="r")
+    for table, own in ((WORDS, words), (BANDS_OF_INDEX, bands)):
+        with BlockWriter(folder / table.file, table, own.bytes, TABLE_LIMITS) as writer:
+            for rows, _ in own.stream(own.limits.read_memory_bytes):
+                found = np.empty(len(rows), table.dtype)
+                for field in table.dtype.names or ():
+                    found[field] = rows[field] if field != "number" else first[rows["part"]] + rows["row"]
+                writer.write(found, np.empty(0, np.uint8))
+    made = IndexTables(_described(folder, TABLE_FILES))
+    if target is not None:
+        target.put(name, folder, _TABLE_FILES)
+    return made
+
+
+INDEX_TABLES = Stage("index_tables", "write", write_tables)
+
+_PART_FILES = (*PART_FILES, BLOCKS_FILE)
+
+_TABLE_FILES = (*TABLE_FILES, BLOCKS_FILE)
+
+# Files of parts in indexes of former formats, which can be replaced
+_FORMER = ("signatures.npy", "keys.npy", "keys.run", "sets.npy", "shingles.bin", "bands.bin", "bands.npy")
+
+_OWN = re.compile(
+    "|".join(
+        rf"{kind}-[0-9a-f]+/({'|'.join(map(re.escape, names))})"
+        for kind, names in (("part", (*_PART_FILES, *_FORMER)), ("table", _TABLE_FILES))
+    )
+)
 
 _THREADS = 8
 
@@ -445,9 +604,13 @@ class StoreTarget:
 
 
 def _record_of(
-    parts: Mapping[str, IndexPart], made_from: Mapping[str, Any], settings: Mapping[str, Any], sketch: int
+    parts: Mapping[str, IndexPart],
+    tables: Mapping[str, IndexTables],
+    made_from: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    sketch: int,
 ) -> IndexRecord:
-    """Return the record of an index; `parts` has its parts by the names of their folders."""
+    """Return the record of an index; `parts` and `tables` are by the names of their folders."""
     listed = [
         {"folder": folder, "documents": part.documents, "bytes": part.bytes, "files": part.files}
         for folder, part in parts.items()
@@ -461,6 +624,7 @@ def _record_of(
         "bytes": sum(part.bytes for part in parts.values()),
         "made_from": dict(made_from),
         "parts": listed,
+        "tables": [{"folder": folder, "files": table.files} for folder, table in tables.items()],
     }
     return IndexRecord.model_validate(load_json(json.dumps(data)))
 
@@ -472,6 +636,7 @@ def _text_of(record: IndexRecord) -> bytes:
 
 def publish_to_store(
     parts: Mapping[str, IndexPart],
+    tables: Mapping[str, IndexTables],
     target: StoreTarget,
     made_from: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -479,12 +644,12 @@ def publish_to_store(
     sketch: int = SKETCH,
     replace: bool = False,
 ) -> DedupIndex:
-    """Complete the index at a URL by writing its record; tasks have uploaded `parts` under their names.
+    """Complete the index at a URL by writing its record; tasks have uploaded all folders under their names.
 
-    Parts that only a replaced index has are removed. Raises BuildError if the URL has another index and
+    Folders that only a replaced index has are removed. Raises BuildError if the URL has another index and
     `replace` is not set, if it has other files, or if a part is missing.
     """
-    record = _record_of(parts, made_from, settings, sketch)
+    record = _record_of(parts, tables, made_from, settings, sketch)
     try:
         store = connect(target.url, target.storage)
         present = {info.key for info in store.list()}
@@ -497,15 +662,15 @@ def publish_to_store(
                     f"{target.url}: holds objects that are not part of an index (first: {foreign[0]}); "
                     f"choose another URL"
                 )
-            wanted = {f"{part.folder}/{name}" for part in record.parts for name in part.files}
+            wanted = {f"{one.folder}/{name}" for one in record.folders for name in one.files}
             if gone := sorted(wanted - present):
                 raise BuildError(
                     f"{target.url}/{gone[0]}: is missing, as are {len(gone) - 1:,} others; remove the work "
                     "folder and build again"
                 )
             store.put(INDEX_FILE, _text_of(record))
-            replaced = () if old is None else old.parts
-            for key in sorted({f"{part.folder}/{name}" for part in replaced for name in part.files} - wanted):
+            replaced = present if INDEX_FILE in present else set()
+            for key in sorted(key for key in replaced - wanted if _OWN.fullmatch(key)):
                 store.delete(key)
     except StoreError as error:
         raise BuildError(
@@ -525,6 +690,7 @@ def _old_record(target: StoreTarget, *, replace: bool) -> IndexRecord | None:
 
 def publish_index(
     parts: Sequence[tuple[Path, IndexPart]],
+    tables: Sequence[tuple[Path, IndexTables]],
     target: Path,
     made_from: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -532,14 +698,17 @@ def publish_index(
     sketch: int = SKETCH,
     replace: bool = False,
 ) -> DedupIndex:
-    """Publish an index in the folder `target`. `parts` are the folders and results of `index_part`.
+    """Publish an index in the folder `target`.
+
+    `parts` are the folders and results of `index_part`, `tables` those of `write_tables`.
 
     `settings` are the settings of all parts. `made_from` is plain data on the recipe and inputs, for display.
     If the same index is already there, nothing is done. Raises BuildError if the target has another index and
     `replace` is not set, or if it has other files.
     """
     named = {f"part-{number:05d}": part for number, (_, part) in enumerate(parts)}
-    record = _record_of(named, made_from, settings, sketch)
+    keyed = {f"table-{number:05d}": table for number, (_, table) in enumerate(tables)}
+    record = _record_of(named, keyed, made_from, settings, sketch)
     target = target.resolve()
     unfinished, replaced = (
         target.with_name(f".{target.name}.{state}") for state in ("unfinished", "replaced")
@@ -550,8 +719,8 @@ def publish_index(
             return open_index(target)
         _remove(unfinished)
         unfinished.mkdir(parents=True)
-        for part, (folder, _) in zip(record.parts, parts, strict=True):
-            _fill(unfinished / part.folder, folder)
+        for listed, (folder, _) in zip(record.folders, [*parts, *tables], strict=True):
+            _fill(unfinished / listed.folder, folder, listed.files)
         publish_bytes(unfinished / INDEX_FILE, _text_of(record))
         # A crash between the two renames leaves no index at `target`; repeating the command completes it.
         if target.exists():
@@ -578,13 +747,13 @@ def _is_published(target: Path, record: IndexRecord, *, replace: bool) -> bool:
         except BuildError as error:
             if not replace:
                 raise BuildError(f"{error}, with --replace") from None
-            names |= {f"{path.name}/{name}" for path in target.glob("part-*") for name in _PART_FILES}
+            names |= {name for name in _file_names(target) if _OWN.fullmatch(name)}
         else:
             if old.record == record:
                 return True
             if not replace:
                 raise BuildError(f"{target}: holds another index; use --replace to replace it")
-            names |= {f"{part.folder}/{name}" for part in old.record.parts for name in part.files}
+            names |= {f"{one.folder}/{name}" for one in old.record.folders for name in one.files}
     if not target.is_dir():
         raise BuildError(f"{target}: is not a folder; choose another place")
     if foreign := sorted(set(_file_names(target)) - names):
@@ -599,9 +768,9 @@ def _file_names(folder: Path) -> Iterator[str]:
     return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
-def _fill(folder: Path, source: Path) -> None:
+def _fill(folder: Path, source: Path, names: Iterable[str]) -> None:
     folder.mkdir()
-    for name in _PART_FILES:
+    for name in names:
         link_or_copy(source / name, folder / name)
     fsync_path(folder)
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import RUN_SUFFIX, Artifact
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
 
@@ -39,6 +40,8 @@ EMPTY_BYTES = _TAIL.size  # size of a run without rows
 _FOOTER_HASH_BYTES = 16  # size of the hash that is the last field of the tail
 
 _MAGIC = b"shardrun"
+
+_GAP_BYTES = 64 << 10  # blocks that nobody wants are read up to this size: cheaper than another request
 
 _GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 
@@ -239,6 +242,21 @@ class Footer:
         after = np.searchsorted(self.blocks["first"], np.uint64(keys.stop - 1), side="right")
         return int(first), int(after)
 
+    def blocks_with(self, keys: npt.NDArray[np.uint64], limits: Limits) -> list[slice]:
+        """Return which blocks to read together to find ascending `keys`; no block in between is large."""
+        first = np.searchsorted(keys, self.blocks["first"])
+        wanted = np.flatnonzero(first < np.searchsorted(keys, self.blocks["last"], "right"))
+        gaps = self.offsets[wanted[1:]] - self.offsets[wanted[:-1] + 1]
+        reads = list[slice]()
+        for block, gap in zip(wanted.tolist(), [_GAP_BYTES + 1, *gaps.tolist()], strict=False):
+            begin = reads[-1].start if reads else block
+            is_near = gap <= _GAP_BYTES and self.offsets[block + 1] - self.offsets[begin] <= limits.read_bytes
+            if reads and is_near:
+                reads[-1] = slice(begin, block + 1)
+            else:
+                reads.append(slice(block, block + 1))
+        return reads
+
 
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
     """Read and verify a file's footer, or a small file whole; in two requests if it has many small blocks."""
@@ -307,6 +325,19 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     if table.origin is not None and segment.origin is not None:
         rows[table.origin] = segment.origin
     return Chunk(rows, payload, table)
+
+
+def rows_of_keys(
+    segment: Segment, footer: Footer, blocks: slice, table: Table, keys: npt.NDArray[np.uint64]
+) -> Rows:
+    """Read and verify blocks, as `read_blocks` does; return their rows with one of the ascending `keys`."""
+    chunk = read_blocks(segment, footer, blocks, table, range(int(keys[0]), int(keys[-1]) + 1))
+    rows, _ = chunk.take(None, "left")
+    found = np.ascontiguousarray(rows["key"])
+    if (found[1:] < found[:-1]).any():
+        raise BuildError(f"{segment.file}: its keys are not sorted; {segment.file.remedy}")
+    places = np.minimum(np.searchsorted(keys, found), len(keys) - 1)
+    return rows[keys[places] == found]
 
 
 def _have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:
