@@ -66,12 +66,12 @@ def make_index(
     """The index folder/index."""
     files = write_files(work or folder / "index-work", splits, config, sketch)
     settings = index_settings(config)
-    return publish_index(
-        *files, folder / "index", made_from or {}, settings, sketch=sketch, replace=replace
-    )
+    return publish_index(*files, folder / "index", made_from or {}, settings, sketch=sketch, replace=replace)
 
 
-def put_index(files: tuple[Files, Files], url: str, config: NearDedupConfig, *, replace: bool = False) -> DedupIndex:
+def put_index(
+    files: tuple[Files, Files], url: str, config: NearDedupConfig, *, replace: bool = False
+) -> DedupIndex:
     """The index at a URL, put there as tasks and a build do it; `files` are those of `write_files`."""
     target, named = StoreTarget(url), list[dict[str, Any]]()
     for kind, folders in zip(("part", "table"), files, strict=True):

@@ -200,8 +200,8 @@ def write_known(
         for batch, _ in keys.stream(memory_bytes // 4):
             for start in range(0, len(batch), _ROWS_AT_ONCE):
                 rows = batch[start : start + _ROWS_AT_ONCE]
-                kept = _in_indexes(rows, words)
-                rows, kept = rows[kept >= 0], kept[kept >= 0].astype(np.uint64)
+                found = _in_indexes(rows, words)
+                rows, kept = rows[found >= 0], found[found >= 0].astype(np.uint64)
                 places = document_keys(rows["split"], rows["row"])
                 writer.write(outcomes(places, bytes=rows["bytes"], kept=kept_in_index(kept), similarity=1.0))
                 losers = np.empty(len(rows), NEAR_LOSER)

@@ -190,8 +190,8 @@ def _pair(
     tasks = []
     for number, part in enumerate(parts):
         first, own = int(population.starts[number]), lost.slice(number << 32, number + 1 << 32)
-        args = part, first, own, bands, rows, config.scope, memory_bytes
-        tasks.append(MAKE_BANDS.task(names[number], part.documents, *args))
+        made = part, first, own, bands, rows, config.scope, memory_bytes
+        tasks.append(MAKE_BANDS.task(names[number], part.documents, *made))
     [keys] = run(tasks)
     end = population.count("input")
     partitions = band_partitions(end * bands, memory_bytes)
@@ -259,6 +259,7 @@ def _counts(
         "indexed": population.count("index"),
         "candidates": sum(block.pairs for block in compared),
         "verified": decided.edges,
+        "estimated": sum(block.estimated for block in compared),
         "hubs": sum(one.hubs for one in met),
         "largest_bucket": max((one.largest_bucket for one in met), default=0),
         "bounded": sum(one.bounded for one in met),

@@ -60,7 +60,7 @@ _STORED = np.dtype(
     ]
 )
 TEXTS = Table("texts.run", _STORED, payload=True)
-_HASH_BITS = 64
+HASH_BITS = 64
 _TEXT_LEVEL = 1  # zstd level of texts in the exchange
 
 
@@ -85,8 +85,8 @@ class Sets:
     def bits(self) -> npt.NDArray[np.int64]:
         """How many upper bits of each document's hashes are known, int64[n]; the others are zeros."""
         if "text" not in (self.rows.dtype.names or ()):
-            return np.full(len(self.rows), _HASH_BITS)
-        return np.where(self.rows["text"] < 0, -self.rows["text"], _HASH_BITS)
+            return np.full(len(self.rows), HASH_BITS)
+        return np.where(self.rows["text"] < 0, -self.rows["text"], HASH_BITS)
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> Self:
@@ -235,6 +235,15 @@ def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
         pieces.append(piece if len(piece) < len(text) else text.tobytes())
     rows["size"] = [len(piece) for piece in pieces]
     return rows, np.frombuffer(b"".join(pieces), np.uint8)
+
+
+def set_rows(sets: Sets) -> Batch:
+    """Return rows of TEXTS with whole hashes as payloads, and keys and priorities not set."""
+    rows = np.zeros(len(sets.rows), _STORED)
+    for name in ("number", "total", "distinct"):
+        rows[name] = sets.rows[name]
+    rows["size"], rows["text"] = np.diff(sets.offsets) * 8, -HASH_BITS
+    return rows, sets.hashes.astype("<u8", copy=False).view(np.uint8)
 
 
 def indexed_rows(described: npt.NDArray[np.void], hashes: UInt64s) -> Batch:
