@@ -332,7 +332,7 @@ def _removed(documents: Documents) -> dict[str, int]:
 
 _KEYS_MEMORY_BYTES = 32 << 20  # maximum memory for reading keys; writing them takes as much again
 
-_TABLE_BYTES = 24 << 20  # size of bands.run up to which it has blocks of 16 KiB
+_TABLE_BYTES = 6_000_000  # size of bands.run up to which it has blocks of 4 KiB
 
 # Keys of the documents of a part; `row` is a row of the part
 OWN_WORDS = Table(

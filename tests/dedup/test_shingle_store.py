@@ -53,9 +53,8 @@ def write_sketches(folder: Path, documents: list[list[int]], smallest: int | Non
         for at in range(len(rows)):  # one by one: places go on from the former call
             own = sets.hashes[sets.offsets[at] : sets.offsets[at + 1]]
             edges = np.array([0, len(own)])
-            rows["start"][at], rows["size"][at] = writer.write(
-                own, edges, rows["distinct"][[at]].astype("<i8")
-            )
+            [start], [size] = writer.write(own, edges, rows["distinct"][[at]].astype(np.int64))
+            rows["start"][at], rows["size"][at] = start, size
     with RowsWriter(folder / DOCUMENTS_FILE, INDEXED) as table:
         table.write(rows)
     return rows

@@ -77,7 +77,7 @@ def put_index(
     for kind, folders in zip(("part", "table"), files, strict=True):
         found: dict[str, Any] = {}
         for number, (folder, made) in enumerate(folders):
-            name = f"{kind}-{number + len(folders):032x}"
+            name = f"{kind}-{number + 16 * len(folders):032x}"
             sent = folder.with_name(f"{folder.name}-sent")
             shutil.copytree(folder, sent, dirs_exist_ok=True)
             target.put(name, sent, made.files)

@@ -11,7 +11,7 @@
     …/blocks.json      the xxh3-64 of the blocks of these files, which check ranges when they are read
 
 An index is a folder, or the copy of one in a store; tasks read ranges of it, without a local copy. A build
-reads those blocks of 16 KiB of the tables that can have its own keys: first of words, with which documents
+reads those blocks of 4 KiB of the tables that can have its own keys: first of words, with which documents
 that are in the index go before anything else is done for them (known.py); then, of the bands of the others,
 candidates; and of these the rows of the parts. So a build costs what its own documents cost, and at most a
 pass over the tables: 20 bytes for words and 168 for 14 bands, a document of the index.
@@ -82,8 +82,8 @@ PART_FILES = (DOCUMENTS_FILE, PRINTS_FILE, SKETCHES_FILE)
 
 TABLE_FILES = (WORDS.file, BANDS_OF_INDEX.file)
 
-# Small blocks, since a build looks for few keys; larger ones in files of more than 24 MB.
-TABLE_LIMITS = replace(DEFAULT_LIMITS, block_bytes=16 << 10)
+# Small blocks, since a build looks for few keys; larger ones in files of more than 6 MB.
+TABLE_LIMITS = replace(DEFAULT_LIMITS, block_bytes=4 << 10)
 
 BLOCKS_FILE = "blocks.json"
 

@@ -232,10 +232,11 @@ def _in_indexes(rows: npt.NDArray[np.void], words: Sequence[IndexedKeys]) -> npt
     `rows` are rows of WORD_KEYS in the order of their keys.
     """
     numbers = np.full(len(rows), -1, np.int64)
-    wanted = np.unique(rows["key"])
+    keys = np.ascontiguousarray(rows["key"])
+    wanted = keys[np.append(np.ones(1, np.bool_), keys[1:] != keys[:-1])[: len(keys)]]
     for index in reversed(words):  # the first index wins
         found = index.matching(wanted)
-        begin, end = (np.searchsorted(found["key"], rows["key"], side) for side in ("left", "right"))
+        begin, end = (np.searchsorted(found["key"], keys, side) for side in ("left", "right"))
         for nth in range(int((end - begin).max(initial=0)) - 1, -1, -1):  # almost always one
             places = np.minimum(begin + nth, len(found) - 1)
             same = (begin + nth < end) & (found["low"][places] == rows["low"])

@@ -41,8 +41,6 @@ _FOOTER_HASH_BYTES = 16  # size of the hash that is the last field of the tail
 
 _MAGIC = b"shardrun"
 
-_GAP_BYTES = 64 << 10  # blocks that nobody wants are read up to this size: cheaper than another request
-
 _GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 
 
@@ -242,15 +240,19 @@ class Footer:
         after = np.searchsorted(self.blocks["first"], np.uint64(keys.stop - 1), side="right")
         return int(first), int(after)
 
-    def blocks_with(self, keys: npt.NDArray[np.uint64], limits: Limits) -> list[slice]:
-        """Return which blocks to read together to find ascending `keys`; no block in between is large."""
+    def blocks_with(self, keys: npt.NDArray[np.uint64], gap_bytes: int, most_bytes: int) -> list[slice]:
+        """Return which blocks to read together to find ascending `keys`.
+
+        Up to `gap_bytes` that have none of them are read, too, rather than in two reads. A read has up to
+        `most_bytes`, or one block.
+        """
         first = np.searchsorted(keys, self.blocks["first"])
         wanted = np.flatnonzero(first < np.searchsorted(keys, self.blocks["last"], "right"))
         gaps = self.offsets[wanted[1:]] - self.offsets[wanted[:-1] + 1]
         reads = list[slice]()
-        for block, gap in zip(wanted.tolist(), [_GAP_BYTES + 1, *gaps.tolist()], strict=False):
+        for block, gap in zip(wanted.tolist(), [0, *gaps.tolist()], strict=False):
             begin = reads[-1].start if reads else block
-            is_near = gap <= _GAP_BYTES and self.offsets[block + 1] - self.offsets[begin] <= limits.read_bytes
+            is_near = gap <= gap_bytes and self.offsets[block + 1] - self.offsets[begin] <= most_bytes
             if reads and is_near:
                 reads[-1] = slice(begin, block + 1)
             else:
