@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ from shardkit.writers.dedup.population import (
 )
 from shardkit.writers.dedup.shingle_store import TEXTS as TEXTS_RUN
 from shardkit.writers.dedup.shingle_store import Sets, distinct_sets, indexed_rows, write_texts
-from shardkit.writers.dedup.signatures import sign_documents
+from shardkit.writers.dedup.signatures import SIGN, sign_documents
 from shardkit.writers.dedup.sketches import SKETCHES_FILE, read_sketches
 from shardkit.writers.dedup.tables import RowFile, Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter
@@ -445,6 +446,28 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     expected = together.losers["row"][together.losers["split"] == 1].tolist()
     assert found.losers["row"].tolist() == expected
     assert 20 < found.result.decided.kept_by_index <= len(expected) < len(new)
+
+
+def test_what_an_index_has_already_is_neither_signed_nor_compared(
+    original: DedupIndex, tmp_path: Path
+) -> None:
+    first = [TEXTS[record] for record in STAYED]
+    others = {200: " ".join(f"n{at}" for at in range(60)), 201: first[3].upper() + " !", 202: "…"}
+    dump = write_records(tmp_path / "dump.arrow", TEXTS | others, file="new.jsonl")
+    found = find_near_duplicates([dump], CONFIG, folder=tmp_path / "work", indexes=[original])
+    texts = [*TEXTS.values(), *others.values()]
+    words = [" ".join(text.lower().replace("!", "").split()) for text in texts]
+    known = {row for row, text in enumerate(words) if text in first}
+    assert len(STAYED) < len(known)
+    [part] = found.result.parts
+    inputs = SIGN.result(part).documents
+    assert inputs + len(known) == sum(bool(re.search(r"\w", text)) for text in texts)
+    booked = {int(row["row"]): int(row["kept"]) for row in found.losers}
+    assert {row: booked[row] - inputs for row in known} == {row: first.index(words[row]) for row in known}
+    assert found.result.counts["equal"] >= len(known)
+    assert found.result.counts["documents"] == inputs + len(known)
+    compared = np.load(tmp_path / "work" / "signatures" / part.folder.name / DOCUMENTS_FILE)["row"]
+    assert not known & set(compared.tolist())
 
 
 def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:

@@ -227,8 +227,8 @@ def resolved(
     verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
     equals = write_equal(folder / "equal", world, equal, rng)
     run, indexed = TaskFolders(folder), world.population.count("index")
-    counts = {"edges": len(edges), "equals": len(equal), "memory_bytes": 1 << 20, "indexed": indexed}
-    _, lost, kept = resolve(run, world.inputs, verified, equals, **counts)
+    args = run, world.inputs, verified, equals
+    _, lost, kept = resolve(*args, edges=len(edges), equals=len(equal), memory_bytes=1 << 20, indexed=indexed)
     return check(world, edges, equal, lost, kept)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.hashing import digest_of
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex, index_settings
 from shardkit.writers.dedup.signatures import bands_and_rows
@@ -77,7 +78,7 @@ def put_index(
     for kind, folders in zip(("part", "table"), files, strict=True):
         found: dict[str, Any] = {}
         for number, (folder, made) in enumerate(folders):
-            name = f"{kind}-{number + 16 * len(folders):032x}"
+            name = f"{kind}-{digest_of([number, made.files])[:32]}"
             sent = folder.with_name(f"{folder.name}-sent")
             shutil.copytree(folder, sent, dirs_exist_ok=True)
             target.put(name, sent, made.files)

@@ -81,7 +81,7 @@ def print_bytes(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     return (signatures * np.uint32(0x9E3779B1) >> np.uint32(24)).astype(np.uint8)
 
 
-def make_prints(values: npt.NDArray[np.uint32] | npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+def make_prints(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return the prints, uint64[n, words], of signatures or of their `print_bytes`."""
     count, permutations = values.shape
     prints = np.zeros((count, -(-permutations // 8) * 8), np.uint8)

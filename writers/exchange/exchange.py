@@ -67,9 +67,7 @@ _KEYS = 1 << 64
 
 _LOCAL_READS = 4  # concurrent reads of files on this machine
 
-_GAP_BYTES = 64 << 10  # bytes of an object that cost less than another request
-
-_LOCAL_GAP_BYTES = 8 << 10  # bytes of a local file that cost less than another read
+_GAP_BYTES = 64 << 10  # bytes of an object in a store that cost less than another request
 
 _SORT_BYTES = 24  # memory to sort a row, in addition to two copies of the row
 
@@ -229,7 +227,7 @@ class Slice:
         than another request. The rows are in the order (key, run, row); memory is not limited.
         """
         workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
-        gap_bytes = _LOCAL_GAP_BYTES if self.is_local else _GAP_BYTES
+        gap_bytes = 0 if self.is_local else _GAP_BYTES
         segments = [segment for run in self.runs for segment in run]
         met = [(s, some) for s in segments if len(some := _between(keys, s.start, s.stop))]
         reads = [workers.submit(partial(read_footer, segment, self.table, self.limits)) for segment, _ in met]

@@ -339,7 +339,8 @@ def rows_of_keys(
     if (found[1:] < found[:-1]).any():
         raise BuildError(f"{segment.file}: its keys are not sorted; {segment.file.remedy}")
     places = np.minimum(np.searchsorted(keys, found), len(keys) - 1)
-    return rows[keys[places] == found]
+    wanted: Rows = rows[keys[places] == found]
+    return wanted
 
 
 def _have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:

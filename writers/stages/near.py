@@ -143,8 +143,9 @@ def _sum(*parts: tuple[float, float]) -> tuple[float, float]:
     return sum(gets for gets, _ in parts), sum(read for _, read in parts)
 
 
+_OF_INDEXES = (HASH_WORDS, FIND_KNOWN, KNOWN_REMOVED)
+
 STAGES = (
-    *(HASH_WORDS, FIND_KNOWN, KNOWN_REMOVED),
     *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES),
     *(LEADERS, LABELING, BLOCKS, SHINGLES, VERIFY),
     *(NEAR, NEAR_EQUAL, NEAR_LOST, NEAR_KEPT, NEAR_REMOVED),
@@ -153,5 +154,5 @@ STAGES = (
 
 def step_of(move: GlobalStep) -> Step:
     """Return a step over near-duplicates."""
-    stages = STAGES if move.settings.against else STAGES[3:]  # the first three look into indexes
+    stages = (*_OF_INDEXES, *STAGES) if move.settings.against else STAGES
     return Step(lambda recipe: stages, partial(drop_near_duplicates, move.settings), needs)
