@@ -23,7 +23,8 @@ from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.index_build import INDEX, INDEX_TABLES, publish_index, write_index
+from shardkit.writers.index_build import publish_index
+from shardkit.writers.index_files import INDEX, INDEX_TABLES, write_index
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages.flow import Build

@@ -57,7 +57,7 @@ from shardkit.writers.dedup.tables import RowFile, Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter, payload_ends
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.index_build import index_part
+from shardkit.writers.index_files import index_part
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.dedup_indexes import make_index
 from support.documents import write_documents
@@ -152,13 +152,13 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     (tmp_path / "signed").mkdir()
     sign_documents(Artifact(alone), Removed(), CONFIG.minhash, "global", tmp_path / "signed")
     made = []
-    for name, files, removed, memory in (
-        ("made", (documents, part), NEAR, memory_bytes),
-        ("alone", (alone, tmp_path / "signed"), NONE, 1 << 29),
+    for name, file, signatures, removed, memory in (
+        ("made", documents, part, NEAR, memory_bytes),
+        ("alone", alone, tmp_path / "signed", NONE, 1 << 29),
     ):
         (folder := tmp_path / name).mkdir()
-        args = *map(Artifact, files), removed, CONFIG.minhash, sketch, folder
-        made.append(index_part(*args, banding=(8, 4), memory_bytes=memory))
+        files, limits = (Artifact(file), Artifact(signatures)), {"memory_bytes": memory}
+        made.append(index_part(*files, removed, CONFIG.minhash, sketch, folder, banding=(8, 4), **limits))
     assert tree(tmp_path / "made") == tree(tmp_path / "alone")
     assert replaced(made[0], removed=0) == made[1]
     assert (made[0].documents, made[0].removed) == (len(STAYED), len(NEAR))

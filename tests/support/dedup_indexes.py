@@ -16,7 +16,8 @@ from shardkit.writers.dedup.index import DedupIndex, index_settings
 from shardkit.writers.dedup.signatures import bands_and_rows
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.index_build import (
+from shardkit.writers.index_build import publish_index, publish_to_store
+from shardkit.writers.index_files import (
     INDEX,
     INDEX_TABLES,
     IndexPart,
@@ -24,8 +25,6 @@ from shardkit.writers.index_build import (
     StoreTarget,
     index_part,
     index_tables,
-    publish_index,
-    publish_to_store,
 )
 from support.task_folders import TaskFolders, commit_folder
 

@@ -17,8 +17,8 @@ candidates; and of these the rows of the parts. So a build costs what its own do
 pass over the tables: 20 bytes for words and 168 for 14 bands, a document of the index.
 
 Only the `sketch` smallest n-grams of each document are stored, so that the index's size does not grow with
-the texts. Of a document with no more distinct n-grams than that, only hashes are shortened: similarities are
-wrong by less than an n-gram, and decisions in a few of 100,000 pairs near the threshold. For others the
+the texts. Of a document with no more distinct n-grams than that, only hashes are shortened: in a hundredth of
+the pairs of long web pages, an n-gram is taken for another one (compare.py). For others the
 similarity s is an unbiased estimate (compare.py) whose standard deviation is at most sqrt(s (1 - s) /
 sketch): 0.0125 for s = 0.8 and sketch = 1,024. By default a document takes 344 bytes, and 9.5 to 18.5 bits
 for each distinct n-gram, up to 1.3 KB.
@@ -27,7 +27,7 @@ An index may come from an untrusted source. Opening it checks the size of each t
 in a folder by the table's header, in a store by the table's size. Stages check the numbers they read from it
 before compiled code uses them as addresses.
 
-It appears whole or not at all (index_build.py), and its bytes depend on the documents and settings alone.
+It appears whole or not at all (../index_build.py), and its bytes depend on the documents and settings alone.
 Signatures are comparable only if settings, Unicode version and hash functions are the same;
 `DedupIndex.check` names the differences. Indexes of formats 1 and 2, of versions up to 0.2, must be made
 again.

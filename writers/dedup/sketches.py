@@ -4,7 +4,6 @@ A document's n-grams are 64-bit hashes. A sketch keeps the `k` smallest of them,
 and of each the upper bits: `extra` more than the bits of the number of distinct n-grams. So of the hashes of
 another document, one that is no n-gram of this document looks like one with a probability of at most
 2^-extra: 2^-16 for short documents, and 2^-8 for long ones, whose similarity depends less on one n-gram.
-`compare_pairs` subtracts the expected number of these matches.
 
 The numbers ascend, and the differences between them are Golomb-Rice codes (Golomb 1966, Rice 1979): d >>
 extra zeros, a one, and the lower `extra` bits of d, from the lowest bit of a byte up. Differences of random
