@@ -156,7 +156,7 @@ def index_tables(
 
 _KEYS_MEMORY_BYTES = 32 << 20  # maximum memory for reading keys; writing them takes as much again
 
-_TABLE_BYTES = 6_000_000  # size of bands.run up to which it has blocks of 4 KiB
+_TABLE_BYTES = 6_000_000  # size of bands.run whose footer takes less than 64 KiB
 
 # Keys of the documents of a part; `row` is a row of the part
 OWN_WORDS = Table(
@@ -375,7 +375,8 @@ def write_tables(
     """
     first = np.load(starts.local(), mmap_mode="r")
     for table, own in ((WORDS, words), (BANDS_OF_INDEX, bands)):
-        with BlockWriter(folder / table.file, table, own.bytes, TABLE_LIMITS) as writer:
+        # Not larger blocks for larger files: a range is small, unless keys are repeated very often.
+        with BlockWriter(folder / table.file, table, 0, TABLE_LIMITS) as writer:
             for rows, _ in own.stream(own.limits.read_memory_bytes):
                 found = np.empty(len(rows), table.dtype)
                 for field in table.dtype.names or ():

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
-from shardkit.writers import index_build
+from shardkit.writers import index_build, index_files
 from shardkit.writers.dedup.blocks import PLACES
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
@@ -446,6 +446,25 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     expected = together.losers["row"][together.losers["split"] == 1].tolist()
     assert found.losers["row"].tolist() == expected
     assert 20 < found.result.decided.kept_by_index <= len(expected) < len(new)
+
+
+def test_tables_of_many_ranges_lead_to_the_same_documents(
+    original: DedupIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_files, "_TABLE_BYTES", 1000)
+    many = made_index(tmp_path)
+    assert len(many.record.tables) > 5
+    for one, other in ((original.words, many.words), (original.bands, many.bands)):
+        (rows, _), (same, _) = (table.slice(0, 1 << 64).read() for table in (one, other))
+        assert np.array_equal(rows, same)
+        assert np.array_equal(other.slice(0, 1 << 64).matching(np.unique(rows["key"])), rows)
+    dump = write_records(tmp_path / "dump.arrow", made_texts(60, seed=2) | {n: TEXTS[n] for n in STAYED[60:]})
+    found = [
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"work{at}", indexes=[index]).losers.tolist()
+        for at, index in enumerate((original, many))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) > 30
 
 
 def test_what_an_index_has_already_is_neither_signed_nor_compared(

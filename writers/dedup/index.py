@@ -82,7 +82,7 @@ PART_FILES = (DOCUMENTS_FILE, PRINTS_FILE, SKETCHES_FILE)
 
 TABLE_FILES = (WORDS.file, BANDS_OF_INDEX.file)
 
-# Small blocks, since a build looks for few keys; larger ones in files of more than 6 MB.
+# Small blocks, since a build looks for few keys
 TABLE_LIMITS = replace(DEFAULT_LIMITS, block_bytes=4 << 10)
 
 BLOCKS_FILE = "blocks.json"
