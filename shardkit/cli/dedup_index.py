@@ -50,8 +50,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=_sketch,
         default=DEFAULT_SKETCH,
         metavar="K",
-        help="keep the K smallest n-gram hashes of each document, or all if 0 (default: 1024, which "
-        "estimates a similarity of 0.8 with a standard deviation of 0.0125)",
+        help="keep the K smallest n-gram hashes of each document, or all if 0 (default: 1024; in longer "
+        "documents, this estimates a similarity of 0.8 with a standard deviation of 0.0125)",
     )
     add_options(parser, "shardkit.writers.index_build:build_dedup_index", replace="replace an existing index")
     add_json_argument(parser)

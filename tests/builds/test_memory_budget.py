@@ -23,7 +23,8 @@ from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.index_build import INDEX, index_tasks, publish_index
+from shardkit.writers.index_build import publish_index
+from shardkit.writers.index_files import INDEX, INDEX_TABLES, write_index
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages.flow import Build
@@ -142,10 +143,11 @@ def peaks_of(folder: Path, splits: int, *, is_traced: bool = True) -> dict[str, 
         runner = Runner(journal, engine, listener)
         inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
         documents = find_survivors(Build(inputs, runner.run))
-        tasks = index_tasks(documents, recipe.dedup.near, 64)
-        [made] = runner.run(list(tasks.values()))
-        parts, settings = [(one.folder, INDEX.result(one)) for one in made], index_settings(recipe.dedup.near)
-        publish_index(parts, folder / "index", {}, settings, sketch=64)
+        made = write_index(runner.run, documents, recipe.dedup.near, 64, limits=limits)
+        settings = index_settings(recipe.dedup.near)
+        parts = [(one.folder, INDEX.result(one)) for one in made.parts.values()]
+        tables = [(one.folder, INDEX_TABLES.result(one)) for one in made.tables.values()]
+        publish_index(parts, tables, folder / "index", {}, settings, sketch=64)
         for number, path in enumerate(sorted(folder.glob("part-*.jsonl"))):  # a word of 9, or of 90
             path.write_text(path.read_text().replace(*[(" w1", " x1"), (" w11", " x11")][number % 2]))
         near = recipe.dedup.near.model_copy(update={"against": ("index",)})

@@ -245,7 +245,7 @@ FROM_DATA = {
     *("scores", "split_rows", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
     *("split_draw", "split_fit", "split_families", "verify", "side_files", "semantic_vectors"),
 }
-FROM_INDEX = {"bands", "shingles", "near_lost", "near_kept"}
+FROM_INDEX = {"shingles"}
 
 
 def check_statements(recipe: Recipe, work: Path) -> None:

@@ -11,8 +11,8 @@ from shardkit.cli import dedup_index as verb
 from shardkit.cli.main import main
 from shardkit.writers.dedup import index as module
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import INDEX_FILE, index_settings, open_index
-from shardkit.writers.index_build import publish_index
+from shardkit.writers.dedup.index import INDEX_FILE, open_index
+from support.dedup_indexes import make_index
 from support.small_build import make_corpus
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
@@ -21,7 +21,7 @@ CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
     made_from = {"recipe_digest": "0123", "inputs": [{"source": "old [1]", "files": 2}]}
-    publish_index([], tmp_path / "index", made_from, index_settings(CONFIG))
+    make_index(tmp_path, [], CONFIG, 1024, made_from=made_from)
     return tmp_path / "index"
 
 

@@ -19,8 +19,8 @@ Document = tuple[list[int], int, int]  # stored hashes, distinct, total
 def sets_of(documents: list[Document]) -> Sets:
     rows = np.zeros(len(documents), SET)
     rows["number"] = np.arange(len(documents))
-    for row, (hashes, distinct, total) in zip(rows, documents, strict=True):
-        row["stored"], row["distinct"], row["total"] = len(hashes), distinct, total
+    for row, (_, distinct, total) in zip(rows, documents, strict=True):
+        row["distinct"], row["total"] = distinct, total
     flat = [value for hashes, _, _ in documents for value in hashes]
     offsets = np.cumsum([0, *(len(hashes) for hashes, _, _ in documents)], dtype=np.int64)
     return Sets(rows, np.array(flat, np.uint64), offsets)

@@ -6,10 +6,12 @@ import contextlib
 import io
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +24,42 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
-from shardkit.writers import index_build
+from shardkit.writers import index_build, index_files
 from shardkit.writers.dedup.blocks import PLACES
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.hubs import print_bytes
 from shardkit.writers.dedup.index import (
-    BLOCKS_FILE,
+    BANDS_OF_INDEX,
     INDEX_FILE,
-    INDEX_PART_FILES,
+    PART_FILES,
+    TABLE_FILES,
+    WORDS,
     DedupIndex,
     check_indexable,
-    index_settings,
     open_index,
 )
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.dedup.population import (
-    DOCUMENT,
     DOCUMENTS_FILE,
+    INDEXED,
+    PRINTS_FILE,
     SIGNATURES_FILE,
     Part,
     priority,
 )
-from shardkit.writers.dedup.shingle_store import (
-    SET,
-    SETS_FILE,
-    SHINGLES_FILE,
-    Sets,
-    ShingleReader,
-    ShingleWriter,
-    write_texts,
-)
 from shardkit.writers.dedup.shingle_store import TEXTS as TEXTS_RUN
-from shardkit.writers.dedup.signatures import sign_documents
-from shardkit.writers.dedup.tables import RowFile, RowsWriter
-from shardkit.writers.exchange.exchange import RunWriter, Slice
+from shardkit.writers.dedup.shingle_store import Sets, distinct_sets, indexed_rows, write_texts
+from shardkit.writers.dedup.signatures import SIGN, sign_documents
+from shardkit.writers.dedup.sketches import SKETCHES_FILE, read_sketches
+from shardkit.writers.dedup.tables import RowFile, Rows, RowsWriter
+from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter, payload_ends
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.index_build import index_part, publish_index
+from shardkit.writers.index_files import index_part
 from shardkit.writers.kernels.shingles import shingle_batch
+from support.dedup_indexes import make_index
 from support.documents import write_documents
 from support.small_build import tree
 from support.task_folders import read_run, slice_of
@@ -118,17 +116,12 @@ def made_index(
 ) -> DedupIndex:
     """An index of two splits in folder/index."""
     work = folder / f"work{len(list(folder.glob('work*')))}"
-    parts = []
+    splits = []
     for number, split in enumerate(texts):
         documents, part = signed(work / str(number), split, config)
-        task = work / str(number) / "task"
-        task.mkdir()
-        removed = NEAR if number == 0 else NONE
-        parts.append(
-            (task, index_part(Artifact(documents), Artifact(part), removed, config.minhash, sketch, task))
-        )
-    return publish_index(
-        parts, folder / "index", MADE_FROM, index_settings(config), sketch=sketch, replace=replace
+        splits.append((documents, part, NEAR if number == 0 else NONE))
+    return make_index(
+        folder, splits, config, sketch, made_from=MADE_FROM, work=work / "index", replace=replace
     )
 
 
@@ -149,49 +142,47 @@ def index(original: DedupIndex, tmp_path: Path) -> DedupIndex:
     return open_index(tmp_path / "index")
 
 
-def contents(sets: Sets) -> list[tuple[list[int], int, int]]:
-    return [
-        (sets.hashes[begin:end].tolist(), int(row["distinct"]), int(row["total"]))
-        for row, begin, end in zip(sets.rows, sets.offsets[:-1], sets.offsets[1:], strict=True)
-    ]
-
-
-def direct_sets(folder: Path, texts: Sequence[str], sketch: int | None) -> list[tuple[list[int], int, int]]:
-    folder.mkdir()
-    with ShingleWriter(folder, smallest=sketch) as writer:
-        for number, text in enumerate(texts):
-            made = shingle_batch(pa.array([text], pa.large_string()), CONFIG.minhash)
-            writer.write(np.array([number], np.uint64), *made)
-    return contents(ShingleReader([Artifact(folder)]).read(np.arange(len(texts), dtype=np.uint64)))
-
-
 @pytest.mark.parametrize("memory_bytes", [1 << 29, 10_000])
 @pytest.mark.parametrize("sketch", [64, 0])
 def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     tmp_path: Path, memory_bytes: int, sketch: int
 ) -> None:
     documents, part = signed(tmp_path / "all", TEXTS)
-    made = tmp_path / "made"
-    made.mkdir()
-    files = Artifact(documents), Artifact(part)
-    counts = index_part(*files, NEAR, CONFIG.minhash, sketch, made, memory_bytes=memory_bytes)
-    assert (counts.documents, counts.removed) == (len(STAYED), len(NEAR))
-    assert counts.bytes == sum(len(TEXTS[record]) for record in STAYED)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    path = write_records(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
-    places, copies = zip(*((STAYED.index(row), count) for row, count in COPIED.items()), strict=True)
-    sign_documents(
-        Artifact(path), Removed({}, np.array(places), np.array(copies)), CONFIG.minhash, "global", alone
-    )
-    made_files = tree(made)
-    sets = contents(ShingleReader([Artifact(made)]).read(np.arange(len(STAYED), dtype=np.uint64)))
-    assert set(made_files) == set(counts.files)
-    others = set(made_files) - {SETS_FILE, SHINGLES_FILE, BLOCKS_FILE}
-    assert {name: made_files[name] for name in others} == tree(alone)
-    assert sets == direct_sets(tmp_path / "sets", [TEXTS[record] for record in STAYED], sketch or None)
-    assert counts.sketches == sum(len(hashes) < distinct for hashes, distinct, _ in sets)
-    assert bool(counts.sketches) == bool(sketch)
+    alone = write_records(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
+    (tmp_path / "signed").mkdir()
+    sign_documents(Artifact(alone), Removed(), CONFIG.minhash, "global", tmp_path / "signed")
+    made = []
+    for name, file, signatures, removed, memory in (
+        ("made", documents, part, NEAR, memory_bytes),
+        ("alone", alone, tmp_path / "signed", NONE, 1 << 29),
+    ):
+        (folder := tmp_path / name).mkdir()
+        files, limits = (Artifact(file), Artifact(signatures)), {"memory_bytes": memory}
+        made.append(index_part(*files, removed, CONFIG.minhash, sketch, folder, banding=(8, 4), **limits))
+    assert tree(tmp_path / "made") == tree(tmp_path / "alone")
+    assert replaced(made[0], removed=0) == made[1]
+    assert (made[0].documents, made[0].removed) == (len(STAYED), len(NEAR))
+    assert made[0].bytes == sum(len(TEXTS[record]) for record in STAYED)
+    texts = pa.array([TEXTS[record] for record in STAYED], pa.large_string())
+    sets = distinct_sets(np.arange(len(STAYED), dtype=np.uint64), *shingle_batch(texts, CONFIG.minhash))
+    rows = np.load(tmp_path / "made" / DOCUMENTS_FILE)
+    assert rows["distinct"].tolist() == sets.rows["distinct"].tolist()
+    assert rows["stored"].tolist() == np.minimum(sets.rows["distinct"], sketch or 1 << 30).tolist()
+    assert made[0].sketches == int((rows["stored"] < rows["distinct"]).sum())
+    assert bool(made[0].sketches) == bool(sketch)
+    values = np.load(tmp_path / "signed" / SIGNATURES_FILE)
+    assert np.array_equal(np.load(tmp_path / "made" / PRINTS_FILE), print_bytes(values))
+
+
+def test_tables_lead_to_the_documents_of_all_parts_in_the_order_of_keys(original: DedupIndex) -> None:
+    words, bands = (table.slice(0, 1 << 64).read()[0] for table in (original.words, original.bands))
+    assert sorted(words["number"].tolist()) == list(range(original.documents))
+    assert sorted(bands["number"].tolist()) == sorted([*range(original.documents)] * 8)
+    for table, rows in ((original.words, words), (original.bands, bands)):
+        assert (rows["key"][1:] >= rows["key"][:-1]).all()
+        wanted = np.unique(np.append(rows["key"][::7], np.uint64(5)))
+        found = table.slice(0, 1 << 64).matching(wanted)
+        assert np.array_equal(found, rows[np.isin(rows["key"], wanted)])
 
 
 def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> None:
@@ -205,7 +196,7 @@ def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> N
     assert again.parts[0].folder.content != again.parts[1].folder.content
     facts = again.to_dict()
     assert (facts["sketch"], facts["parts"], facts["made_from"]) == (64, 2, MADE_FROM)
-    tables = [path for path in folder_of(original).rglob("part-*/*") if path.is_file()]
+    tables = [path for path in folder_of(original).rglob("*-0*/*") if path.is_file()]
     assert facts["stored_bytes"] == sum(path.stat().st_size for path in tables)
     again.check(CONFIG.model_copy(update={"similarity": 0.9, "small_shingles": 3}))
 
@@ -219,12 +210,11 @@ def test_the_same_documents_make_the_same_bytes(original: DedupIndex, tmp_path: 
 
 def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) -> None:
     documents, part = signed(tmp_path / "all", {0: "a b c d e f", 1: "", 2: ""}, copied={})
-    task = tmp_path / "task"
-    task.mkdir()
-    counts = index_part(Artifact(documents), Artifact(part), np.array([0]), CONFIG.minhash, 64, task)
-    index = publish_index([(task, counts)], tmp_path / "index", {}, index_settings(CONFIG), sketch=64)
+    index = make_index(tmp_path, [(documents, part, np.array([0]))], CONFIG, 64)
     assert index.documents == index.parts[0].documents == 0
-    assert list(ShingleReader([index.parts[0].folder]).tables()) == []
+    dump = write_records(tmp_path / "dump.arrow", {0: "a b c d e f"})
+    found = find_near_duplicates([dump], CONFIG, folder=tmp_path / "work", indexes=[index])
+    assert not len(found.losers)
 
 
 @pytest.mark.parametrize(
@@ -283,10 +273,12 @@ def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format=3), "is format 3, this shardkit reads formats 1 and 2"),
+        (lambda data: data.update(format=4), "is format 4, this shardkit reads format 3; make"),
         (lambda data: data.clear(), "is format None, this"),
         (lambda data: data["parts"][1].update(folder="../part-00001"), r"parts\.1\.folder: .*pattern"),
-        (lambda data: data["parts"][0]["files"].pop("keys.run"), "part-00000 does not list exactly"),
+        (lambda data: data["parts"][0]["files"].pop("prints.npy"), "part-00000 does not list exactly"),
+        (lambda data: data["tables"][0]["files"].pop("words.run"), "table-00000 does not list exactly"),
+        (lambda data: data.update(tables=[]), "lists no tables"),
         (lambda data: data["parts"][0]["files"].update({"../x": {}}), r"parts\.0\.files"),
         (lambda data: data.update(documents=-1), "documents: .*greater than or equal to 0"),
         (lambda data: data.update(documents=1), "`documents` is not the sum over the parts"),
@@ -301,16 +293,16 @@ def test_a_record_that_is_not_ours_is_refused(
 
 
 def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
-    table = folder_of(index) / "part-00001" / "signatures.npy"
+    table = folder_of(index) / "part-00001" / "prints.npy"
     data = table.read_bytes()
     table.write_bytes(data[:-1])
-    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: is 1,407 bytes, expected 1,408"):
+    with pytest.raises(BuildError, match=r"part-00001/prints.npy: is 735 bytes, expected 736"):
         open_index(folder_of(index))
     table.unlink()
-    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: cannot be read: No such file"):
+    with pytest.raises(BuildError, match=r"part-00001/prints.npy: cannot be read: No such file"):
         open_index(folder_of(index))
     table.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: has xxh3-128 [0-9a-f]{32}, expected"):
+    with pytest.raises(BuildError, match=r"part-00001/prints.npy: has xxh3-128 [0-9a-f]{32}, expected"):
         open_index(folder_of(index)).verify()
     (folder_of(index) / INDEX_FILE).write_text("{")
     with pytest.raises(BuildError, match="is not valid JSON"):
@@ -321,7 +313,7 @@ def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "read"),
-    [("keys.run", lambda file: Slice.whole(KEYS, [file]).read()), ("signatures.npy", RowFile)],
+    [("documents.npy", lambda file: Rows(file, INDEXED)), ("prints.npy", RowFile)],
 )
 def test_damage_that_is_met_while_an_index_is_used_does_not_ask_for_the_work_folder(
     index: DedupIndex, name: str, read: Callable[[Artifact], object]
@@ -343,13 +335,17 @@ def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> 
         made_index(tmp_path, texts=[TEXTS])
     assert tree(folder_of(first)) == before
     made_index(tmp_path, texts=[TEXTS], replace=True)
-    assert sorted(path.name for path in folder_of(first).iterdir()) == [INDEX_FILE, "part-00000"]
+    assert sorted(path.name for path in folder_of(first).iterdir()) == [
+        INDEX_FILE,
+        "part-00000",
+        "table-00000",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
 
 
 def test_a_damaged_index_can_be_replaced(index: DedupIndex) -> None:
     before = tree(folder_of(index))
-    (folder_of(index) / "part-00000" / "signatures.npy").write_bytes(b"")
+    (folder_of(index) / "part-00000" / "prints.npy").write_bytes(b"")
     with pytest.raises(BuildError, match="make the index again, with --replace"):
         made_index(folder_of(index).parent)
     assert tree(folder_of(made_index(folder_of(index).parent, replace=True))) == before
@@ -373,7 +369,7 @@ def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
     folder, before = folder_of(index).parent, tree(folder_of(index))
 
     def full(source: Path, target: Path) -> None:
-        if target.name == SETS_FILE:
+        if target.name == SKETCHES_FILE:
             raise OSError(28, "No space left on device", str(target))
         target.write_bytes(source.read_bytes())
 
@@ -409,10 +405,11 @@ def test_sketches_take_part_as_they_are_stored_under_numbers_of_the_population(
     found = found[once]
     described = np.load((part.folder / DOCUMENTS_FILE).path)[rows]
     assert found["priority"].tolist() == priority(described, "index").tolist()
-    copied = contents(Sets.of(found, payload))
-    assert copied == contents(ShingleReader([part.folder]).read(np.array(rows, np.uint64)))
-    assert copied == direct_sets(tmp_path / "direct", [TEXTS[STAYED[row]] for row in rows], 64)
-    assert {len(hashes) < distinct for hashes, distinct, _ in copied} == {True, False}
+    [(_, hashes)] = read_sketches(part.folder, np.array(rows))
+    assert payload.view("<u8").tolist() == hashes.tolist()
+    assert (found["size"] // 8).tolist() == described["stored"].tolist()
+    for name in ("distinct", "total"):
+        assert found[name].tolist() == described[name].tolist()
 
 
 def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:
@@ -424,10 +421,10 @@ def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:
         likes.append(" ".join([*words[:889], *(f"x{rng.getrandbits(60)}" for _ in range(111))]))
     index = made_index(tmp_path, sketch=200, texts=[{}, texts])
     part, rows = index.parts[1], np.arange(index.parts[1].documents)
-    sketches = ShingleReader([part.folder]).read(rows.astype(np.uint64))
-    kept = [text for record, text in enumerate(likes) if record not in (1, 2)]
-    direct_sets(tmp_path / "likes", kept, None)
-    whole = ShingleReader([Artifact(tmp_path / "likes")]).read(rows.astype(np.uint64))
+    [(described, hashes)] = read_sketches(part.folder, rows)
+    sketches = Sets.of(*indexed_rows(described, hashes))
+    kept = pa.array([text for record, text in enumerate(likes) if record not in (1, 2)], pa.large_string())
+    whole = distinct_sets(rows.astype(np.uint64), *shingle_batch(kept, CONFIG.minhash))
     any_similarity = CONFIG.model_copy(update={"similarity": 1e-9})
     estimated = compare_pairs(sketches, whole, rows, rows, PairRule.of(any_similarity)).jaccard
     true = 885 / (2 * 996 - 885)  # 0.7995
@@ -441,22 +438,55 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     old, new = ({n: text for n, text in texts.items() if n % 2 == side} for side in (0, 1))
     paths = [write_records(tmp_path / f"{name}.arrow", some) for name, some in (("old", old), ("new", new))]
     alone = find_near_duplicates(paths[:1], CONFIG, folder=tmp_path / "old-work")
-    parts = []
-    for number, part in enumerate(sorted((tmp_path / "old-work" / "signatures").iterdir())):
-        (task := tmp_path / f"task{number}").mkdir()
-        parts.append(
-            (
-                task,
-                index_part(Artifact(paths[0]), Artifact(part), alone.losers["row"], CONFIG.minhash, 0, task),
-            )
-        )
-    index = publish_index(parts, tmp_path / "index", {}, index_settings(CONFIG), sketch=0)
+    [part] = (tmp_path / "old-work" / "signatures").iterdir()
+    index = make_index(tmp_path, [(paths[0], part, alone.losers["row"])], CONFIG, 0)
     found = find_near_duplicates(paths[1:], CONFIG, folder=tmp_path / "new-work", indexes=[index])
     as_second = write_records(tmp_path / "second.arrow", new, source=[1] * len(new))
     together = find_near_duplicates([paths[0], as_second], CONFIG, folder=tmp_path / "both-work")
     expected = together.losers["row"][together.losers["split"] == 1].tolist()
     assert found.losers["row"].tolist() == expected
     assert 20 < found.result.decided.kept_by_index <= len(expected) < len(new)
+
+
+def test_tables_of_many_ranges_lead_to_the_same_documents(
+    original: DedupIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_files, "_TABLE_BYTES", 1000)
+    many = made_index(tmp_path)
+    assert len(many.record.tables) > 5
+    for one, other in ((original.words, many.words), (original.bands, many.bands)):
+        (rows, _), (same, _) = (table.slice(0, 1 << 64).read() for table in (one, other))
+        assert np.array_equal(rows, same)
+        assert np.array_equal(other.slice(0, 1 << 64).matching(np.unique(rows["key"])), rows)
+    dump = write_records(tmp_path / "dump.arrow", made_texts(60, seed=2) | {n: TEXTS[n] for n in STAYED[60:]})
+    found = [
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"work{at}", indexes=[index]).losers.tolist()
+        for at, index in enumerate((original, many))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) > 30
+
+
+def test_what_an_index_has_already_is_neither_signed_nor_compared(
+    original: DedupIndex, tmp_path: Path
+) -> None:
+    first = [TEXTS[record] for record in STAYED]
+    others = {200: " ".join(f"n{at}" for at in range(60)), 201: first[3].upper() + " !", 202: "…"}
+    dump = write_records(tmp_path / "dump.arrow", TEXTS | others, file="new.jsonl")
+    found = find_near_duplicates([dump], CONFIG, folder=tmp_path / "work", indexes=[original])
+    texts = [*TEXTS.values(), *others.values()]
+    words = [" ".join(text.lower().replace("!", "").split()) for text in texts]
+    known = {row for row, text in enumerate(words) if text in first}
+    assert len(STAYED) < len(known)
+    [part] = found.result.parts
+    inputs = SIGN.result(part).documents
+    assert inputs + len(known) == sum(bool(re.search(r"\w", text)) for text in texts)
+    booked = {int(row["row"]): int(row["kept"]) for row in found.losers}
+    assert {row: booked[row] - inputs for row in known} == {row: first.index(words[row]) for row in known}
+    assert found.result.counts["equal"] >= len(known)
+    assert found.result.counts["documents"] == inputs + len(known)
+    compared = np.load(tmp_path / "work" / "signatures" / part.folder.name / DOCUMENTS_FILE)["row"]
+    assert not known & set(compared.tolist())
 
 
 def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
@@ -472,7 +502,8 @@ def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
 # Made by others: sizes and hashes are stated right, the content is not.
 
 LARGE = (-1, 1 << 20, -(1 << 31))
-TABLES = {SETS_FILE: SET, KEYS.file: KEYS.dtype, DOCUMENTS_FILE: DOCUMENT}
+TABLES = {DOCUMENTS_FILE: INDEXED, WORDS.file: WORDS.dtype, BANDS_OF_INDEX.file: BANDS_OF_INDEX.dtype}
+RUNS = {table.file: table for table in (WORDS, BANDS_OF_INDEX)}
 COMPARE = """
 import shutil, sys
 from pathlib import Path
@@ -494,24 +525,29 @@ for index in sorted(folder.iterdir()):
 
 
 def written(index: DedupIndex, folder: Path, name: str, data: bytes) -> Path:
-    """A copy of the index in which a table of the first part has these bytes, as its record says."""
+    """A copy of the index in which a file of the first part or table has these bytes, as its record says."""
     shutil.copytree(folder_of(index), folder)
-    path = folder / "part-00000" / name
-    path.write_bytes(data)
+    kind = "tables" if name in RUNS else "parts"
     record = json.loads((folder / INDEX_FILE).read_text())
-    entry = {"bytes": len(data), "xxh3_128": hash_file(path, ["xxh3_128"])["xxh3_128"]}
-    record["parts"][0]["files"][name] = entry
+    listed = record[kind][0]
+    path = folder / listed["folder"] / name
+    path.write_bytes(data)
+    listed["files"][name] = {"bytes": len(data), "xxh3_128": hash_file(path, ["xxh3_128"])["xxh3_128"]}
     (folder / INDEX_FILE).write_text(json.dumps(record))
     return folder
 
 
+def file_of(index: DedupIndex, name: str) -> Path:
+    return folder_of(index) / ("table-00000" if name in RUNS else "part-00000") / name
+
+
 def with_field(index: DedupIndex, folder: Path, name: str, field: str, value: int, rows: slice) -> Path:
-    path = folder_of(index) / "part-00000" / name
-    table = read_run(path, KEYS) if name == KEYS.file else np.load(path)
+    path = file_of(index, name)
+    table = read_run(path, RUNS[name]) if name in RUNS else np.load(path)
     table[field][rows] = np.array(value).astype(TABLES[name][field].base, casting="unsafe")
     data = folder.with_name("data")
-    if name == KEYS.file:
-        with BlockWriter(data, KEYS, table.nbytes, DEFAULT_LIMITS) as writer:
+    if name in RUNS:
+        with BlockWriter(data, RUNS[name], table.nbytes, DEFAULT_LIMITS) as writer:
             writer.write(table, np.empty(0, np.uint8))
     else:
         with RowsWriter(data, table.dtype) as rows_of_table:
@@ -553,21 +589,20 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
             assert name in said
             refused[name].add(field)
     assert refused == {  # what becomes an address, and the order that follows from keys
-        SETS_FILE: {"number", "start", "stored", "distinct", "total"},
-        KEYS.file: {"key", "row"},
-        DOCUMENTS_FILE: set(),
+        DOCUMENTS_FILE: {"start", "size", "stored", "distinct", "total"},
+        WORDS.file: {"key", "number"},
+        BANDS_OF_INDEX.file: {"key", "number"},
     }
 
 
 @pytest.mark.parametrize(
     ("name", "table", "message"),
     [
-        (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected \(32,\) uint32"),
-        (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected \(32,\) uint32"),
-        (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "has 104 rows, expected 105"),
-        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table of rows in C order: shape"),
-        (SETS_FILE, np.zeros(104, SET), "sets.npy: has 104 rows, expected 105"),
-        (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: has 106 rows, expected 105"),
+        (PRINTS_FILE, np.zeros((105, 31), np.uint8), r"rows of \(31,\) uint8, expected \(32,\) uint8"),
+        (PRINTS_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected \(32,\) uint8"),
+        (PRINTS_FILE, np.zeros((104, 32), np.uint8), "has 104 rows, expected 105"),
+        (PRINTS_FILE, np.zeros((32, 105), np.uint8).T, "not a table of rows in C order: shape"),
+        (DOCUMENTS_FILE, np.zeros(106, INDEXED), "documents.npy: has 106 rows, expected 105"),
         (DOCUMENTS_FILE, np.zeros(105), "documents.npy: has rows of float64"),
     ],
 )
@@ -584,11 +619,11 @@ def test_tables_of_other_shapes_are_refused(
 @pytest.mark.parametrize(
     "header",
     [
-        b"{'descr': '<u4', 'fortran_order': False, 'shape': (1000000000000, 32)}",
-        b"{'descr': '<u4', 'fortran_order': False, 'shape': (-105, 32)}",
-        b"{'descr': '<u4', 'fortran_order': False, 'shape': ()}",
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 32)}",
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (-105, 32)}",
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': ()}",
         b"{'descr': '|O', 'fortran_order': False, 'shape': (105, 32)}",
-        b"{'descr': '<u4', 'fortran_order': False, 'shape': (105, 32}",
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (105, 32}",
         b"{'descr'",
         b"(" * 400,
     ],
@@ -596,10 +631,10 @@ def test_tables_of_other_shapes_are_refused(
 def test_headers_are_believed_only_if_the_file_has_their_bytes(
     original: DedupIndex, tmp_path: Path, header: bytes
 ) -> None:
-    data = (folder_of(original) / "part-00000" / SIGNATURES_FILE).read_bytes()
+    data = (folder_of(original) / "part-00000" / PRINTS_FILE).read_bytes()
     changed = data[:10] + header.ljust(501) + b"\n" + data[512:]
-    folder = written(original, tmp_path / "index", SIGNATURES_FILE, changed)
-    with pytest.raises(BuildError, match=r"signatures\.npy: "):
+    folder = written(original, tmp_path / "index", PRINTS_FILE, changed)
+    with pytest.raises(BuildError, match=r"prints\.npy: "):
         open_index(folder)
 
 
@@ -608,8 +643,8 @@ def test_headers_are_believed_only_if_the_file_has_their_bytes(
 def test_any_bytes_in_an_index_are_compared_or_refused(
     original: DedupIndex, dump: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from(INDEX_PART_FILES))
-    content = bytearray((folder_of(original) / "part-00000" / name).read_bytes())
+    name = data.draw(st.sampled_from((*PART_FILES, *TABLE_FILES)))
+    content = bytearray(file_of(original, name).read_bytes())
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(content) - 1))
         new = data.draw(

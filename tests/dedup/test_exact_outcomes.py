@@ -73,15 +73,13 @@ def remove(
     return remove_equal(run, EQUAL_TEXTS, KEYS, cleaned, documents, "first", memory_bytes, limits)
 
 
-def brute_force(
-    splits: list[list[Row]], *, order: Order = "first", above: int = 1 << 31
-) -> dict[Place, Place]:
+def brute_force(splits: list[list[Row]], *, order: Order = "first") -> dict[Place, Place]:
     """{loser: its winner} by one dictionary over everything."""
     groups: dict[bytes, list[tuple[tuple[int, ...], bytes, Place]]] = {}
     for split, rows in enumerate(splits):
         for at, (key, id, size, source) in enumerate(rows):
-            tier = split - len(splits) if split >= above else source
-            rank = {"first": (tier,), "longest_of_source": (tier, -size), "longest": (-size, tier)}[order]
+            first, longest = (source,), (-size, source)
+            rank = {"first": first, "longest_of_source": (source, -size), "longest": longest}[order]
             groups.setdefault(key, []).append((rank, id, (split, at)))
     return {rank[-1]: min(group)[-1] for group in groups.values() for rank in group if rank != min(group)}
 
@@ -140,7 +138,6 @@ def test_outcomes_are_those_of_a_dictionary_for_any_splits_partitions_and_memory
     count=st.integers(0, 60),
     texts=st.integers(2, 30),
     splits=st.integers(1, 5),
-    above=st.integers(0, 5),
     order=st.sampled_from(get_args(Order)),
     memory_bytes=st.sampled_from([100, 20_000, 40_000, 1 << 20]),
 )
@@ -150,7 +147,6 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
     count: int,
     texts: int,
     splits: int,
-    above: int,
     order: Order,
     memory_bytes: int,
 ) -> None:
@@ -163,7 +159,7 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
     )
     winners: dict[Place, Place] = {}
     represented: dict[Place, int] = {}
-    for found in find_copies(whole, memory_bytes, order=order, above=above):
+    for found in find_copies(whole, memory_bytes, order=order):
         lost, kept, several = (
             list(zip(rows["split"].tolist(), rows["row"].tolist(), strict=True))
             for rows in (found.lost, found.kept, found.winners)
@@ -171,7 +167,7 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
         assert not winners.keys() & set(lost)
         winners |= zip(lost, kept, strict=True)
         represented |= zip(several, found.represented.tolist(), strict=True)
-    assert winners == brute_force(cut, order=order, above=above)
+    assert winners == brute_force(cut, order=order)
     assert represented == {place: 1 + losers for place, losers in Counter(winners.values()).items()}
 
 

@@ -15,8 +15,7 @@ from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
-from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.dedup.shingle_store import distinct_sets
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.documents import write_documents
 
@@ -48,14 +47,10 @@ def pages() -> tuple[list[str], Pairs]:
     return [row["text"] for row in rows], pairs
 
 
-def test_pairs_have_exactly_the_similarity_that_was_found_elsewhere(
-    tmp_path: Path, pages: tuple[list[str], Pairs]
-) -> None:
+def test_pairs_have_exactly_the_similarity_that_was_found_elsewhere(pages: tuple[list[str], Pairs]) -> None:
     texts, pairs = pages
-    with ShingleWriter(tmp_path) as writer:
-        shingles = shingle_batch(pa.array(texts, pa.large_string()), NearDedupConfig().minhash)
-        writer.write(np.arange(len(texts), dtype=np.uint64), *shingles)
-    sets = ShingleReader([Artifact(tmp_path)]).read(np.arange(len(texts), dtype=np.uint64))
+    shingles = shingle_batch(pa.array(texts, pa.large_string()), NearDedupConfig().minhash)
+    sets = distinct_sets(np.arange(len(texts), dtype=np.uint64), *shingles)
     a, b = np.array(list(pairs), np.int64).T
     exact = np.array(list(pairs.values()))
     any_similarity = NearDedupConfig(similarity=0.01, small_similarity=0.01)

@@ -15,7 +15,7 @@ import pytest
 from reference.near import ReferenceResult, Text, reference_near
 from shardkit.hashing import hash_file
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import DedupIndex, index_settings
+from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import find_near_duplicates, remove_near
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SplitDocuments
@@ -23,7 +23,8 @@ from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Task
-from shardkit.writers.index_build import index_part, publish_index
+from support.dedup_indexes import NOTHING
+from support.dedup_indexes import make_index as index_of
 from support.documents import write_documents
 from support.task_folders import TaskFolders
 
@@ -101,15 +102,9 @@ def make_index(folder: Path, texts: list[Text], config: NearDedupConfig, sketch:
     """The index of texts none of which is like another; they keep their order."""
     folder.mkdir()
     write_texts(folder / "texts.arrow", texts, random.Random(0))
-    for name in ("part", "indexed"):
-        (folder / name).mkdir()
-    texts_file, part = Artifact(folder / "texts.arrow"), Artifact(folder / "part")
-    sign_documents(texts_file, Removed(), config.minhash, config.scope, part.path)
-    nothing = np.zeros(0, np.int64)
-    counts = index_part(texts_file, part, nothing, config.minhash, sketch, folder / "indexed")
-    return publish_index(
-        [(folder / "indexed", counts)], folder / "index", {}, index_settings(config), sketch=sketch
-    )
+    (folder / "part").mkdir()
+    sign_documents(Artifact(folder / "texts.arrow"), Removed(), config.minhash, config.scope, folder / "part")
+    return index_of(folder, [(folder / "texts.arrow", folder / "part", NOTHING)], config, sketch)
 
 
 def by_ids(texts: list[Text], result: ReferenceResult) -> IdResult:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from reference.near import reference_resolve
 from shardkit.writers.dedup.outcomes import OUTCOMES
-from shardkit.writers.dedup.population import DOCUMENTS_FILE, Kind
+from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.resolve import (
     BEATEN,
     EQUALS,
@@ -126,15 +126,15 @@ def brute_force(
     return removed | {loser: removed.get(winner, winner) for loser, winner in equal.items()}
 
 
-def read_losers(world: World, lost: Sequence[Commit], kind: Kind) -> dict[bytes, bytes]:
+def read_losers(world: World, lost: Sequence[Commit]) -> dict[bytes, bytes]:
     """{removed: kept} by ids; checks every other column."""
     found = {}
-    for number, (part, commit) in enumerate(zip(world.population.parts, lost, strict=True)):
+    for number, (_, commit) in enumerate(zip(world.inputs, lost, strict=True)):
         rows: npt.NDArray[np.void] = np.load(commit.folder / LOSERS_FILE)
         assert rows.dtype == NEAR_LOSER
         assert set(rows["split"].tolist()) <= {number}
         assert rows["row"].tolist() == sorted(set(rows["row"].tolist()))
-        for row in rows if part.kind == kind else ():
+        for row in rows:
             document = place_of(world, number, int(row["row"]))
             assert (document.text_bytes, document.copies) == (row["bytes"], row["copies"])
             found[document.id] = world.documents[int(row["kept"])].id
@@ -157,21 +157,24 @@ def check(
     """What was written is what the brute force says; returns it in ids."""
     kinds = {document.id: document.kind for document in world.documents}
     expected = brute_force(world.documents, edges, equal)
-    removed = read_losers(world, lost, "input")
+    removed = read_losers(world, lost)
     assert removed == {lo: hi for lo, hi in expected.items() if kinds[lo] == "input"}
     copies = Counter({one.id: one.copies for one in world.documents if one.kind == "input"})
     for lo, hi in removed.items():
         copies[hi] += copies.pop(lo)
+    number_of = {document.id: at for at, document in enumerate(world.documents)}
     winners = np.concatenate([np.load(commit.folder / WINNERS_FILE) for commit in kept])
     inputs = world.population.count("input")
     outcomes = [(split << 32 | row, 0, copies, 0, 0, 0.0) for split, row, copies in winners.tolist()]
-    for number, part in enumerate(world.population.parts):
-        for row in np.load(lost[number].folder / LOSERS_FILE) if part.kind == "input" else []:
+    for number, _ in enumerate(world.inputs):
+        for row in np.load(lost[number].folder / LOSERS_FILE):
             id, place = place_of(world, number, int(row["row"])).id, number << 32 | int(row["row"])
             winner, beaten = expected[id], equal.get(id, id)  # who equals a loser is beaten as that one is
             similarity = 1.0 if winner == beaten else likeness(winner, beaten)
             text, half = halves(winner)
-            text = text ^ (1 << 64) - 1 if kinds[winner] == "index" else text
+            if kinds[winner] == "index":  # numbers over all indexes, which are no content ranks
+                at = number_of[winner] - inputs
+                text, half = at ^ (1 << 64) - 1, (at + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
             outcomes.append((place, int(row["bytes"]), 0, text, half, similarity))
     written = [read_run(commit.folder / OUTCOMES.file, OUTCOMES).tolist() for commit in (*lost, *kept)]
     assert sorted(row for rows in written for row in rows) == sorted(outcomes)
@@ -191,7 +194,7 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
     inputs = [document for document in documents if document.kind == "input"]
     equal: dict[bytes, bytes] = {}
     for lo in rng.sample(inputs, len(inputs) // 6):
-        hi = rng.choice(documents)
+        hi = rng.choice(inputs)
         if hi.priority < lo.priority and hi.id not in equal and lo.id not in equal.values():
             equal[lo.id] = hi.id
     edges = {(hi, lo) for hi, lo in edges if hi not in equal and lo not in equal}
@@ -203,12 +206,13 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
         equals = write_equal(folder / "equal", world, equal, rng)
         decided, lost, kept = resolve(
             TaskFolders(folder),
-            world.population.parts,
+            world.inputs,
             verified,
             equals,
             edges=len(edges),
             equals=len(equal),
             memory_bytes=memory_bytes,
+            indexed=world.population.count("index"),
         )
         results.append((check(world, edges, equal, lost, kept), decided))
     assert results[0] == results[1]
@@ -222,10 +226,9 @@ def resolved(
     world = write_world(folder, documents, rng, splits=1)
     verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
     equals = write_equal(folder / "equal", world, equal, rng)
-    run, parts = TaskFolders(folder), world.population.parts
-    _, lost, kept = resolve(
-        run, parts, verified, equals, edges=len(edges), equals=len(equal), memory_bytes=1 << 20
-    )
+    run, indexed = TaskFolders(folder), world.population.count("index")
+    args = run, world.inputs, verified, equals
+    _, lost, kept = resolve(*args, edges=len(edges), equals=len(equal), memory_bytes=1 << 20, indexed=indexed)
     return check(world, edges, equal, lost, kept)
 
 
@@ -286,8 +289,10 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     world = write_world(tmp_path, documents, rng, splits=2)
     verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), rng, 2)
     equals = write_equal(tmp_path / "equal", world, {four: one}, rng)
-    run, parts = TaskFolders(tmp_path), world.population.parts
-    decided, *_ = resolve(run, parts, verified, equals, edges=4, equals=1, memory_bytes=1 << 20)
+    run = TaskFolders(tmp_path)
+    decided, *_ = resolve(
+        run, world.inputs, verified, equals, edges=4, equals=1, memory_bytes=1 << 20, indexed=1
+    )
     assert asdict(decided) == {
         "edges": 4,
         "equal": 1,
@@ -378,8 +383,7 @@ def test_without_documents_nobody_stands_for_any(tmp_path: Path) -> None:
     run, rng = TaskFolders(tmp_path), random.Random(0)
     verified = write_edges(tmp_path / "edges", [], rng, 1)
     equals = write_equal(tmp_path / "equal", world, {}, rng)
-    parts = world.population.parts
-    decided, *_ = resolve(run, parts, verified, equals, edges=0, equals=0, memory_bytes=1 << 20)
+    decided, *_ = resolve(run, world.inputs, verified, equals, edges=0, equals=0, memory_bytes=1 << 20)
     assert (decided.largest_group, sum(decided.groups), decided.sources) == (0, 0, {})
 
 

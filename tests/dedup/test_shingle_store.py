@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +14,23 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.population import DOCUMENTS_FILE, INDEXED
 from shardkit.writers.dedup.shingle_store import (
     SET,
-    ShingleReader,
-    ShingleWriter,
     distinct_sets,
     read_sets,
-    stored_rows,
+    set_rows,
     text_rows,
 )
 from shardkit.writers.dedup.shingle_store import TEXTS as TEXTS_RUN
+from shardkit.writers.dedup.sketches import SketchWriter, read_sketches
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.task_folders import slice_of
 
-Documents = dict[int, list[int]]  # number -> n-grams
 hashes = st.one_of(st.integers(0, 20), st.integers(0, (1 << 64) - 1))
-documents_strategy = st.dictionaries(st.integers(0, 10_000), st.lists(hashes, max_size=30), max_size=40)
-
-
-def write(folder: Path, documents: Documents, *, batch: int = 7, smallest: int | None = None) -> Path:
-    folder.mkdir()
-    numbers = sorted(documents)
-    with ShingleWriter(folder, smallest=smallest) as writer:
-        for begin in range(0, len(numbers), batch):
-            some = numbers[begin : begin + batch]
-            flat = [
-                0,
-                *(value for number in some for value in documents[number]),
-            ]  # offsets need not begin at 0
-            offsets = np.cumsum([1, *(len(documents[number]) for number in some)], dtype=np.int64)
-            writer.write(np.array(some, np.uint64), np.array(flat, np.uint64), offsets)
-    return folder
 
 
 def contents(sets: Any) -> list[tuple[int, list[int], int, int]]:
@@ -56,72 +41,103 @@ def contents(sets: Any) -> list[tuple[int, list[int], int, int]]:
     ]
 
 
-def expected(
-    documents: Documents, numbers: list[int], smallest: int | None = None
-) -> list[tuple[int, list[int], int, int]]:
-    return [
-        (n, sorted(set(documents[n]))[:smallest], len(set(documents[n])), len(documents[n])) for n in numbers
-    ]
+def write_sketches(folder: Path, documents: list[list[int]], smallest: int | None) -> npt.NDArray[np.void]:
+    """Write a part of an index with the n-grams of some documents; return its rows."""
+    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    flat = np.array([value for document in documents for value in document], np.uint64)
+    sets = distinct_sets(np.arange(len(documents), dtype=np.uint64), flat, offsets, smallest)
+    rows = np.zeros(len(documents), INDEXED)
+    rows["distinct"], rows["total"] = sets.rows["distinct"], sets.rows["total"]
+    rows["stored"] = np.diff(sets.offsets)
+    with SketchWriter(folder) as writer:
+        for at in range(len(rows)):  # one by one: places go on from the former call
+            own = sets.hashes[sets.offsets[at] : sets.offsets[at + 1]]
+            edges = np.array([0, len(own)])
+            [start], [size] = writer.write(own, edges, rows["distinct"][[at]].astype(np.int64))
+            rows["start"][at], rows["size"][at] = start, size
+    with RowsWriter(folder / DOCUMENTS_FILE, INDEXED) as table:
+        table.write(rows)
+    return rows
 
 
-def array(numbers: list[int]) -> npt.NDArray[np.uint64]:
-    return np.array(numbers, np.uint64)
+def upper(value: int, stored: int, distinct: int) -> int:
+    """The bits of a hash that an index keeps, said here again."""
+    extra = min(16, max(8, 5120 // stored - 2))
+    bits = (distinct - 1).bit_length() + extra
+    return value >> 64 - bits << 64 - bits
 
 
 @settings(max_examples=30, deadline=None)
-@given(documents_strategy, st.sampled_from([None, 2, 5]), st.integers(1, 500), st.data())
-def test_what_is_read_are_the_sets_of_what_was_written(
+@given(
+    st.lists(st.lists(hashes, min_size=1, max_size=30) | st.integers(300, 900), min_size=1, max_size=12),
+    st.sampled_from([None, 2, 5, 600]),
+    st.data(),
+)
+def test_sketches_are_the_upper_bits_of_the_smallest_n_grams(
     tmp_path_factory: pytest.TempPathFactory,
-    documents: Documents,
+    given_documents: list[list[int] | int],
     smallest: int | None,
-    chunk_bytes: int,
     data: st.DataObject,
 ) -> None:
-    folder = tmp_path_factory.mktemp("sets")
-    cut = data.draw(st.integers(0, 10_000))
-    parts = [
-        {n: v for n, v in documents.items() if n < cut},
-        {},
-        {n: v for n, v in documents.items() if n >= cut},
+    folder, rng = tmp_path_factory.mktemp("sketches"), random.Random(4)
+    documents = [
+        [rng.getrandbits(64) for _ in range(one)] if isinstance(one, int) else one for one in given_documents
     ]
-    folders = [write(folder / str(at), part, smallest=smallest) for at, part in enumerate(parts)]
-    wanted = sorted(
-        data.draw(st.sets(st.sampled_from(sorted(documents) or [0])) if documents else st.just(set()))
-    )
-    reader = ShingleReader([Artifact(path) for path in folders])
-    assert contents(reader.read(array(wanted))) == expected(documents, wanted, smallest)
-    assert reader.find(array(wanted))["number"].tolist() == wanted
-    pieces = list(reader.chunks(array(wanted), chunk_bytes))
-    assert all(len(piece.rows) == 1 or piece.hashes.nbytes <= chunk_bytes for piece in pieces)
-    assert [set_ for piece in pieces for set_ in contents(piece)] == expected(documents, wanted, smallest)
-    tables = [row["number"] for table in reader.tables(3) for row in table]
-    assert tables == sorted(documents)
+    write_sketches(folder, documents, smallest)
+    wanted = sorted(data.draw(st.sets(st.sampled_from(range(len(documents))))))
+    found: list[list[int]] = []
+    for rows, hashes in read_sketches(Artifact(folder), np.array(wanted, np.int64)):
+        edges = np.cumsum([0, *rows["stored"]])
+        found += [hashes[begin:end].tolist() for begin, end in pairwise(edges)]
+    sets = {number: sorted(set(documents[number])) for number in wanted}
+    stored = {number: own[:smallest] for number, own in sets.items()}
+    assert found == [
+        [upper(value, len(stored[number]), len(sets[number])) for value in stored[number]]
+        for number in wanted
+    ]
 
 
-def test_documents_far_apart_in_large_files_are_found(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    numbers = np.sort(rng.choice(100_000, 10_000, replace=False)).astype(np.uint64)
-    sizes = rng.integers(0, 40, len(numbers))
-    sizes[[17, 5000]] = 600_000, 9000  # more than one read, and a gap too wide to read over
-    offsets = np.cumsum([0, *sizes], dtype=np.int64)
-    values = rng.integers(0, 1 << 63, offsets[-1], dtype=np.uint64)
-    with ShingleWriter(tmp_path) as writer:
-        writer.write(numbers, values, offsets)
-    reader = ShingleReader([Artifact(tmp_path)])
-    for step in (1, 7, 4001):
-        sets = reader.read(numbers[::step])
-        for at, document in enumerate(range(0, len(numbers), step)):
-            own = np.sort(values[offsets[document] : offsets[document + 1]])
-            assert np.array_equal(sets.hashes[sets.offsets[at] : sets.offsets[at + 1]], own)
+def test_random_n_grams_take_the_stated_bits(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    documents = [[rng.getrandbits(64) for _ in range(size)] for size in [50] * 40 + [400] * 10 + [5000] * 4]
+    rows = write_sketches(tmp_path, documents, 1024)
+    for size, stored, bits in ((50, 50, 18.5), (400, 400, 12.5), (5000, 1024, 9.5)):
+        own = rows[rows["distinct"] == size]
+        assert (own["stored"] == stored).all()
+        assert abs(8 * own["size"].mean() / stored - bits) < 1
 
 
-def test_a_document_without_a_set_is_not_taken_for_another(tmp_path: Path) -> None:
-    reader = ShingleReader(
-        [Artifact(write(tmp_path / "a", {3: [1], 9: [2]})), Artifact(write(tmp_path / "b", {12: [3]}))]
-    )
-    for number in (2, 4, 10, 13):
-        with pytest.raises(BuildError, match="a document has no set"):
-            reader.read(array([number]))
+def test_rows_and_codes_that_are_not_ours_are_refused(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    documents = [[rng.getrandbits(64) for _ in range(40)] for _ in range(5)]
+    rows = write_sketches(tmp_path, documents, None)
+
+    def read() -> None:
+        for _ in read_sketches(Artifact(tmp_path), np.arange(5)):
+            pass
+
+    for name, value in (("start", -1), ("start", 1 << 40), ("size", 1 << 30), ("stored", 41), ("stored", 0)):
+        changed = rows.copy()
+        changed[name][3] = value
+        with RowsWriter(tmp_path / DOCUMENTS_FILE, INDEXED) as table:
+            table.write(changed)
+        with pytest.raises(BuildError, match=r"are outside sketches\.bin; make the index again"):
+            read()
+    for name, value in (("distinct", 1 << 30), ("size", int(rows["size"][4]) - 1)):
+        changed = rows.copy()
+        changed[name][4] = changed["total"][4] = value
+        changed["total"] = np.maximum(changed["total"], changed["distinct"])
+        with RowsWriter(tmp_path / DOCUMENTS_FILE, INDEXED) as table:
+            table.write(changed)
+        if name == "size":
+            with pytest.raises(BuildError, match=r"sketches\.bin: is not coded as its sizes say"):
+                read()
+    with RowsWriter(tmp_path / DOCUMENTS_FILE, INDEXED) as table:
+        table.write(rows)
+    codes = (tmp_path / "sketches.bin").read_bytes()
+    (tmp_path / "sketches.bin").write_bytes(bytes(len(codes)))
+    with pytest.raises(BuildError, match="is not coded as its sizes say"):
+        read()
 
 
 def test_rows_are_read_in_slices_and_a_cut_or_foreign_file_is_refused(tmp_path: Path) -> None:
@@ -176,7 +192,7 @@ def test_texts_and_stored_sets_come_back_as_the_sets_of_the_texts(
             expected += contents(sets)
             kind = kinds[number]
             if kind == "stored":
-                rows, payload = stored_rows(sets)
+                rows, payload = set_rows(sets)
             else:
                 rows, payload = text_rows(array, compress=kind == "compressed")
             rows["key"] = rows["number"] = number

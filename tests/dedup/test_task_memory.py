@@ -85,7 +85,7 @@ def signatures(folder: Path, documents: int) -> Work:
 def equal(folder: Path, documents: int, copies: int) -> Work:
     keys = keys_of(folder / KEYS.file, documents, copies)
     write_parts(folder, [("part", documents)], [])
-    return lambda made: find_equal(made, keys, Artifact(folder / STARTS_FILE), 1, MEMORY)
+    return lambda made: find_equal(made, keys, Artifact(folder / STARTS_FILE), MEMORY)
 
 
 def exact(folder: Path, documents: int, copies: int) -> Work:

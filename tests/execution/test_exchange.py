@@ -313,6 +313,44 @@ def test_memory_is_bounded_whatever_is_written_and_streamed(tmp_path: Path) -> N
     assert peak < 1.5 * (1 << 20)  # of 16 MB
 
 
+def test_rows_of_some_keys_are_found_without_reading_the_blocks_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, random = replace(DEFAULT_LIMITS, block_bytes=4096), np.random.default_rng(3)
+    runs = []
+    for number in range(2):
+        keys = np.sort(random.integers(0, 1 << 64, 100_000, dtype=np.uint64, endpoint=False))
+        keys[5000:5600] = keys[5000]  # more than a block
+        rows = rows_of(PLAIN, keys.tolist(), 100_000 * number)
+        with BlockWriter(tmp_path / f"{number}.run", PLAIN, rows.nbytes, limits) as writer:
+            writer.write(rows, np.empty(0, np.uint8))
+        runs.append(rows)
+    piece = Slice.whole(PLAIN, [Artifact(tmp_path / f"{number}.run") for number in range(2)], limits)
+    found = [
+        0,
+        *runs[0]["key"][[0, 5000, 70_000, -1]].tolist(),
+        *runs[1]["key"][[17, 99_000]].tolist(),
+        1 << 63,
+    ]
+    wanted = np.unique(np.array(found, np.uint64))
+    read = list[int]()
+    read_range = Artifact.read_range
+
+    def counted(
+        self: Artifact, start: int, stop: int, is_right: Callable[..., bool]
+    ) -> npt.NDArray[np.uint8]:
+        read.append(stop - start)
+        return read_range(self, start, stop, is_right)
+
+    monkeypatch.setattr(Artifact, "read_range", counted)
+    rows = piece.matching(wanted)
+    both = np.concatenate(runs)
+    both = both[np.argsort(both["key"], kind="stable")]
+    assert rows["value"].tolist() == both["value"][np.isin(both["key"], wanted)].tolist()
+    assert sum(read) < 2 * (65_536 + 8192) + (2 * len(wanted) + 4) * 4200 < (100_000 * 16 * 2) / 8
+    assert not len(piece.matching(np.array([], np.uint64)))
+
+
 def test_footers_stay_below_64_kib(tmp_path: Path) -> None:
     path = tmp_path / "rows.run"
     limits = Limits(block_bytes=64)

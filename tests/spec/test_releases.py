@@ -17,9 +17,10 @@ import pytest
 
 import shardkit
 from shardkit.datasets.dataset import open_dataset
+from shardkit.errors import BuildError
 from shardkit.formats.mds.index import parse_index, read_table
 from shardkit.tools.audit.logs import audit_logs
-from shardkit.writers.dedup.index import open_index
+from shardkit.writers.dedup.index import FORMAT, open_index
 from shardkit.writers.token_store import pack_store
 from spec import reader
 from spec.freeze import GOLDEN, cases, deliver, digest_of_rows
@@ -213,8 +214,13 @@ def test_traces_find_every_document_and_the_rows_of_a_step(release: Path) -> Non
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
-def test_dedup_indexes_open_whole(release: Path) -> None:
-    index = open_index(release / "dedup-index")
+def test_dedup_indexes_open_whole_or_are_to_be_made_again(release: Path) -> None:
+    folder = release / "dedup-index"
+    if json.loads((folder / "dedup-index.json").read_bytes())["format"] < FORMAT:
+        with pytest.raises(BuildError, match=r"reads format 3; make the index again$"):
+            open_index(folder)
+        return
+    index = open_index(folder)
     index.verify()
     assert {"documents": index.documents, "digest": index.digest} == expected_of(release)["dedup_index"]
 

@@ -20,7 +20,7 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
-from shardkit.writers.dedup.shingle_store import SHINGLES, ShingleReader, ShingleWriter, TextRuns, stored_rows
+from shardkit.writers.dedup.shingle_store import SHINGLES, TextRuns, distinct_sets, set_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
@@ -55,7 +55,12 @@ class World:
 
     population: Population
     documents: list[Document]
-    shingle_folders: list[Path]
+    smallest: int | None
+
+    @property
+    def inputs(self) -> list[Part]:
+        """The parts with documents of inputs."""
+        return list(self.population.parts[: self.population.inputs])
 
 
 def make_documents(rng: random.Random, count: int, *, families: int, size: int = 30) -> list[Document]:
@@ -87,7 +92,6 @@ def write_world(
     """Put documents into parts in a random way; index documents keep `smallest` hashes."""
     parts: list[Part] = []
     numbered: list[Document] = []
-    shingles: list[Path] = []
     for kind, count in zip(KINDS, (splits, 2), strict=True):
         members: list[list[Document]] = [[] for _ in range(count)]
         some = [document for document in documents if document.kind == kind]
@@ -97,14 +101,9 @@ def write_world(
             place = folder / f"part{len(parts)}"
             place.mkdir(parents=True)
             _write_documents(place, own, rng)
-            with ShingleWriter(place, smallest=smallest if kind == "index" else None) as writer:
-                for number, document in enumerate(own, len(numbered)):
-                    hashes = np.array(document.shingles, np.uint64)
-                    writer.write(np.array([number], np.uint64), hashes, np.array([0, len(hashes)]))
             parts.append(Part(Artifact(place, content=str(place)), len(own), kind))
             numbered += own
-            shingles.append(place)
-    return World(Population.of(parts), numbered, shingles)
+    return World(Population.of(parts), numbered, smallest)
 
 
 def _write_documents(folder: Path, documents: Sequence[Document], rng: random.Random) -> None:
@@ -157,11 +156,15 @@ def write_text_runs(
         place = folder / f"shingles{at}"
         place.mkdir(parents=True)
         with TextRuns(place, places.slice(start, stop), memory_bytes=memory_bytes) as runs:
-            for sets in ShingleReader([Artifact(world.shingle_folders[at])]).chunks(runs.numbers, 500):
-                described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
-                rows = described[sets.numbers.astype(np.int64) - start]
-                stored, payload = stored_rows(sets)
-                stored["priority"] = priority(rows, part.kind)
+            described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
+            for number in runs.numbers.tolist():
+                hashes = np.array(world.documents[number].shingles, np.uint64)
+                smallest = world.smallest if part.kind == "index" else None
+                edges = np.array([0, len(hashes)])
+                stored, payload = set_rows(
+                    distinct_sets(np.array([number], np.uint64), hashes, edges, smallest)
+                )
+                stored["priority"] = priority(described[[number - start]], part.kind)
                 runs.write(stored, payload)
         commits.append(commit_folder(place, "shingles", str(at)))
     return commits

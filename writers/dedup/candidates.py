@@ -1,9 +1,10 @@
 """Candidate pairs of near-duplicates: documents that share a band's key, one partition of keys at a time.
 
 The entries of a range of keys (BANDS) come from the exchange by (key, number); the documents of one key are a
-bucket. A bucket of up to `limits.documents` documents gives all pairs, a larger one (a hub) gives the pairs
-that `shardkit.writers.dedup.hubs` finds. At least one document of a pair is an input. Since inputs have the
-lowest numbers, the pairs of a bucket are each input with all documents that follow it.
+bucket, together with the documents of indexes that have the key, which are looked up for some thousand keys
+at a time (index.py). A bucket of up to `limits.documents` documents gives all pairs, a larger one (a hub)
+gives the pairs that `shardkit.writers.dedup.hubs` finds. At least one document of a pair is an input. Since
+inputs have the lowest numbers, the pairs of a bucket are each input with all documents that follow it.
 
 The set of all partitions' pairs does not depend on partitions, parts, or memory; the number of times that a
 pair repeats does.
@@ -15,7 +16,7 @@ pairs (pairs.py), and a quarter for a hub.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
+from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
+from shardkit.writers.dedup.index import IndexedKeys
 from shardkit.writers.dedup.pairs import PairWriter, run_pairs
 from shardkit.writers.dedup.population import Population, PopulationFile
 from shardkit.writers.exchange.exchange import Slice
@@ -32,6 +35,8 @@ from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
 
 _CHUNK = 1 << 14  # pairs made at a time
+
+_KEYS_AT_ONCE = 1 << 16  # keys that are looked up in indexes at a time
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -53,13 +58,20 @@ class CandidateCounts:
 def find_candidates_of(
     folder: Path,
     entries: Slice,
+    indexed: tuple[IndexedKeys, ...],
     population: PopulationFile,
     similarity: Annotated[float, RecipeKey("dedup.near.similarity")],
     memory_bytes: MemoryBytes,
 ) -> CandidateCounts:
     """Write the candidate pairs among documents that share a band key, for one range of keys."""
-    loaded = population.load()
-    return find_candidates(entries, loaded, folder, similarity=similarity, memory_bytes=memory_bytes)
+    return find_candidates(
+        entries,
+        population.load(),
+        folder,
+        similarity=similarity,
+        indexed=indexed,
+        memory_bytes=memory_bytes,
+    )
 
 
 CANDIDATES = Stage("candidates", "near-duplicates", find_candidates_of, cost=8)
@@ -72,17 +84,22 @@ def find_candidates(
     *,
     similarity: float,
     limits: HubLimits | None = None,
+    indexed: Sequence[IndexedKeys] = (),
     memory_bytes: int = 256 << 20,
 ) -> CandidateCounts:
-    """Write the candidate pairs of one range of band keys into `folder`; `entries` are its rows of BANDS."""
+    """Write the candidate pairs of one range of band keys into `folder`; `entries` are its rows of BANDS.
+
+    `indexed` are the rows of BANDS_OF_INDEX of this range.
+    """
     limits = limits or HubLimits()
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
     hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
     with PairWriter(folder, int(population.starts[-1]), run_pairs=run_pairs(memory_bytes // 4)) as writer:
         for rows in _whole_keys(entries, memory_bytes // 4):
             counts["entries"] += len(rows)
-            numbers, edges = _buckets(rows)
-            _add_buckets(population, numbers, edges, limits, hubs, writer, counts)
+            for some in _with_indexed(rows, indexed) if indexed else [rows]:
+                numbers, edges = _buckets(some)
+                _add_buckets(population, numbers, edges, limits, hubs, writer, counts)
     return CandidateCounts(**counts, bounded=hubs.bounded, pairs=writer.pairs)
 
 
@@ -96,6 +113,26 @@ def _whole_keys(entries: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.vo
         held.append(rows)
     if held:
         yield np.concatenate(held)
+
+
+def _with_indexed(
+    rows: npt.NDArray[np.void], indexed: Sequence[IndexedKeys]
+) -> Iterator[npt.NDArray[np.void]]:
+    """Yield the rows with those of indexes that have the same keys, some keys at a time."""
+    keys = np.ascontiguousarray(rows["key"])
+    starts = np.flatnonzero(np.concatenate([np.ones(1, np.bool_), keys[1:] != keys[:-1]]))
+    for first in range(0, len(starts), _KEYS_AT_ONCE):
+        some = starts[first : first + _KEYS_AT_ONCE]
+        stop = int(starts[first + len(some)]) if first + len(some) < len(starts) else len(rows)
+        pieces = [rows[int(some[0]) : stop]]
+        for index in indexed:
+            found = index.matching(keys[some])
+            entries = np.empty(len(found), BANDS.dtype)
+            entries["key"] = found["key"]
+            entries["number"] = found["number"].astype(np.uint64) + np.uint64(index.first)
+            pieces.append(entries)
+        both = np.concatenate(pieces)
+        yield both[np.argsort(both["key"], kind="stable")]
 
 
 def _buckets(rows: npt.NDArray[np.void]) -> tuple[Numbers, npt.NDArray[np.int64]]:

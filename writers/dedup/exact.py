@@ -48,8 +48,6 @@ WEIGHTED_KEYS = Table(
     origin="split",
 )
 
-_NO_SPLIT = 1 << 31
-
 Order = Literal["first", "longest_of_source", "longest"]
 
 _Rows = npt.NDArray[np.void]
@@ -131,13 +129,10 @@ def _most_rows(memory_bytes: int) -> int:
     return max(1, memory_bytes // 8 // _PEAK_BYTES_PER_ROW_RANKED)
 
 
-def find_copies(
-    keys: Slice, memory_bytes: int, *, order: Order = "first", above: int = _NO_SPLIT
-) -> Iterator[Copies]:
+def find_copies(keys: Slice, memory_bytes: int, *, order: Order = "first") -> Iterator[Copies]:
     """Yield the copies in a partition, some keys at a time; a key's losers are in the order (split, row).
 
-    Takes three quarters of the memory. Documents with a split number of `above` or more (those of indexes)
-    win over all others; among them, the lowest split number wins.
+    Takes three quarters of the memory.
     """
     carried, decided = np.empty(0, keys.table.dtype), None
     for batch in row_batches(keys, memory_bytes):
@@ -146,16 +141,16 @@ def find_copies(
         last = int(rows["key"][-1]) if len(rows) else 0
         begin = int(np.searchsorted(rows["key"], np.uint64(last)))
         carried = rows[begin:]  # the next batch may have more of this key
-        yield _copies(rows[:begin], order, above)
+        yield _copies(rows[:begin], order)
         if len(carried) > _most_rows(memory_bytes):
-            yield from _copies_of_one(keys.within(last, last + 1), memory_bytes, order, above)
+            yield from _copies_of_one(keys.within(last, last + 1), memory_bytes, order)
             carried, decided = carried[:0], np.uint64(last)
-    yield _copies(carried, order, above)
+    yield _copies(carried, order)
 
 
-def _copies(rows: _Rows, order: Order, above: int) -> Copies:
+def _copies(rows: _Rows, order: Order) -> Copies:
     """Return the copies among rows, which must contain all rows of their keys."""
-    chosen, winners = rank_copies(_with_sources(rows, above), order=order)
+    chosen, winners = rank_copies(rows, order=order)
     lost = np.flatnonzero(winners != np.arange(len(chosen)))
     lost = lost[np.argsort(chosen[lost])]
     first, groups = np.unique(winners[lost], return_inverse=True)
@@ -164,7 +159,7 @@ def _copies(rows: _Rows, order: Order, above: int) -> Copies:
     return Copies(rows[chosen[lost]], rows[chosen[winners[lost]]], rows[chosen[first]], represented)
 
 
-def _copies_of_one(keys: Slice, memory_bytes: int, order: Order, above: int) -> Iterator[Copies]:
+def _copies_of_one(keys: Slice, memory_bytes: int, order: Order) -> Iterator[Copies]:
     """Yield the copies among rows with the same first half of the key, in limited memory.
 
     Reads the rows twice. Since the caller is still reading ahead, this reads ahead half as much.
@@ -173,7 +168,7 @@ def _copies_of_one(keys: Slice, memory_bytes: int, order: Order, above: int) -> 
     for batch in row_batches(keys, memory_bytes // 2):  # one winner per second half of the key
         rows = np.concatenate([winners, batch])
         counts = np.concatenate([represented, _weights(batch)])
-        ranked, is_copy = _ranked(_with_sources(rows, above), order)
+        ranked, is_copy = _ranked(rows, order)
         starts = np.flatnonzero(~is_copy)
         winners, represented = rows[ranked[starts]], np.add.reduceat(counts[ranked], starts)
     nothing, none = winners[:0], represented[:0]
@@ -183,11 +178,3 @@ def _copies_of_one(keys: Slice, memory_bytes: int, order: Order, above: int) -> 
         yield Copies(batch[is_lost], kept[is_lost], nothing, none)
     several = represented > _weights(winners)
     yield Copies(nothing, nothing, winners[several], represented[several])
-
-
-def _with_sources(rows: _Rows, above: int) -> _Rows:
-    is_above = rows["split"] >= above
-    if is_above.any():
-        rows = rows.copy()
-        rows["source"][is_above] = rows["split"][is_above] - np.int64(_NO_SPLIT)
-    return rows

@@ -51,7 +51,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Population, priority
+from shardkit.writers.dedup.population import (
+    DOCUMENTS_FILE,
+    PRINTS_FILE,
+    SIGNATURES_FILE,
+    Population,
+    priority,
+)
 from shardkit.writers.dedup.tables import RowFile, read_header
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.sorting import argsort_keys
@@ -69,12 +75,17 @@ _PAIRS = np.uint64(0x00FF00FF00FF00FF)
 _ONES = np.uint64(0x0001000100010001)
 
 
-def make_prints(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """Return the prints (one byte per value), uint64[n, words], of signatures, uint32[n, permutations]."""
-    count, permutations = signatures.shape
-    prints = np.zeros((count, -(-permutations // 8) * 8), np.uint8)
+def print_bytes(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+    """Return one byte per value of signatures, uint8[n, permutations], as an index stores them."""
     # The product's upper byte depends on all bits of the value, also of small values (Fibonacci hashing).
-    prints[:, :permutations] = signatures * np.uint32(0x9E3779B1) >> np.uint32(24)
+    return (signatures * np.uint32(0x9E3779B1) >> np.uint32(24)).astype(np.uint8)
+
+
+def make_prints(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return the prints, uint64[n, words], of signatures or of their `print_bytes`."""
+    count, permutations = values.shape
+    prints = np.zeros((count, -(-permutations // 8) * 8), np.uint8)
+    prints[:, :permutations] = values if values.dtype == np.uint8 else print_bytes(values)
     return prints.view("<u8")
 
 
@@ -326,7 +337,7 @@ class HubSearch:
         self._limits = limits
         self._memory_bytes = memory_bytes
         parts = len(population.parts)
-        self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, SIGNATURES_FILE)}
+        self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, SIGNATURES_FILE, PRINTS_FILE)}
 
     def pairs(self, numbers: Numbers) -> Iterator[Pairs]:
         """Yield arrays (a, b), a < b, of pairs among these ascending document numbers; pairs may repeat."""
@@ -354,7 +365,8 @@ class HubSearch:
         order = np.argsort(numbers)
         found: npt.NDArray[np.uint64] | None = None
         for part, rows, places in self._by_part(numbers[order]):
-            prints = make_prints(self._file(part, SIGNATURES_FILE).read(rows))
+            is_input = self._population.parts[part].kind == "input"
+            prints = make_prints(self._file(part, SIGNATURES_FILE if is_input else PRINTS_FILE).read(rows))
             if found is None:
                 found = np.empty((len(numbers), prints.shape[1]), np.uint64)
             found[order[places]] = prints
@@ -362,7 +374,7 @@ class HubSearch:
         return found
 
     def permutations(self, number: np.uint64) -> int:
-        """Return the number of values in this document's signature, which is the same for all documents."""
+        """Return the number of values in the signature of an input, which is the same for all documents."""
         part = int(self._population.locate(np.array([number]))[0][0])
         return self._file(part, SIGNATURES_FILE).row_shape[0]
 

@@ -1,27 +1,36 @@
 """The dedup index of a corpus, against which later builds remove near-duplicates without having its texts.
 
     dedup-index.json   settings, counts, sources, and each file's size and xxh3-128; written last
-    part-00000/…       for each split a part (population.py, signatures.py) of the documents that stayed,
-                       `row` being the row in this part, and their n-grams (shingle_store.py), numbered from 0
-    part-…/blocks.json the xxh3-64 of the blocks of these files, which check ranges when they are read
+    part-00000/…       for each split a part (population.py) of the documents that stayed:
+      documents.npy    INDEXED: priority, sizes, and the place of the sketch
+      prints.npy       uint8[n, permutations]: a byte of each value of the signature, for hubs (hubs.py)
+      sketches.bin     the n-grams (sketches.py)
+    table-00000/…      for each range of keys what leads to the documents of all parts:
+      words.run        WORDS: the keys of their words
+      bands.run        BANDS_OF_INDEX: the keys of their bands
+    …/blocks.json      the xxh3-64 of the blocks of these files, which check ranges when they are read
 
-An index is a folder, or the copy of one in a store, where tasks read ranges of its parts without a local
-copy. An index of format 1 has no blocks.json, so it must be a folder. It also has band keys, which nothing
-reads, and its word keys are not stored as a run: a task makes one (`key_runs`).
+An index is a folder, or the copy of one in a store; tasks read ranges of it, without a local copy. A build
+reads those blocks of 4 KiB of the tables that can have its own keys: first of words, with which documents
+that are in the index go before anything else is done for them (known.py); then, of the bands of the others,
+candidates; and of these the rows of the parts. So a build costs what its own documents cost, and at most a
+pass over the tables: 20 bytes for words and 168 for 14 bands, a document of the index.
 
-Only the `sketch` smallest hashes of each set are stored, so that the index's size does not grow with the
-texts. A document with no more distinct n-grams than that is compared exactly; for others the similarity s is
-an unbiased estimate (compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 for
-s = 0.8 and sketch = 1,024. By default a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to
-8 KiB.
+Only the `sketch` smallest n-grams of each document are stored, so that the index's size does not grow with
+the texts. Of a document with no more distinct n-grams than that, only hashes are shortened: in a hundredth of
+the pairs of long web pages, an n-gram is taken for another one (compare.py). For others the
+similarity s is an unbiased estimate (compare.py) whose standard deviation is at most sqrt(s (1 - s) /
+sketch): 0.0125 for s = 0.8 and sketch = 1,024. By default a document takes 344 bytes, and 9.5 to 18.5 bits
+for each distinct n-gram, up to 1.3 KB.
 
 An index may come from an untrusted source. Opening it checks the size of each table, and the number of rows:
 in a folder by the table's header, in a store by the table's size. Stages check the numbers they read from it
 before compiled code uses them as addresses.
 
-It appears whole or not at all (index_build.py), and its bytes depend on the documents and settings alone.
+It appears whole or not at all (../index_build.py), and its bytes depend on the documents and settings alone.
 Signatures are comparable only if settings, Unicode version and hash functions are the same;
-`DedupIndex.check` names the differences.
+`DedupIndex.check` names the differences. Indexes of formats 1 and 2, of versions up to 0.2, must be made
+again.
 """
 
 from __future__ import annotations
@@ -51,32 +60,30 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.population import (
-    DOCUMENT,
-    DOCUMENTS_FILE,
-    SIGNATURES_FILE,
-    Part,
-)
-from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE
+from shardkit.writers.dedup.exact import partition_bounds
+from shardkit.writers.dedup.population import DOCUMENTS_FILE, INDEXED, PRINTS_FILE, Part
 from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, sign_batch
-from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows
-from shardkit.writers.exchange.exchange import RunWriter, Segment
+from shardkit.writers.dedup.sketches import SKETCHES_FILE
+from shardkit.writers.dedup.tables import HEADER_BYTES, RowFile, Rows
+from shardkit.writers.exchange.exchange import Exchanged, Segment, Slice, Table
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.checked_ranges import CheckedRanges
-from shardkit.writers.execution.commit import BLOCK_BYTES, Commit, Output, block_hashes
-from shardkit.writers.execution.digests import MemoryBytes
-from shardkit.writers.execution.stage import RunTasks, Stage
+from shardkit.writers.execution.checked_ranges import CheckedRanges, get_checked
+from shardkit.writers.execution.commit import BLOCK_BYTES, Output, block_hashes
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
 
-INDEX_PART_FILES = (
-    DOCUMENTS_FILE,
-    SIGNATURES_FILE,
-    KEYS.file,
-    SETS_FILE,
-    SHINGLES_FILE,
-)
+# key: the first half of the hash of a document's words; `low`: the second half; `number` is over all parts
+WORDS = Table("words.run", np.dtype([("key", "<u8"), ("low", "<u8"), ("number", "<u4")]))
+
+BANDS_OF_INDEX = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u4")]))
+
+PART_FILES = (DOCUMENTS_FILE, PRINTS_FILE, SKETCHES_FILE)
+
+TABLE_FILES = (WORDS.file, BANDS_OF_INDEX.file)
+
+# Small blocks, since a build looks for few keys
+TABLE_LIMITS = replace(DEFAULT_LIMITS, block_bytes=4 << 10)
 
 BLOCKS_FILE = "blocks.json"
 
@@ -84,20 +91,9 @@ _COPY_BYTES = 16 << 20
 
 INDEX_FILE = "dedup-index.json"
 
-FORMAT = 2
+FORMAT = 3
 
-_KEYS_OF_FORMAT_1 = "keys.npy"
-
-_FILES_OF_FORMAT_1 = {*INDEX_PART_FILES, _KEYS_OF_FORMAT_1, "bands.bin", "bands.npy"} - {KEYS.file}
-
-_ROWS_OF_FORMAT_1 = 1 << 18  # rows per run of keys; `place` is a row number within its run
-
-_KEY_OF_FORMAT_1 = np.dtype(
-    [
-        *(("high", "<u8"), ("low", "<u8"), ("id", "u1", (16,))),
-        *(("bytes", "<i8"), ("source", "<i4"), ("place", "<u4")),
-    ]
-)
+MOST_DOCUMENTS = 1 << 32  # `number` of the tables has 32 bits
 
 SKETCH = 1024  # default number of hashes stored per document
 
@@ -117,22 +113,25 @@ class _File(StrictModel):
     xxh3_128: str
 
 
-class _Part(StrictModel):
-    folder: Annotated[str, Field(pattern=r"^part-[0-9a-f]{5,32}$")]
-    documents: Count
-    bytes: Count
+class _Table(StrictModel):
+    folder: Annotated[str, Field(pattern=r"^(part|table)-[0-9a-f]{5,32}$")]
     files: dict[str, _File]
 
     @property
     def digest(self) -> str:
-        """The digest of the part's tables."""
+        """The digest of the files."""
         return digest_of({name: file.xxh3_128 for name, file in self.files.items()})
 
 
-class IndexRecord(StrictModel):
-    """The contents of dedup-index.json."""
+class _Part(_Table):
+    documents: Count
+    bytes: Count
 
-    format: Literal[1, 2]
+
+class IndexRecord(StrictModel):
+    """The contents of dedup-index.json. The tables have equal ranges of keys, in order."""
+
+    format: Literal[3]
     shardkit_version: str
     settings: dict[str, Any]
     sketch: Count
@@ -140,6 +139,12 @@ class IndexRecord(StrictModel):
     bytes: Count
     made_from: dict[str, Any]
     parts: list[_Part]
+    tables: list[_Table]
+
+    @property
+    def folders(self) -> Sequence[_Table]:
+        """The parts and the tables."""
+        return [*self.parts, *self.tables]
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,24 @@ class DedupIndex:
         """The parts of the index in order."""
         return [Part(self._folder(part), part.documents, "index") for part in self.record.parts]
 
-    def _folder(self, part: _Part) -> Artifact:
+    @cached_property
+    def words(self) -> Exchanged:
+        """The WORDS of all documents."""
+        return self._table(WORDS)
+
+    @cached_property
+    def bands(self) -> Exchanged:
+        """The BANDS_OF_INDEX of all documents."""
+        return self._table(BANDS_OF_INDEX)
+
+    def _table(self, table: Table) -> Exchanged:
+        segments = []
+        for number, listed in enumerate(self.record.tables):
+            file, edges = listed.files[table.file], partition_bounds(number, len(self.record.tables))
+            segments.append(Segment(self._folder(listed) / table.file, file.bytes, file.xxh3_128, *edges))
+        return Exchanged(table, [tuple(segments)], TABLE_LIMITS)
+
+    def _folder(self, part: _Table) -> Artifact:
         if isinstance(self.location, Path):
             return Artifact(self.location / part.folder, content=part.digest, remedy=_REMEDY)
         sizes = tuple(sorted((name, file.bytes) for name, file in part.files.items()))
@@ -181,16 +203,16 @@ class DedupIndex:
     @property
     def stored_bytes(self) -> int:
         """The total size of the index's tables on disk, in bytes."""
-        return sum(file.bytes for part in self.record.parts for file in part.files.values())
+        return sum(file.bytes for folder in self.record.folders for file in folder.files.values())
 
     @cached_property
     def digest(self) -> str:
         """The digest of the settings and of every table, which identifies the index as an input of tasks."""
         record = self.record.model_dump(mode="json")
-        if record["format"] > 1:  # the names of the parts' folders are not content
-            for part in record["parts"]:
-                del part["folder"]
-        return digest_of([record["format"], record["settings"], record["sketch"], record["parts"]])
+        folders = [*record["parts"], *record["tables"]]
+        for folder in folders:
+            del folder["folder"]  # its name is not content
+        return digest_of([record["format"], record["settings"], record["sketch"], folders])
 
     def check(self, config: NearDedupConfig, key: str = "dedup.near.against") -> None:
         """Raise RecipeError with all differences, after `key`, if a recipe's settings differ."""
@@ -212,9 +234,9 @@ class DedupIndex:
     def verify(self) -> None:
         """Check the bytes of all files. Raises BuildError with the first file that differs from its hash."""
         files = [
-            (self._folder(part) / name, file)
-            for part in self.record.parts
-            for name, file in sorted(part.files.items())
+            (self._folder(folder) / name, file)
+            for folder in self.record.folders
+            for name, file in sorted(folder.files.items())
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
             hashes = pool.map(lambda entry: _hash_of(entry[0]), files)
@@ -226,7 +248,7 @@ class DedupIndex:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the index's record as plain data, with the number of parts instead of the parts."""
-        record = self.record.model_dump(mode="json", exclude={"parts"})
+        record = self.record.model_dump(mode="json", exclude={"parts", "tables"})
         return {
             "location": str(self.location),
             **record,
@@ -236,41 +258,44 @@ class DedupIndex:
         }
 
 
-def key_runs(run: RunTasks, indexes: Sequence[DedupIndex], memory_bytes: int) -> list[Commit | Segment]:
-    """Return the KEYS run of each part of all indexes, to be read through an exchange."""
-    found: list[Commit | Segment] = []
+@dataclass(frozen=True, slots=True)
+class IndexedKeys:
+    """Rows of WORDS or BANDS_OF_INDEX of one index, whose first document has the number `first`.
+
+    It is plain data, to be an argument of a task.
+    """
+
+    keys: Slice
+    first: int
+    documents: int
+
+    def matching(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.void]:
+        """Return the rows with these strictly ascending keys, in order, reading few others.
+
+        Raises BuildError if one has the number of no document (damaged index).
+        """
+        found = self.keys.matching(keys)
+        if found["number"].max(initial=0) >= max(1, self.documents):
+            raise BuildError(
+                f"dedup.near.against: {self.keys.runs[0][0].file}: refers to a document that is not in the "
+                "index; make the index again"
+            )
+        return found
+
+
+def keys_of(
+    indexes: Sequence[DedupIndex], table: Table, first: int, start: int, stop: int
+) -> tuple[IndexedKeys, ...]:
+    """Return the rows of `table` (WORDS or BANDS_OF_INDEX) with keys in [start, stop) of each index.
+
+    `first` is the number of the first document of the first index.
+    """
+    found = []
     for index in indexes:
-        parts = list(zip(index.parts, index.record.parts, strict=True))
-        if index.record.format == 1:
-            tasks = []
-            for number, (part, listed) in enumerate(parts, len(found)):
-                content = listed.files[_KEYS_OF_FORMAT_1].xxh3_128
-                keys = replace(part.folder / _KEYS_OF_FORMAT_1, content=content)
-                tasks.append(INDEX_KEYS.task(f"{number:05d}", 0, keys, memory_bytes))
-            found += run(tasks)[0]
-        else:
-            for part, listed in parts:
-                file = listed.files[KEYS.file]
-                found.append(Segment(part.folder / KEYS.file, file.bytes, file.xxh3_128, 0, 1 << 64))
-    return found
-
-
-def _make_key_run(folder: Path, keys: Artifact, memory_bytes: MemoryBytes) -> None:
-    """Write the word keys of a part of an index of format 1 as a run."""
-    table = Rows(keys, _KEY_OF_FORMAT_1)
-    with RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2) as writer:
-        for start in range(0, len(table), CHUNK_ROWS):
-            stored = table.read(start, min(start + CHUNK_ROWS, len(table)))
-            rows = np.zeros(len(stored), KEYS.dtype)
-            rows["key"], rows["low"] = stored["high"], stored["low"]
-            rows["id"] = np.ascontiguousarray(stored["id"]).view(">u8")
-            rows["row"] = stored["place"] + np.uint32(start // _ROWS_OF_FORMAT_1 * _ROWS_OF_FORMAT_1)
-            for name in ("bytes", "source"):
-                rows[name] = stored[name]
-            writer.write(rows)
-
-
-INDEX_KEYS = Stage("index_keys", "near-duplicates", _make_key_run)
+        rows = (index.words if table == WORDS else index.bands).slice(start, stop)
+        found.append(IndexedKeys(rows, first, index.documents))
+        first += index.documents
+    return tuple(found)
 
 
 def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupConfig:
@@ -326,8 +351,8 @@ def open_index(location: Path | str, storage: StorageOptions | None = None) -> D
     except OSError as error:
         raise BuildError(f"{file}: cannot be read: {error.strerror}; {_MAKES}") from None
     record = _parse(str(file), data)
-    for part in record.parts:
-        _check_sizes(path, part)
+    for folder in record.folders:
+        _check_sizes(path, folder)
     with ThreadPoolExecutor(_THREADS) as pool:  # one by one takes long on a network disk
         list(pool.map(lambda part: _check_rows(path, part, record.settings), record.parts))
     return DedupIndex(path, record)
@@ -338,22 +363,18 @@ def _open_stored(url: str, storage: StorageOptions | None) -> DedupIndex:
     try:
         store = connect(url, storage)
         record = _parse(where, store.get(INDEX_FILE))
-        if record.format == 1:
-            raise BuildError(
-                f"{where}: an index of format 1 can only be read from a local folder; copy it to a disk, or "
-                "make the index again"
-            )
-        present = {info.key: info.bytes for info in store.list("part-")}
+        present = {info.key: info.bytes for info in store.list()}
     except ObjectNotFoundError:
         raise BuildError(f"{where}: does not exist; {_MAKES}") from None
     except StoreError as error:
         raise BuildError(f"{where}: cannot be read: {error}") from error
-    for part in record.parts:
-        for name, file in part.files.items():
-            key = f"{part.folder}/{name}"
+    for folder in record.folders:
+        for name, file in folder.files.items():
+            key = f"{folder.folder}/{name}"
             if present.get(key) != file.bytes:
                 found = "is missing" if key not in present else f"is {present[key]:,} bytes long"
                 raise BuildError(f"{url}/{key}: {found}, expected {file.bytes:,} bytes; make the index again")
+    for part in record.parts:
         _check_row_bytes(url, part, record.settings)
     return DedupIndex(url, record, storage)
 
@@ -367,9 +388,9 @@ def _parse(file: str, text: bytes) -> IndexRecord:
     except ValueError as error:
         raise BuildError(f"{file}: is not valid JSON: {error}; make the index again") from None
     version = data.get("format") if isinstance(data, dict) else None
-    if version not in (1, FORMAT):
+    if version != FORMAT:
         raise BuildError(
-            f"{file}: is format {version!r}, this shardkit reads formats 1 and {FORMAT}; make the index again"
+            f"{file}: is format {version!r}, this shardkit reads format {FORMAT}; make the index again"
         )
     try:
         record = IndexRecord.model_validate(data)
@@ -379,16 +400,19 @@ def _parse(file: str, text: bytes) -> IndexRecord:
         raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
     if record.documents != sum(part.documents for part in record.parts):
         raise BuildError(f"{file}: `documents` is not the sum over the parts; make the index again")
-    names = {*INDEX_PART_FILES, BLOCKS_FILE} if record.format > 1 else _FILES_OF_FORMAT_1
-    for part in record.parts:
-        if set(part.files) != names:
-            raise BuildError(
-                f"{file}: {part.folder} does not list exactly the files of an index; make the index again"
-            )
+    if record.documents > MOST_DOCUMENTS:
+        raise BuildError(f"{file}: has more than {MOST_DOCUMENTS:,} documents; make the index again")
+    for folders, names in ((record.parts, PART_FILES), (record.tables, TABLE_FILES)):
+        for folder in folders:
+            if set(folder.files) != {*names, BLOCKS_FILE}:
+                problem = f"{folder.folder} does not list exactly the files of an index"
+                raise BuildError(f"{file}: {problem}; make the index again")
+    if not record.tables:
+        raise BuildError(f"{file}: lists no tables; make the index again")
     return record
 
 
-def _check_sizes(path: Path, part: _Part) -> None:
+def _check_sizes(path: Path, part: _Table) -> None:
     for name, file in part.files.items():
         table = path / part.folder / name
         try:
@@ -402,14 +426,13 @@ def _check_sizes(path: Path, part: _Part) -> None:
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
     """Check that every table has one row per document, since document numbers are used as row indexes."""
     folder = Artifact(path / part.folder, remedy=_REMEDY)
-    tables = {DOCUMENTS_FILE: DOCUMENT, SETS_FILE: SET}
-    found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
-    signatures = RowFile(folder / SIGNATURES_FILE)
+    prints = RowFile(folder / PRINTS_FILE)
     width = settings.get("minhash", {}).get("permutations")
-    if signatures.dtype != np.dtype("<u4") or signatures.row_shape != (width,):
-        problem = f"has rows of {signatures.row_shape} {signatures.dtype}, expected ({width},) uint32"
-        raise BuildError(f"{folder / SIGNATURES_FILE}: {problem}; make the index again")
-    for name, rows in (found | {SIGNATURES_FILE: signatures.rows}).items():
+    if prints.dtype != np.dtype("u1") or prints.row_shape != (width,):
+        problem = f"has rows of {prints.row_shape} {prints.dtype}, expected ({width},) uint8"
+        raise BuildError(f"{folder / PRINTS_FILE}: {problem}; make the index again")
+    found = {DOCUMENTS_FILE: len(Rows(folder / DOCUMENTS_FILE, INDEXED)), PRINTS_FILE: prints.rows}
+    for name, rows in found.items():
         if rows != part.documents:
             raise BuildError(
                 f"{folder / name}: has {rows:,} rows, expected {part.documents:,}; make the index again"
@@ -427,8 +450,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None:
     """Check that each table in a store has the size of one row per document; `Rows` checks headers later."""
     width = settings.get("minhash", {}).get("permutations")
-    sizes = {DOCUMENTS_FILE: DOCUMENT.itemsize, SETS_FILE: SET.itemsize}
-    sizes[SIGNATURES_FILE] = 4 * (width if isinstance(width, int) else 0)
+    sizes = {DOCUMENTS_FILE: INDEXED.itemsize, PRINTS_FILE: width if isinstance(width, int) else 0}
     for name, size in sizes.items():
         expected = HEADER_BYTES + part.documents * size
         if part.files[name].bytes != expected:
@@ -460,11 +482,14 @@ class _StoredPart:
         return open_object(ranges, info, first_bytes=1)
 
     def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes:
-        ranges, info = self._ranges(path)
-        data = ranges.get(info.key, start, stop)[: stop - start]
-        if len(data) < stop - start or not is_right(data):
-            raise self._damaged(info.key)
-        return data
+        # Not by blocks.json: runs have hashes of their own blocks, which are smaller.
+        def is_whole(data: bytes) -> bool:
+            return len(data) == stop - start and is_right(data)
+
+        def damaged() -> None:
+            raise self._damaged(path.name)
+
+        return get_checked(_store(self.url, self.storage), path.name, (start, stop), is_whole, damaged)
 
     def borrow(self, path: Path) -> Path:
         """Copy a file into a temporary file, which the caller removes."""

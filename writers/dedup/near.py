@@ -3,14 +3,18 @@
 `remove_near` runs all stages in order; a build calls it between exact removal and tokenizing.
 `find_near_duplicates` does the same for any files of documents.
 
-    signatures  split -> its part of the population
+    word_keys   split -> keys of its documents' words, if there is an index (known.py)
+    known       range of these keys, and those of indexes -> documents that are in an index already
+    signatures  split -> its part of the population, without these
     equal       range of word keys -> documents with the same words as another
     bands       part -> band keys of the other documents
-    candidates  range of band keys -> pairs
+    candidates  range of band keys, and those of indexes -> pairs
     near_blocks range of documents: their pairs -> blocks of pairs of documents that are alike (blocks.py)
     shingles    part, and the blocks of its documents -> texts or sets of n-grams, sent to blocks
     verify      block of pairs, and the texts of their documents -> edges
     near        edges -> removed documents (its stages are in shardkit.writers.dedup.resolve: near_equal, …)
+
+No stage has a task that reads an index as a whole (index.py).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import BuildError, warn_user
+from shardkit.errors import warn_user
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import BANDS
@@ -33,7 +37,8 @@ from shardkit.writers.dedup.candidates import CANDIDATES, CandidateCounts
 from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
-from shardkit.writers.dedup.index import DedupIndex, key_runs
+from shardkit.writers.dedup.index import BANDS_OF_INDEX, DedupIndex, keys_of
+from shardkit.writers.dedup.known import Known, find_known
 from shardkit.writers.dedup.outcomes import (
     OUTCOMES,
     SplitRemovals,
@@ -78,9 +83,10 @@ _LOCAL_READS = 16  # reads of a local file that cost as much as a request to a s
 class NearResult:
     """The result of near-duplicate removal.
 
-    Per part of the population, `lost` has the commit with the removed documents, `kept` the commit with the
-    documents that represent others; `parts` has the commits with the splits' signatures. `removed` has the
-    decisions per split. `counts` are facts for the dataset card.
+    Per split, `lost` has the commit with the removed documents, `kept` the commit with the documents that
+    represent others, and `parts` the commit with the signatures. `known` has the removed documents whose
+    words an index has, which are in none of these. `removed` has the decisions per split. `counts` are facts
+    for the dataset card.
     """
 
     lost: Sequence[Commit]
@@ -88,6 +94,7 @@ class NearResult:
     decided: Resolved
     removed: Sequence[SplitTable]
     parts: Sequence[Commit]
+    known: Known
     counts: Mapping[str, int]
 
 
@@ -106,8 +113,9 @@ def remove_near(
     `removals` are the earlier removals of each split. Documents of `indexes` have priority over all inputs.
     `memory_bytes` limits the memory of one task; `limits` apply to exchanges.
     """
+    known = find_known(run, splits, removals, config.minhash, indexes, memory_bytes, limits)
     minhash, scope, tasks = config.minhash, config.scope, []
-    for split, gone in zip(splits, removals, strict=True):
+    for split, gone in zip(splits, known.removals, strict=True):
         args = split.documents, gone, minhash, scope, split.languages, memory_bytes
         tasks.append(SIGN.task(split.name, split.bytes, *args))
     [signed] = run(tasks)
@@ -117,36 +125,38 @@ def remove_near(
     population = Population.of([*parts, *(part for index in indexes for part in index.parts)])
     stored = _store(run, population)
 
-    partitions = limits.partitions(int(population.starts[-1]), KEYS.dtype)
-    written = [*signed, *key_runs(run, indexes, memory_bytes)]
-    keys = exchange(run, EQUAL_WORDS, KEYS, written, readers=partitions, limits=limits)
+    partitions = limits.partitions(population.count("input"), KEYS.dtype)
+    keys = exchange(run, EQUAL_WORDS, KEYS, signed, readers=partitions, limits=limits)
     tasks = []
     for number in range(partitions):
         piece = keys.slice(*partition_bounds(number, partitions))
         name = partition_name(number, partitions)
-        tasks.append(EQUAL_WORDS.task(name, piece.bytes, piece, stored.starts, len(splits), memory_bytes))
+        tasks.append(EQUAL_WORDS.task(name, piece.bytes, piece, stored.starts, memory_bytes))
     [equal] = run(tasks)
 
     names = [split.name for split in splits]
     names += [f"index-{number:05d}" for number in range(len(population.parts) - len(splits))]
-    candidates = _pair(run, names, population, stored, equal, config, memory_bytes, limits)
+    candidates = _pair(run, names, population, stored, equal, indexes, config, memory_bytes, limits)
     verified = _verify(run, names, population, splits, candidates, config, memory_bytes, limits)
     compared = [VERIFY.result(commit) for commit in verified]
     edges = sum(block.verified for block in compared)
     equals = sum(EQUAL_WORDS.result(commit) for commit in equal)
     decided, lost, kept = resolve(
         run,
-        population.parts,
+        parts,
         verified,
         equal,
         edges=edges,
         equals=equals,
         memory_bytes=memory_bytes,
+        indexed=population.count("index"),
         limits=limits,
     )
-    removed = by_split(run, NEAR_REMOVED, OUTCOMES, [*lost, *kept], len(splits), limits=limits)
-    counts = _counts(population, described, [CANDIDATES.result(one) for one in candidates], compared, decided)
-    return NearResult(lost, kept, decided, removed, signed, counts)
+    decided, found = known.added_to(decided), [*lost, *kept, *known.commits]
+    removed = by_split(run, NEAR_REMOVED, OUTCOMES, found, len(splits), limits=limits)
+    met = [CANDIDATES.result(one) for one in candidates]
+    counts = _counts(population, described, met, compared, decided, known)
+    return NearResult(lost, kept, decided, removed, signed, known, counts)
 
 
 def _store(run: RunTasks, population: Population) -> PopulationFile:
@@ -166,6 +176,7 @@ def _pair(
     population: Population,
     stored: PopulationFile,
     equal: Sequence[Commit],
+    indexes: Sequence[DedupIndex],
     config: NearDedupConfig,
     memory_bytes: int,
     limits: Limits,
@@ -174,21 +185,23 @@ def _pair(
 
     `names` are the names of the tasks of each part.
     """
-    (bands, rows), parts = bands_and_rows(config), population.parts
+    (bands, rows), parts = bands_and_rows(config), population.parts[: population.inputs]
     lost = exchange(run, MAKE_BANDS, LOST, equal, readers=len(parts), end=len(parts) << 32, limits=limits)
     tasks = []
     for number, part in enumerate(parts):
         first, own = int(population.starts[number]), lost.slice(number << 32, number + 1 << 32)
-        args = part, first, own, bands, rows, config.scope, memory_bytes
-        tasks.append(MAKE_BANDS.task(names[number], part.documents, *args))
+        made = part, first, own, bands, rows, config.scope, memory_bytes
+        tasks.append(MAKE_BANDS.task(names[number], part.documents, *made))
     [keys] = run(tasks)
-    partitions = band_partitions(int(population.starts[-1]) * bands, memory_bytes)
+    end = population.count("input")
+    partitions = band_partitions(end * bands, memory_bytes)
     moved = exchange(run, CANDIDATES, BANDS, keys, readers=partitions, limits=limits)
     tasks = []
     for number in range(partitions):
-        piece = moved.slice(*partition_bounds(number, partitions))
-        name = partition_name(number, partitions)
-        tasks.append(CANDIDATES.task(name, piece.bytes, piece, stored, config.similarity, memory_bytes))
+        bounds = partition_bounds(number, partitions)
+        piece, indexed = moved.slice(*bounds), keys_of(indexes, BANDS_OF_INDEX, end, *bounds)
+        name, args = partition_name(number, partitions), (stored, config.similarity, memory_bytes)
+        tasks.append(CANDIDATES.task(name, piece.bytes, piece, indexed, *args))
     [candidates] = run(tasks)
     return candidates
 
@@ -237,14 +250,16 @@ def _counts(
     met: Sequence[CandidateCounts],
     compared: Sequence[VerifiedBlock],
     decided: Resolved,
+    known: Known,
 ) -> Mapping[str, int]:
     """Return the counts of near-duplicate removal for the dataset card."""
     return {
-        "documents": population.count("input"),
+        "documents": population.count("input") + known.counts.losers,
         "wordless": sum(part.wordless for part in signed),
         "indexed": population.count("index"),
         "candidates": sum(block.pairs for block in compared),
         "verified": decided.edges,
+        "estimated": sum(block.estimated for block in compared),
         "hubs": sum(one.hubs for one in met),
         "largest_bucket": max((one.largest_bucket for one in met), default=0),
         "bounded": sum(one.bounded for one in met),
@@ -266,25 +281,21 @@ def _warn_of_unspaced(signed: Sequence[SignedPart]) -> None:
         )
 
 
-def find_equal(
-    folder: Path, keys: Slice, starts: Artifact, first_index: int, memory_bytes: MemoryBytes
-) -> int:
+def find_equal(folder: Path, keys: Slice, starts: Artifact, memory_bytes: MemoryBytes) -> int:
     """Write the documents that are removed because another has equal words; return their number.
 
     `keys` is one range of word keys. `starts` is the file with the number of each part's first document.
-    Parts from `first_index` on belong to indexes.
     """
-    first = np.load(starts.local(), mmap_mode="r")
+    first: npt.NDArray[np.int64] = np.load(starts.local(), mmap_mode="r")
     losers, share = 0, memory_bytes // 8
     with (
         RunWriter(folder / LOST.file, LOST, memory_bytes=share) as lost,
         RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=share) as equals,
     ):
-        # If several indexes contain the same document, the first index wins.
-        for found in find_copies(keys, memory_bytes, order="longest_of_source", above=first_index):
+        for found in find_copies(keys, memory_bytes, order="longest_of_source"):
             rows = np.empty(len(found.lost), EQUALS.dtype)
-            rows["key"] = _numbers(found.kept, first, first_index)
-            rows["loser"] = _numbers(found.lost, first, first_index)
+            rows["key"] = first[found.kept["split"]] + found.kept["row"]
+            rows["loser"] = first[found.lost["split"]] + found.lost["row"]
             rows["rank"] = found.kept["id"]
             equals.write(rows)
             lost.write(document_keys(found.lost["split"], found.lost["row"]).view(LOST.dtype))
@@ -293,21 +304,6 @@ def find_equal(
 
 
 EQUAL_WORDS = Stage("equal", "near-duplicates", find_equal, cost=0.4)
-
-
-def _numbers(
-    keys: npt.NDArray[np.void], starts: npt.NDArray[np.int64], first_index: int
-) -> npt.NDArray[np.int64]:
-    """Return the document numbers of KEYS. Raises BuildError for a row outside its part (damaged index)."""
-    numbers: npt.NDArray[np.int64] = starts[keys["split"]] + keys["row"]
-    wrong = numbers >= starts[keys["split"] + 1]
-    if wrong.any():
-        part = int(keys["split"][wrong.argmax()]) - first_index
-        raise BuildError(
-            f"dedup.near.against: part {part} of the indexes: {KEYS.file} refers to a document that is not "
-            "in the part; make the index again"
-        )
-    return numbers
 
 
 NEAR_REMOVED = Stage("near_removed", "near-duplicates", write_tables)
@@ -351,7 +347,13 @@ def find_near_duplicates(
             lambda: remove_near(runner.run, splits, removals, config, memory_bytes, indexes=indexes)
         )
     losers, winners = (
-        np.concatenate([np.load(commit.folder / name) for commit in commits[: len(documents)]])
+        np.concatenate([np.load(commit.folder / name) for commit in commits])
         for commits, name in ((result.lost, LOSERS_FILE), (result.kept, WINNERS_FILE))
     )
+    if result.known.commits:
+        known = result.known.rows()
+        known["kept"] += np.uint64(
+            result.counts["documents"] - len(known)
+        )  # the number of compared documents
+        losers = np.sort(np.concatenate([losers, known]), order=("split", "row"))
     return NearDuplicates(losers, winners, result, dict(runner.seconds))

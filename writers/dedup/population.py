@@ -2,14 +2,17 @@
 
 A *part* is a folder of files with one row per document, in the same order. It has the documents of a split of
 the inputs, or of a part of another corpus's index. Documents are numbered consecutively over all parts
-(`number`). A number identifies a document; it never decides which of two documents is kept. Priority decides:
-documents of an index come before all others, then the lowest source, the longest text, the lowest content
-rank (rows/documents.py).
+(`number`), inputs first. A number identifies a document; it never decides which of two documents is kept.
+Priority decides: documents of an index come before all others, then the lowest source, the longest text, the
+lowest content rank (rows/documents.py).
 
     documents.npy    DOCUMENT, one row per document of the part
     signatures.npy   uint32[n, permutations]
     keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
     groups.npy       uint64[n], if the scope is a language or field: only documents of one group are compared
+
+A part of an index has other files, which index.py describes: documents.npy with rows of INDEXED, prints.npy
+and sketches.bin. Only the rows of documents in candidate pairs are read of them.
 """
 
 from __future__ import annotations
@@ -28,15 +31,27 @@ from shardkit.writers.execution.stage import Stage
 
 DOCUMENTS_FILE = "documents.npy"
 SIGNATURES_FILE = "signatures.npy"
+PRINTS_FILE = "prints.npy"
 GROUPS_FILE = "groups.npy"
 
 DOCUMENT = np.dtype(
     [
-        ("id", "u1", (16,)),  # the content rank; the document id in indexes that older versions made
+        ("id", "u1", (16,)),  # the content rank
         ("row", "<i8"),  # row in the split's documents.arrow
         ("bytes", "<i8"),  # size of the UTF-8 text
         ("copies", "<i4"),  # number of documents with exactly this text, this one included
         ("source", "<i4"),
+    ]
+)
+INDEXED = np.dtype(
+    [
+        ("id", "u1", (16,)),  # as in DOCUMENT
+        ("start", "<i8"),  # place of the coded n-grams in sketches.bin
+        ("size", "<u4"),  # bytes of the coded n-grams
+        ("bytes", "<u4"),  # size of the UTF-8 text; at most 2^32 - 1
+        ("stored", "<u4"),  # number of coded n-grams; a sketch has fewer than the document
+        ("distinct", "<u4"),  # distinct n-grams in the whole document
+        ("total", "<u4"),  # n-grams with repetitions; at most 2^32 - 1
     ]
 )
 PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two document numbers, a < b
@@ -207,14 +222,15 @@ _loaded: tuple[tuple[str, tuple[Part, ...]], Population] | None = None
 
 
 def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint64]:
-    """Return the priorities of rows of DOCUMENT as sort keys, uint64[n, 3]; the lowest key wins.
+    """Return the priorities of rows of DOCUMENT or INDEXED as sort keys, uint64[n, 3]; the lowest key wins.
 
     The columns are: the source (0 for an index) with the inverted text length, and the two halves of the
     content rank. Documents that are compared differ in their words, so their texts and keys differ, too.
     """
     keys = np.empty((len(documents), 3), np.uint64)
     sources = documents["source"].astype(np.int64) + 1 if kind == "input" else np.zeros(len(documents), "<i8")
-    lengths = (1 << 40) - 1 - np.clip(documents["bytes"], 0, (1 << 40) - 1)  # never 2^40: bits of `source`
+    size = documents["bytes"].astype(np.int64)
+    lengths = (1 << 40) - 1 - np.clip(size, 0, (1 << 40) - 1)  # never 2^40: bits of `source`
     keys[:, 0] = sources.astype(np.uint64) << np.uint64(40) | lengths.astype(np.uint64)
     keys[:, 1:] = np.ascontiguousarray(documents["id"]).view(">u8").reshape(-1, 2)
     return keys

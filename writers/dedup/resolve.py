@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.kernels.numba_support import Bools, Int64s, kernel
-from shardkit.writers.dedup.outcomes import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
+from shardkit.writers.dedup.outcomes import OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES, WAITING
@@ -273,6 +273,18 @@ class Lost:
     sources: Mapping[str, tuple[int, int]]
 
 
+def kept_in_index(numbers: _U64) -> _U64:
+    """Return what OUTCOMES has in place of the content rank of documents of indexes, uint64[n, 2].
+
+    `numbers` are over all indexes. An index may contain the documents of these inputs, from an earlier build,
+    so these are no content ranks, which lead to documents of inputs.
+    """
+    ranks = np.empty((len(numbers), 2), np.uint64)
+    ranks[:, 0] = ~numbers
+    ranks[:, 1] = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return ranks
+
+
 def write_lost(
     folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: MemoryBytes
 ) -> Lost:
@@ -289,22 +301,19 @@ def write_lost(
         RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 8) as decided,
         RunWriter(folder / GAINED.file, GAINED, memory_bytes=memory_bytes // 8) as gained,
     ):
-        if part.kind == "input":
-            keys = document_keys(rows["split"], rows["row"])
-            ranks = booked["priority"][:, 1:].copy()
-            # An index may contain the documents of these inputs, from an earlier build. The rank of a kept
-            # document of an index is inverted, so that it is not mistaken for the input with the same rank.
-            is_indexed = rows["kept"] >= indexed
-            ranks[is_indexed, 0] = ~ranks[is_indexed, 0]
-            decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))
-            gains = np.empty(len(rows), GAINED.dtype)
-            gains["key"], gains["copies"] = rows["kept"], rows["copies"]
-            gained.write(gains)
+        keys = document_keys(rows["split"], rows["row"])
+        is_indexed = rows["kept"] >= indexed
+        ranks = booked["priority"][:, 1:].copy()
+        ranks[is_indexed] = kept_in_index(rows["kept"][is_indexed] - np.uint64(indexed))
+        decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))
+        gains = np.empty(int((~is_indexed).sum()), GAINED.dtype)
+        gains["key"], gains["copies"] = rows["kept"][~is_indexed], rows["copies"][~is_indexed]
+        gained.write(gains)
     return Lost(
         losers=len(rows),
         bytes=int(rows["bytes"].sum()),
         copies=int(rows["copies"].sum(dtype=np.int64)),
-        kept_by_index=int((rows["kept"] >= indexed).sum()),
+        kept_by_index=int(is_indexed.sum()),
         sources={source: (len(own), int(own["bytes"].sum())) for source, own in _by_source(documents)},
     )
 
@@ -334,13 +343,12 @@ def write_kept(
 ) -> Kept:
     """Write the kept documents of a part that represent several; its removed ones are in file `losers`."""
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
-    is_input = part.kind == "input"
-    own = documents["copies"].astype(np.int64) if is_input else np.ones(len(documents), np.int64)
+    own = documents["copies"].astype(np.int64)
     for rows, _ in gained.stream(memory_bytes // 8):
         np.add.at(own, (rows["key"] - np.uint64(gained.start)).astype(np.int64), rows["copies"])
     kept = ~np.isin(documents["row"], Rows(losers, NEAR_LOSER).read()["row"], assume_unique=True)
     largest = int(own[kept].max(initial=0))
-    several = np.flatnonzero(kept & (own > 1) & is_input)
+    several = np.flatnonzero(kept & (own > 1))
     assert largest <= np.iinfo(np.int32).max
     winners = np.empty(len(several), WINNER_DTYPE)
     winners["split"], winners["row"], winners["copies"] = number, documents["row"][several], own[several]
@@ -348,8 +356,6 @@ def write_kept(
     with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 8) as decided:
         keys = document_keys(winners["split"], winners["row"])
         decided.write(outcomes(keys, copies=winners["copies"]))
-    if not is_input:
-        return Kept(largest, [0] * (len(GROUP_SIZES) + 1), {})
     sources = {source: len(rows) for source, rows in _by_source(documents)}
     return Kept(largest, count_groups(own[kept]), sources)
 
@@ -406,13 +412,9 @@ class Resolved:
     sources: Mapping[str, Mapping[str, int]]
 
     @classmethod
-    def of(
-        cls, parts: Sequence[Part], lost: Sequence[Commit], kept: Sequence[Commit], *, edges: int, equal: int
-    ) -> Resolved:
+    def of(cls, lost: Sequence[Commit], kept: Sequence[Commit], *, edges: int, equal: int) -> Resolved:
         """Sum the results of the tasks of all parts."""
-        removed = [
-            NEAR_LOST.result(commit) for commit, part in zip(lost, parts, strict=True) if part.kind == "input"
-        ]
+        removed = [NEAR_LOST.result(commit) for commit in lost]
         stay = [NEAR_KEPT.result(commit) for commit in kept]
         sources: dict[str, dict[str, int]] = {}
         for one in stay:
@@ -445,18 +447,19 @@ def resolve(
     edges: int,
     equals: int,
     memory_bytes: int,
+    indexed: int = 0,
     limits: Limits = DEFAULT_LIMITS,
     stages: Resolving = NEAR_RESOLVING,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
     """Decide which documents are removed, from the edges in `verified` and the rows of EQUALS in `equal`.
 
-    Without `equal`, stage `near_equal` does not run: no document was removed for equal words. Returns the
-    totals, and one commit with removed documents and one with kept documents per part.
+    `parts` are those of the inputs; `indexed` documents of indexes have the numbers after theirs. Without
+    `equal`, stage `near_equal` does not run: no document was removed for equal words. Returns the totals, and
+    one commit with removed documents and one with kept documents per part.
     """
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
-    indexed = end - sum(part.documents for part in parts if part.kind == "index")
-    decided = decided_edges(run, verified, end, memory_bytes, limits, stages)
+    decided = decided_edges(run, verified, end + indexed, memory_bytes, limits, stages)
     move = partial(exchange, run, end=end, limits=limits)
     ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes) if equal else []
     same = move(NEAR_EQUAL, EQUALS, equal, readers=len(ranges))
@@ -470,7 +473,7 @@ def resolve(
     tasks = []
     for number, part in enumerate(parts):
         own = beaten.slice(starts[number], starts[number + 1])
-        args = part, number, own, indexed, memory_bytes
+        args = part, number, own, end, memory_bytes
         tasks.append(stages.lost.task(f"{number:06d}", part.documents, *args))
     [lost] = run(tasks)
     gained = move(stages.kept, GAINED, lost, readers=len(parts))
@@ -482,4 +485,4 @@ def resolve(
             stages.kept.task(f"{number:06d}", part.documents, part, number, losers, own, memory_bytes)
         )
     [kept] = run(tasks)
-    return Resolved.of(parts, lost, kept, edges=edges, equal=equals), lost, kept
+    return Resolved.of(lost, kept, edges=edges, equal=equals), lost, kept

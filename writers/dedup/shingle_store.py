@@ -7,27 +7,16 @@ verifying and resolving need:
 
 The exchange moves texts, which become sets where they are compared; moving sets would cost more. On one
 machine texts are not compressed, since compressing would take longer than the rest of verification; through a
-store they are compressed. For an index's documents only the sets are known, and these are moved unchanged. A
-task reads only its own range of the places. It holds a batch of texts, and the blocks of each document. The
-texts of a block are in the order of their numbers.
-
-An index of other documents stores sets in a folder, in ascending order of their numbers:
-
-    sets.npy      SET, one row per document: where its hashes are and how many n-grams it has
-    shingles.bin  uint64: each document's distinct hashes, ascending, one document after the other
-
-An index may store only a sketch of each document (`smallest=k`): the k smallest hashes of the set. Then
-nothing is known about hashes above the largest stored one.
-
-The writer holds one batch; the reader holds the requested sets, some megabytes of buffers, and the number in
-every 4,096th row.
+store they are compressed. For an index's documents only sketches of the sets are known (sketches.py), and
+these are moved as hashes, whose lower bits are zeros. A task reads only its own range of the places, and of a
+part of an index only the rows of documents in pairs. It holds a batch of texts, and the blocks of each
+document. The texts of a block are in the order of their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -38,12 +27,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import zstandard
 
-from shardkit.errors import BuildError
-from shardkit.kernels.numba_support import Int64s, UInt64s, kernel
+from shardkit.kernels.numba_support import Int64s, UInt64s
 from shardkit.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.dedup.blocks import PLACES, places_of
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, priority
-from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.dedup.sketches import kept_bits, read_sketches
+from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
 from shardkit.writers.exchange.sorted_runs import Batch, payload_ends
 from shardkit.writers.execution.artifacts import Artifact
@@ -52,14 +41,10 @@ from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.shingles import NgramUnits, shingle_batch
 from shardkit.writers.kernels.sorting import distinct_hashes
 
-SETS_FILE = "sets.npy"
-SHINGLES_FILE = "shingles.bin"
 SET = np.dtype(
     [
         ("number", "<u8"),
-        ("start", "<i8"),  # index of the document's first hash in shingles.bin
-        ("stored", "<i4"),
-        ("distinct", "<i4"),  # distinct n-grams in the whole document; a sketch stores fewer
+        ("distinct", "<i4"),  # distinct n-grams in the whole document; a sketch has fewer
         ("total", "<i8"),  # n-grams with repetitions
     ]
 )
@@ -68,16 +53,14 @@ _STORED = np.dtype(
         ("key", "<u8"),
         ("size", "<i8"),  # bytes of the payload: hashes, or the text, compressed if `size` < `text`
         ("number", "<u8"),
-        ("text", "<i8"),  # bytes of UTF-8 text; -1: the payload is hashes
+        ("text", "<i8"),  # bytes of UTF-8 text; negative: the payload is hashes of so many upper bits
         ("total", "<i8"),  # n-grams with repetitions; 0 if the payload is a text
         ("distinct", "<i4"),  # distinct n-grams; 0 if the payload is a text
         ("priority", "<u8", (3,)),  # population.priority
     ]
 )
 TEXTS = Table("texts.run", _STORED, payload=True)
-_FENCE_ROWS = 4096
-_GAP_HASHES = 8192  # gaps up to 64 KiB are read and discarded: cheaper than another call
-_READ_HASHES = 1 << 19  # maximum number of hashes in one read
+HASH_BITS = 64
 _TEXT_LEVEL = 1  # zstd level of texts in the exchange
 
 
@@ -98,48 +81,19 @@ class Sets:
         numbers: UInt64s = self.rows["number"]
         return numbers
 
+    @property
+    def bits(self) -> npt.NDArray[np.int64]:
+        """How many upper bits of each document's hashes are known, int64[n]; the others are zeros."""
+        if "text" not in (self.rows.dtype.names or ()):
+            return np.full(len(self.rows), HASH_BITS)
+        return np.where(self.rows["text"] < 0, -self.rows["text"], HASH_BITS)
+
     @classmethod
     def of(cls, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> Self:
         """Make sets from rows of TEXTS whose payloads are hashes."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows["size"] // 8, out=offsets[1:])
         return cls(rows, payload.view("<u8"), offsets)
-
-
-class ShingleWriter:
-    """Writes sets.npy and shingles.bin into a folder; numbers must ascend over all calls.
-
-    With `smallest`, only that many of the smallest hashes of every document are stored.
-    """
-
-    def __init__(self, folder: Path, *, smallest: int | None = None) -> None:
-        assert smallest is None or smallest > 1
-        self._smallest = smallest
-        self._next_number = self._stored = 0
-        self._rows = RowsWriter(folder / SETS_FILE, SET)
-        self._shingles = (folder / SHINGLES_FILE).open("wb")
-
-    def write(self, numbers: UInt64s, hashes: UInt64s, offsets: Int64s) -> None:
-        """Append documents; hashes[offsets[i]:offsets[i + 1]] are all n-grams of the i-th, in any order."""
-        if not len(numbers):
-            return
-        assert int(numbers[0]) >= self._next_number, "document numbers must ascend"
-        assert bool((numbers[1:] > numbers[:-1]).all()), "document numbers must ascend"
-        self._next_number = int(numbers[-1]) + 1
-        sets = distinct_sets(numbers, hashes, offsets, self._smallest)
-        sets.rows["start"] += self._stored
-        self._stored += len(sets.hashes)
-        self._rows.write(sets.rows)
-        self._shingles.write(sets.hashes.astype("<u8", copy=False).data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._shingles:
-            self._rows.__exit__(kind, error, trace)
 
 
 def distinct_sets(numbers: UInt64s, hashes: UInt64s, offsets: Int64s, smallest: int | None = None) -> Sets:
@@ -151,152 +105,8 @@ def distinct_sets(numbers: UInt64s, hashes: UInt64s, offsets: Int64s, smallest: 
     rows["number"], rows["total"] = numbers, np.diff(offsets)
     stored, distinct = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
     count = distinct_hashes(hashes, offsets, smallest or np.iinfo(np.int32).max, stored, distinct)
-    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(stored)])
-    rows["stored"], rows["distinct"], rows["start"] = stored, distinct, edges[:-1]
-    return Sets(rows, hashes[:count], edges)
-
-
-class ShingleReader:
-    """Reads sets from folders; the numbers in each folder are greater than those in the folders before."""
-
-    def __init__(self, folders: Sequence[Artifact]) -> None:
-        folders_with_sets = [_Folder(folder) for folder in folders]
-        self._folders = [folder for folder in folders_with_sets if len(folder.rows)]
-        self._firsts = np.array([folder.first for folder in self._folders], np.uint64)
-        assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "numbers in folders overlap"
-
-    def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
-        """Return the SET rows of these document numbers, which must ascend."""
-        found = [folder.find(part) for folder, part in self._divide(numbers)]
-        return np.concatenate(found) if found else np.empty(0, SET)
-
-    def read(self, numbers: UInt64s) -> Sets:
-        """Return the sets of these document numbers, which must ascend; memory is not limited."""
-        parts = [(folder, folder.find(part)) for folder, part in self._divide(numbers)]
-        rows = np.concatenate([rows for _, rows in parts]) if parts else np.empty(0, SET)
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(rows["stored"], out=offsets[1:])
-        hashes = np.empty(int(offsets[-1]), np.uint64)
-        at = 0
-        for folder, some in parts:
-            at += folder.read_into(hashes[at:], some)
-        return Sets(rows, hashes, offsets)
-
-    def chunks(self, numbers: UInt64s, hashes_bytes: int) -> Iterator[Sets]:
-        """Yield the sets that `read` returns in pieces of at most `hashes_bytes`, or of one document."""
-        for begin in range(0, len(numbers), _FENCE_ROWS):
-            some = numbers[begin : begin + _FENCE_ROWS]
-            ends = np.cumsum(self.find(some)["stored"], dtype=np.int64) * 8
-            at = 0
-            while at < len(some):
-                before = int(ends[at - 1]) if at else 0
-                stop = max(at + 1, int(np.searchsorted(ends, before + hashes_bytes, "right")))
-                yield self.read(some[at:stop])
-                at = stop
-
-    def tables(self, rows: int = 1 << 16) -> Iterator[npt.NDArray[np.void]]:
-        """Yield all SET rows by ascending number, up to `rows` at a time; `start` restarts in each folder."""
-        for folder in self._folders:
-            for start in range(0, len(folder.rows), rows):
-                yield folder.rows.read(start, min(start + rows, len(folder.rows)))
-
-    def _divide(self, numbers: UInt64s) -> Iterator[tuple[_Folder, UInt64s]]:
-        cuts = [*np.searchsorted(numbers, self._firsts).tolist(), len(numbers)]
-        if cuts[0]:
-            where = f"{self._folders[0].rows.artifact}: " if self._folders else ""
-            raise BuildError(f"{where}a document has no set of n-grams; make the index again")
-        for folder, (begin, end) in zip(self._folders, pairwise(cuts), strict=True):
-            if begin < end:
-                yield folder, numbers[begin:end]
-
-
-class _Folder:
-    """The open files sets.npy and shingles.bin of one folder."""
-
-    def __init__(self, folder: Artifact) -> None:
-        self.rows = Rows(folder / SETS_FILE, SET)
-        self._hashes = Rows(folder / SHINGLES_FILE, "<u8", header=False)
-
-    @property
-    def first(self) -> int:
-        return int(self.rows.read(0, 1)["number"][0])
-
-    @cached_property
-    def _fences(self) -> UInt64s:
-        """The document number in every 4,096th row."""
-        numbers: UInt64s = self.rows.sample(0, len(self.rows), _FENCE_ROWS)["number"].copy()
-        return numbers
-
-    def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
-        """Return the SET rows of ascending document numbers. Raises BuildError for missing or wrong rows."""
-        found = np.empty(len(numbers), SET)
-        fences = np.maximum(np.searchsorted(self._fences, numbers, "right") - 1, 0)
-        for fence in np.unique(fences).tolist():
-            begin, end = np.searchsorted(fences, [fence, fence + 1]).tolist()
-            start = fence * _FENCE_ROWS
-            rows = self.rows.read(start, min(start + _FENCE_ROWS, len(self.rows)))
-            at = np.searchsorted(rows["number"], numbers[begin:end])
-            found[begin:end] = rows[np.minimum(at, len(rows) - 1)]
-        if not np.array_equal(found["number"], numbers):
-            raise BuildError(f"{self.rows.artifact}: a document has no set of n-grams; make the index again")
-        self._check(found)
-        return found
-
-    def _check(self, rows: npt.NDArray[np.void]) -> None:
-        """Raise BuildError unless the ranges of hashes are inside the file and ascend without overlap.
-
-        The kernels use these numbers as addresses, so a wrong one would read foreign memory.
-        """
-        start, stored, distinct = (rows[name].astype(np.int64) for name in ("start", "stored", "distinct"))
-        right = (stored >= 0) & (stored <= distinct) & (distinct <= rows["total"])
-        right &= (start >= 0) & (start <= len(self._hashes) - stored)
-        right[1:] &= start[1:] >= (start + stored)[:-1]
-        if not right.all():
-            number = int(rows["number"][np.argmin(right)])
-            raise BuildError(
-                f"{self.rows.artifact}: document {number:,}: its hashes are outside {SHINGLES_FILE}; "
-                "make the index again"
-            )
-
-    def read_into(self, out: UInt64s, rows: npt.NDArray[np.void]) -> int:
-        """Copy the hashes of these rows into `out`, one after the other; return their number."""
-        starts = rows["start"].astype(np.int64)
-        stops = starts + rows["stored"]
-        at = 0
-        with self._hashes:
-            for begin, end in pairwise(_reads(starts, stops, _GAP_HASHES, _READ_HASHES).tolist()):
-                first = int(starts[begin])
-                hashes = self._hashes.read(first, int(stops[end - 1]))
-                at += _gather(hashes, starts[begin:end], stops[begin:end], first, out[at:])
-        return at
-
-
-@kernel
-def _reads(starts: Int64s, stops: Int64s, gap: int, longest: int) -> Int64s:
-    """Group documents into reads of up to `longest` hashes, with gaps of up to `gap` hashes.
-
-    Returns int64[reads + 1], the first document of each read.
-    """
-    edges = np.empty(len(starts) + 1, np.int64)
-    edges[0] = 0
-    count = 1
-    for document in range(1, len(starts)):
-        begin = starts[edges[count - 1]]
-        if starts[document] - stops[document - 1] > gap or stops[document] - begin > longest:
-            edges[count] = document
-            count += 1
-    edges[count] = len(starts)
-    return edges[: count + 1]
-
-
-@kernel
-def _gather(hashes: UInt64s, starts: Int64s, stops: Int64s, first: int, out: UInt64s) -> int:
-    at = 0
-    for document in range(len(starts)):
-        for position in range(starts[document] - first, stops[document] - first):
-            out[at] = hashes[position]
-            at += 1
-    return at
+    rows["distinct"] = distinct
+    return Sets(rows, hashes[:count], np.concatenate([np.zeros(1, np.int64), np.cumsum(stored)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,16 +181,11 @@ def write_texts(
         if not len(runs.numbers):
             return runs.sent
         in_part = (runs.numbers - np.uint64(places.start)).astype(np.int64)
-        described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[in_part]
-        if documents is None:
-            found = _stored_sets(part, in_part)
-        else:
-            found = _texts(documents, described["row"])
         at = 0
-        for rows, payload in found:
-            here = slice(at, at + len(rows))
-            rows["number"] = runs.numbers[here]
-            rows["priority"] = priority(described[here], part.kind)
+        for rows, payload in (
+            _indexed(part, in_part) if documents is None else _texts(documents, part, in_part)
+        ):
+            rows["number"] = runs.numbers[at : at + len(rows)]
             runs.write(rows, payload)
             at += len(rows)
         assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents of the part are missing"
@@ -390,8 +195,10 @@ def write_texts(
 SHINGLES = Stage("shingles", "near-duplicates", write_texts, cost=9)
 
 
-def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
-    """Yield rows of TEXTS with the texts in rows `in_file` of `documents`, in batches."""
+def _texts(documents: Artifact, part: Part, in_part: Int64s) -> Iterator[Batch]:
+    """Yield rows of TEXTS without numbers, with the texts of the rows `in_part` of a split's part."""
+    described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[in_part]
+    in_file = described["row"]
     start = 0
     with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
@@ -400,14 +207,18 @@ def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
             begin, end = np.searchsorted(in_file, [start, start + len(texts)])
             if begin < end:
                 chosen = texts.take(pa.array(in_file[begin:end] - start))
-                yield text_rows(chosen, compress=documents.remote is not None)
+                rows, payload = text_rows(chosen, compress=documents.remote is not None)
+                rows["priority"] = priority(described[begin:end], part.kind)
+                yield rows, payload
             start += len(texts)
 
 
-def _stored_sets(part: Part, in_part: Int64s) -> Iterator[Batch]:
-    """Yield the stored sets of an index's documents."""
-    for sets in ShingleReader([part.folder]).chunks(in_part.astype(np.uint64), _READ_HASHES * 8):
-        yield stored_rows(sets)
+def _indexed(part: Part, in_part: Int64s) -> Iterator[Batch]:
+    """Yield rows of TEXTS without numbers, with the n-grams of the rows `in_part` of an index's part."""
+    for described, hashes in read_sketches(part.folder, in_part):
+        rows, payload = indexed_rows(described, hashes)
+        rows["priority"] = priority(described, part.kind)
+        yield rows, payload
 
 
 def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
@@ -426,13 +237,25 @@ def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
     return rows, np.frombuffer(b"".join(pieces), np.uint8)
 
 
-def stored_rows(sets: Sets) -> Batch:
-    """Return rows of TEXTS with sets as payloads, and keys and priorities not set."""
+def set_rows(sets: Sets) -> Batch:
+    """Return rows of TEXTS with whole hashes as payloads, and keys and priorities not set."""
     rows = np.zeros(len(sets.rows), _STORED)
     for name in ("number", "total", "distinct"):
         rows[name] = sets.rows[name]
-    rows["size"], rows["text"] = np.diff(sets.offsets) * 8, -1
+    rows["size"], rows["text"] = np.diff(sets.offsets) * 8, -HASH_BITS
     return rows, sets.hashes.astype("<u8", copy=False).view(np.uint8)
+
+
+def indexed_rows(described: npt.NDArray[np.void], hashes: UInt64s) -> Batch:
+    """Return rows of TEXTS with n-grams of an index as payloads, and keys, numbers and priorities not set.
+
+    `described` are rows of INDEXED, `hashes` their n-grams, as `read_sketches` returns them.
+    """
+    stored, distinct = (described[name].astype(np.int64) for name in ("stored", "distinct"))
+    rows = np.zeros(len(described), _STORED)
+    rows["total"], rows["distinct"] = described["total"], distinct
+    rows["size"], rows["text"] = stored * 8, -kept_bits(stored, distinct)
+    return rows, hashes.astype("<u8", copy=False).view(np.uint8)
 
 
 def read_sets(

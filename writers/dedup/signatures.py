@@ -316,7 +316,7 @@ def sign_documents(
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
-            kept = _kept_rows(losers, start, batch.num_rows)
+            kept = kept_rows(losers, start, batch.num_rows)
             signed, described, without_spaces = _sign_batch(batch, kept, minhash)
             unspaced += without_spaces
             own = _batch_groups(batch, described["row"], start, scope, groups)
@@ -355,7 +355,7 @@ def write_bands(
         for start in range(0, part.documents, most):
             stop = min(start + most, part.documents)
             losers = (gone.before(lost.start + stop)["key"] - np.uint64(lost.start)).astype(np.int64)
-            kept = start + _kept_rows(losers, start, stop - start)
+            kept = start + kept_rows(losers, start, stop - start)
             groups = None
             if scope == "source":
                 groups = described.read(start, stop)["source"][kept - start]
@@ -370,7 +370,7 @@ def write_bands(
 MAKE_BANDS = Stage("bands", "near-duplicates", write_bands, cost=5)
 
 
-def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
+def kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
     first, last = np.searchsorted(losers, [start, start + count])
     return np.delete(np.arange(count), losers[first:last] - start)
 

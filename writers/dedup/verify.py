@@ -30,7 +30,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.pairs import Partners
 from shardkit.writers.dedup.population import PAIR
-from shardkit.writers.dedup.shingle_store import Sets, read_sets
+from shardkit.writers.dedup.shingle_store import HASH_BITS, Sets, read_sets
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
@@ -50,10 +50,14 @@ WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
 
 @dataclass(frozen=True, slots=True)
 class VerifiedBlock:
-    """Counts of a block: compared `pairs`, and those `verified`, which became edges."""
+    """Counts of a block: compared `pairs`, and those `verified`, which became edges.
+
+    `estimated` counts verified pairs with a document of an index, whose n-grams are not known whole.
+    """
 
     pairs: int
     verified: int
+    estimated: int = 0
 
 
 def verify_block(
@@ -76,7 +80,7 @@ def verify_block(
                 edges.write(found)
                 waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
                 verified += len(found)
-    return VerifiedBlock(compared, verified)
+    return VerifiedBlock(compared, verified, block.estimated)
 
 
 VERIFY = Stage("verify", "near-duplicates", verify_block, cost=5.8)
@@ -107,6 +111,7 @@ class _Block:
     def __init__(self, texts: Slice, rule: PairRule, memory_bytes: int) -> None:
         self._texts, self._rule, self._memory_bytes = texts, rule, memory_bytes
         self._fits = True
+        self.estimated = 0
 
     def edges(self, pairs: Rows) -> Iterator[Rows]:
         """Yield the edges of the pairs that verify."""
@@ -182,6 +187,7 @@ class _Block:
         result = compare_pairs(firsts, seconds, a, b, self._rule)
         kept = np.flatnonzero(result.verified)
         one, other = firsts.rows[a[kept]], seconds.rows[b[kept]]
+        self.estimated += int((np.minimum(firsts.bits[a[kept]], seconds.bits[b[kept]]) < HASH_BITS).sum())
         edges = np.empty(len(kept), EDGES.dtype)
         direct(edges, one["number"], one["priority"], other["number"], other["priority"])
         edges["jaccard"] = result.jaccard[kept]

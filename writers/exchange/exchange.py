@@ -58,6 +58,7 @@ from shardkit.writers.exchange.sorted_runs import (
     payload_ends,
     read_blocks,
     read_footer,
+    rows_of_keys,
 )
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
@@ -69,6 +70,8 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 _KEYS = 1 << 64
 
 _LOCAL_READS = 4  # concurrent reads of files on this machine
+
+_GAP_BYTES = 64 << 10  # bytes of an object in a store that cost less than another request
 
 _SORT_BYTES = 24  # memory to sort a row, in addition to two copies of the row
 
@@ -227,6 +230,30 @@ class Slice:
         workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 4, self.table)
+
+    def matching(self, keys: npt.NDArray[np.uint64]) -> Rows:
+        """Return the rows with these keys, which must ascend strictly and be in the slice's range.
+
+        Reads only the blocks that can have one of the keys, and blocks between two of them if that is cheaper
+        than another request. The rows are in the order (key, run, row); memory is not limited.
+        """
+        workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
+        gap_bytes = 0 if self.is_local else _GAP_BYTES
+        segments = [segment for run in self.runs for segment in run]
+        met = [(s, some) for s in segments if len(some := _between(keys, s.start, s.stop))]
+        reads = [workers.submit(partial(read_footer, segment, self.table, self.limits)) for segment, _ in met]
+        chunks = list[Future[Rows]]()
+        for (segment, some), footer in zip(met, reads, strict=True):
+            for blocks in footer.result().blocks_with(some, gap_bytes, self.limits.read_bytes):
+                wanted = partial(rows_of_keys, segment, footer.result(), blocks, self.table, some)
+                chunks.append(workers.submit(wanted))
+        found = np.concatenate([np.empty(0, self.table.dtype), *(chunk.result() for chunk in chunks)])
+        return found if len(self.runs) == 1 else found[np.argsort(found["key"], kind="stable")]
+
+
+def _between(keys: npt.NDArray[np.uint64], start: int, stop: int) -> npt.NDArray[np.uint64]:
+    first, last = np.searchsorted(keys, np.uint64(start)), np.searchsorted(keys, np.uint64(stop - 1), "right")
+    return keys[first:last]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import RUN_SUFFIX, Artifact
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
 
@@ -244,6 +245,25 @@ class Footer:
         after = np.searchsorted(self.blocks["first"], np.uint64(keys.stop - 1), side="right")
         return int(first), int(after)
 
+    def blocks_with(self, keys: npt.NDArray[np.uint64], gap_bytes: int, most_bytes: int) -> list[slice]:
+        """Return which blocks to read together to find ascending `keys`.
+
+        Up to `gap_bytes` that have none of them are read, too, rather than in two reads. A read has up to
+        `most_bytes`, or one block.
+        """
+        first = np.searchsorted(keys, self.blocks["first"])
+        wanted = np.flatnonzero(first < np.searchsorted(keys, self.blocks["last"], "right"))
+        gaps = self.offsets[wanted[1:]] - self.offsets[wanted[:-1] + 1]
+        reads = list[slice]()
+        for block, gap in zip(wanted.tolist(), [0, *gaps.tolist()], strict=False):
+            begin = reads[-1].start if reads else block
+            is_near = gap <= gap_bytes and self.offsets[block + 1] - self.offsets[begin] <= most_bytes
+            if reads and is_near:
+                reads[-1] = slice(begin, block + 1)
+            else:
+                reads.append(slice(block, block + 1))
+        return reads
+
 
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
     """Read and verify a file's footer, or a small file whole; in two requests if it has many small blocks."""
@@ -312,6 +332,20 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     if table.origin is not None and segment.origin is not None:
         rows[table.origin] = segment.origin
     return Chunk(rows, payload, table)
+
+
+def rows_of_keys(
+    segment: Segment, footer: Footer, blocks: slice, table: Table, keys: npt.NDArray[np.uint64]
+) -> Rows:
+    """Read and verify blocks, as `read_blocks` does; return their rows with one of the ascending `keys`."""
+    chunk = read_blocks(segment, footer, blocks, table, range(int(keys[0]), int(keys[-1]) + 1))
+    rows, _ = chunk.take(None, "left")
+    found = np.ascontiguousarray(rows["key"])
+    if (found[1:] < found[:-1]).any():
+        raise BuildError(f"{segment.file}: its keys are not sorted; {segment.file.remedy}")
+    places = np.minimum(np.searchsorted(keys, found), len(keys) - 1)
+    wanted: Rows = rows[keys[places] == found]
+    return wanted
 
 
 def _have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:

@@ -77,6 +77,10 @@ def _parameters(near: NearFacts) -> str:
         )
     if near.against:
         told["Against"] = ", ".join(near.against)
+        told["Estimated"] = (
+            f"{counts.get('estimated', 0):,} pairs with documents of these indexes, by the upper bits of "
+            "n-grams, and of long documents by a sample of them"
+        )
     return facts(told, caption="How they were looked for")
 
 

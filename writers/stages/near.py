@@ -25,6 +25,7 @@ from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import DedupIndex
+from shardkit.writers.dedup.known import FIND_KNOWN, HASH_WORDS, KNOWN_REMOVED, WORD_KEYS
 from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, remove_near
 from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.pairs import PAIRS
@@ -90,6 +91,12 @@ def needs(n: Needs) -> None:
     c = n.corpus
     text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
     readers = c.limits.partitions(c.documents, KEYS.dtype)
+    if c.shape.has_indexes:
+        n.add(HASH_WORDS, c.splits, *n.scans(text, c.splits), files=1)
+        ranges = c.limits.partitions(c.documents, WORD_KEYS.dtype)
+        words = n.exchange(FIND_KNOWN, WORD_KEYS, c.splits, c.documents, ranges)
+        n.add(FIND_KNOWN, ranges, *n.slices(words, ranges), files=2)
+        n.by_split(KNOWN_REMOVED, OUTCOMES, ranges, c.documents * LOSERS)
     n.add(SIGN, c.splits, *n.scans(text, c.splits), files=3, written=signatures)
     n.add(PARTS, 1, 0, files=2)
     keys = n.exchange(EQUAL_WORDS, KEYS, c.splits, c.documents, readers)
@@ -136,6 +143,8 @@ def _sum(*parts: tuple[float, float]) -> tuple[float, float]:
     return sum(gets for gets, _ in parts), sum(read for _, read in parts)
 
 
+_OF_INDEXES = (HASH_WORDS, FIND_KNOWN, KNOWN_REMOVED)
+
 STAGES = (
     *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES),
     *(LEADERS, LABELING, BLOCKS, SHINGLES, VERIFY),
@@ -145,4 +154,5 @@ STAGES = (
 
 def step_of(move: GlobalStep) -> Step:
     """Return a step over near-duplicates."""
-    return Step(lambda recipe: STAGES, partial(drop_near_duplicates, move.settings), needs)
+    stages = (*_OF_INDEXES, *STAGES) if move.settings.against else STAGES
+    return Step(lambda recipe: stages, partial(drop_near_duplicates, move.settings), needs)

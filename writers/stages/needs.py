@@ -61,6 +61,8 @@ class Shape:
     """Whether `split.by` keeps documents together."""
     scores: int = 0
     """Number of `scores` filters."""
+    has_indexes: bool = False
+    """Whether `dedup.near` compares with indexes."""
     has_vectors: bool = False
     """Whether `dedup.semantic` takes vectors from files."""
     stores: int = 0
@@ -97,6 +99,9 @@ class Shape:
             parts=0 if recipe.split is None else len(recipe.split.parts),
             has_families=recipe.split is not None and recipe.split.by is not None,
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
+            has_indexes=any(
+                step.name == "near" and bool(step.settings.against) for step in recipe.global_steps
+            ),
             has_vectors=recipe.dedup.semantic is not None and bool(recipe.dedup.semantic.embed.vectors),
             passes=len(recipe.passes) - 1,
             steps=tuple(step.name for step in recipe.global_steps),
