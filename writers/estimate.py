@@ -65,7 +65,9 @@ from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.stages import near, semantic
+from shardkit.writers.stages.clean import CLEAN
 from shardkit.writers.stages.flow import Documents, Outputs
+from shardkit.writers.stages.gather import GATHER
 from shardkit.writers.stages.graph import run_build, stage_needs
 from shardkit.writers.stages.inputs import BuildInputs, splits_of_tasks
 from shardkit.writers.stages.needs import Corpus, Shape, compared_lines
@@ -296,7 +298,8 @@ def rehearse(
         for split in inputs.splits:
             whole[split.source] += split.bytes
         by_source = [whole[source] / max(1, taken) for source, taken in stored.items()]
-        scales = _scales([by_source[split.source] for split in splits], documents)
+        by_task = {split.task_name: by_source[split.source] for split in splits}
+        scales = _scales(by_task, documents)
         return _whole(inputs, [commit for _, commit in work.commits()], scales, documents)
 
 
@@ -356,17 +359,18 @@ def _first(documents: Documents) -> Outputs:
     return next((one for one in documents.outputs if one.tokenized), documents.outputs[0])
 
 
-def _scales(by_split: Sequence[float], made: Documents) -> _Scales:
+def _scales(by_task: Mapping[str, float], made: Documents) -> _Scales:
+    by_split = [by_task[split.task_name] for split in made.splits]
+
     def ratio(amounts: Sequence[int]) -> float:
         scaled = sum(amount * scale for amount, scale in zip(amounts, by_split, strict=True))
         return scaled / max(1, sum(amounts))
 
-    documents = ratio([counts.ledger.kept.documents for counts in made.counts])
+    documents = ratio([ledger.kept.documents for ledger in made.written[0].ledgers])
     tokenized = _first(made).tokenized
     tokens = ratio([TOKENIZE.result(commit).tokens for commit in tokenized]) if tokenized else 0.0
     by_tokens = {commit.stage for one in made.outputs for commit in (*one.packed, *one.provenance)}
-    names = [commit.name for commit in made.cleaned]
-    return _Scales(dict(zip(names, by_split, strict=True)), by_tokens, documents, tokens)
+    return _Scales(by_task, by_tokens, documents, tokens)
 
 
 def _published(made: Documents) -> dict[str, set[str]]:
@@ -401,13 +405,18 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         _add_near(stages, documents, text, indexed)
     if inputs.vectors is not None:  # stored as float16, and so smaller than most files
         stages |= dict.fromkeys((stage.name for stage in semantic.JOINING), _vector_bytes(inputs))
-    for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
-        if "-merge-" in merged.stage:
-            stages[merged.stage] = merged.written_bytes
+    corpus = _corpus(inputs, scales, made, documents, text)
+    for needed in stage_needs(corpus):
+        if "-merge-" in needed.stage or needed.stage == GATHER.name:  # a sample has few runs and splits
+            stages[needed.stage] = needed.written_bytes
     for stage in tasks:
-        stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN
+        count = corpus.splits if stage == CLEAN.name else corpus.gathered
+        stages[stage] += count * files * FILE_BYTES / MARGIN
     sizes = {stage: int(MARGIN * size) for stage, size in stages.items()}
     split = max(split.bytes for split in inputs.splits) / max(1, sum(split.bytes for split in inputs.splits))
+    if corpus.gathered < corpus.splits:
+        tasks[GATHER.name] = corpus.gathered
+        split = min(1.0, max(split, 1.25 * corpus.limits.gathered(corpus.text_bytes) / corpus.text_bytes))
     partitions = max(1.0, text / PARTITION_TEXT_BYTES)
     largest = 0.0
     for stage, size in sizes.items():

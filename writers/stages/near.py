@@ -90,18 +90,18 @@ def needs(n: Needs) -> None:
     c = n.corpus
     text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
     readers = c.limits.partitions(c.documents, KEYS.dtype)
-    n.add(SIGN, c.splits, *n.scans(text, c.splits), files=3, written=signatures)
+    n.add(SIGN, c.gathered, *n.scans(text, c.gathered), files=3, written=signatures)
     n.add(PARTS, 1, 0, files=2)
-    keys = n.exchange(EQUAL_WORDS, KEYS, c.splits, c.documents, readers)
+    keys = n.exchange(EQUAL_WORDS, KEYS, c.gathered, c.documents, readers)
     n.add(EQUAL_WORDS, readers, *n.slices(keys, readers), files=2)
-    lost = n.exchange(MAKE_BANDS, LOST, readers, c.documents * LOSERS, c.splits)
-    gets, read = n.scans(signatures, c.splits)
-    more, also = n.slices(lost, c.splits)
+    lost = n.exchange(MAKE_BANDS, LOST, readers, c.documents * LOSERS, c.gathered)
+    gets, read = n.scans(signatures, c.gathered)
+    more, also = n.slices(lost, c.gathered)
     entries = c.documents * c.bands
     size = entries * BANDS.dtype.itemsize
-    n.add(MAKE_BANDS, c.splits, gets + more, read + also, files=1, written=size)
+    n.add(MAKE_BANDS, c.gathered, gets + more, read + also, files=1, written=size)
     candidates = band_partitions(entries, c.task_memory)
-    bands = n.exchange(CANDIDATES, BANDS, c.splits, entries, candidates)
+    bands = n.exchange(CANDIDATES, BANDS, c.gathered, entries, candidates)
     written = c.documents * _PAIRS * _PAIR_BYTES
     n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=1, written=written)
     _add_verified(n, text, candidates)
@@ -119,16 +119,16 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     n.add(LABELING, ranges, *_sum(followers, lowest), files=1, written=seconds * LABELS.dtype.itemsize)
     labels = n.slices(n.exchange(BLOCKS, LABELS, ranges, seconds, ranges), ranges)
     n.add(BLOCKS, ranges, *_sum(found, labels), files=2, written=coded + sent * PLACES.dtype.itemsize)
-    places = n.slices(n.exchange(SHINGLES, PLACES, ranges, sent, c.splits), c.splits)
-    n.add(SHINGLES, c.splits, *_sum(n.scans(text, c.splits), places), files=1, written=texts)
+    places = n.slices(n.exchange(SHINGLES, PLACES, ranges, sent, c.gathered), c.gathered)
+    n.add(SHINGLES, c.gathered, *_sum(n.scans(text, c.gathered), places), files=1, written=texts)
     assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, seconds, blocks, payload)
-    moved = n.exchange(VERIFY, TEXTS, c.splits, sent, blocks, texts / max(1.0, sent))
+    moved = n.exchange(VERIFY, TEXTS, c.gathered, sent, blocks, texts / max(1.0, sent))
     n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=2)
     n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
     n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
-    n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
-    n.add(NEAR_KEPT, c.splits, 5 * c.splits, c.documents * 24, files=2)
-    n.by_split(NEAR_REMOVED, OUTCOMES, 2 * c.splits, c.documents * 2 * LOSERS)
+    n.add(NEAR_LOST, c.gathered, 4 * c.gathered, c.documents * 24, files=3)
+    n.add(NEAR_KEPT, c.gathered, 5 * c.gathered, c.documents * 24, files=2)
+    n.by_split(NEAR_REMOVED, OUTCOMES, 2 * c.gathered, c.documents * 2 * LOSERS)
 
 
 def _sum(*parts: tuple[float, float]) -> tuple[float, float]:
