@@ -66,7 +66,9 @@ from shardkit.writers.recipe.inputs import InputConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.stages import near, semantic
+from shardkit.writers.stages.clean import CLEAN
 from shardkit.writers.stages.flow import Documents, Outputs
+from shardkit.writers.stages.gather import GATHER
 from shardkit.writers.stages.graph import run_build, stage_needs
 from shardkit.writers.stages.inputs import BuildInputs, splits_of_tasks
 from shardkit.writers.stages.needs import MERGE, Corpus, Order, Shape, compared_lines
@@ -314,7 +316,8 @@ def rehearse(
         for split in inputs.splits:
             whole[split.source] += split.bytes
         by_source = [whole[source] / max(1, taken) for source, taken in stored.items()]
-        scales = _scales([by_source[split.source] for split in splits], documents)
+        by_task = {split.task_name: by_source[split.source] for split in splits}
+        scales = _scales(by_task, documents)
         return _whole(inputs, [commit for _, commit in work.commits()], scales, documents, order)
 
 
@@ -374,17 +377,18 @@ def _first(documents: Documents) -> Outputs:
     return next((one for one in documents.outputs if one.tokenized), documents.outputs[0])
 
 
-def _scales(by_split: Sequence[float], made: Documents) -> _Scales:
+def _scales(by_task: Mapping[str, float], made: Documents) -> _Scales:
+    by_split = [by_task[split.task_name] for split in made.splits]
+
     def ratio(amounts: Sequence[int]) -> float:
         scaled = sum(amount * scale for amount, scale in zip(amounts, by_split, strict=True))
         return scaled / max(1, sum(amounts))
 
-    documents = ratio([counts.ledger.kept.documents for counts in made.counts])
+    documents = ratio([ledger.kept.documents for ledger in made.written[0].ledgers])
     tokenized = _first(made).tokenized
     tokens = ratio([TOKENIZE.result(commit).tokens for commit in tokenized]) if tokenized else 0.0
     by_tokens = {commit.stage for one in made.outputs for commit in (*one.packed, *one.provenance)}
-    names = [commit.name for commit in made.cleaned]
-    return _Scales(dict(zip(names, by_split, strict=True)), by_tokens, documents, tokens)
+    return _Scales(by_task, by_tokens, documents, tokens)
 
 
 def _published(made: Documents) -> dict[str, set[str]]:
@@ -425,9 +429,12 @@ def _whole(
         _add_near(stages, documents, text, indexed)
     if inputs.vectors is not None:  # stored as float16, and so smaller than most files
         stages |= dict.fromkeys((stage.name for stage in semantic.JOINING), _vector_bytes(inputs))
-    needs = stage_needs(_corpus(inputs, scales, made, documents, text))
-    merges = {one.stage: one.written_bytes for one in needs if MERGE.fullmatch(one.stage)}
+    corpus = _corpus(inputs, scales, made, documents, text)
+    needs = {one.stage: one.written_bytes for one in stage_needs(corpus)}
+    merges = {stage: size for stage, size in needs.items() if MERGE.fullmatch(stage)}
     stages = {stage: size for stage, size in stages.items() if not MERGE.fullmatch(stage)} | merges
+    if GATHER.name in needs:  # a sample has few splits
+        stages[GATHER.name] = needs[GATHER.name]
     in_order, consumed = order.merged(merges)
     freed = {
         stage: sum(
@@ -438,9 +445,13 @@ def _whole(
         for stage, files in consumed.items()
     }
     for stage in tasks:
-        stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN
+        count = corpus.splits if stage == CLEAN.name else corpus.gathered
+        stages[stage] += count * files * FILE_BYTES / MARGIN
     sizes = {stage: int(MARGIN * stages[stage]) for stage in (*in_order, *stages) if stage in stages}
     split = max(split.bytes for split in inputs.splits) / max(1, sum(split.bytes for split in inputs.splits))
+    if corpus.gathered < corpus.splits:
+        tasks[GATHER.name] = corpus.gathered
+        split = min(1.0, max(split, 1.25 * corpus.limits.gathered(corpus.text_bytes) / corpus.text_bytes))
     partitions = max(1.0, text / PARTITION_TEXT_BYTES)
     largest = 0.0
     for stage, size in sizes.items():

@@ -238,8 +238,8 @@ def _indexable(recipe: Recipe, sketch: int) -> NearDedupConfig:
 def _removed(documents: Documents) -> dict[str, int]:
     """Return the number of removed documents by reason."""
     removed: dict[str, int] = {}
-    for counts in documents.counts:
-        for reason, count in counts.ledger.dropped.items():
+    for ledger in documents.written[0].ledgers:
+        for reason, count in ledger.dropped.items():
             removed[reason] = removed.get(reason, 0) + count.documents
     return removed | {
         reason: sum(one.documents for one in losses) for reason, losses in documents.lost.items()

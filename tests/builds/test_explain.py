@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardkit.errors import BuildError
 from shardkit.writers import build
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
 from shardkit.writers.explain import LOST, NEW, Explanation, clean_work, explain_build
@@ -70,6 +72,7 @@ def test_before_the_first_build_everything_is_new(tmp_path: Path) -> None:
     found = explain(make_corpus(tmp_path / "corpus", documents=120))
     assert to_run(found) == {"tokenizer": (1, [NEW]), "clean": (4, [NEW])}
     stages = [
+        "gather",
         "exact",
         "exact_removed",
         "parity",
@@ -95,7 +98,8 @@ def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
     assert not found.later
     assert not found.stale
     named = [stage.name for stage in stages_of(load_recipe(recipe, [*WORK, *changes]))]
-    named.remove("side_files")  # this build has none
+    for name in ("side_files", "gather"):  # this build has none, and no small splits
+        named.remove(name)
     assert sorted(plan.stage for plan in found.stages) == sorted(named)
 
 
@@ -131,6 +135,8 @@ def test_what_was_merged_is_kept_as_long_as_its_readers_are_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_inputs, "group_small_files", list)  # a run for each file
+    limits = replace(DEFAULT_LIMITS, gather_splits=1 << 30)
+    monkeypatch.setattr(build_inputs, "DEFAULT_LIMITS", limits)
     recipe = make_corpus(tmp_path / "corpus", 40)
     for number in range(70):  # more runs than a task reads at once
         (recipe.parent / f"plain-x{number}.jsonl").write_text(

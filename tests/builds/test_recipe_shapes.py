@@ -333,4 +333,4 @@ def test_the_shape_of_a_recipe_says_what_its_build_makes(folder: Path) -> None:
     shape = Shape.of(load_recipe(write(folder, SHAPES["split-outputs"])))
     assert shape == Shape(tokenized=2, packed=2, texts=2, parts=1)
     shape = Shape.of(load_recipe(write(folder, SHAPES["buckets"])))
-    assert shape == Shape(scores=1, has_buckets=True, side_files=2)
+    assert shape == Shape(scores=1, has_buckets=True, side_files=1, columns=1)

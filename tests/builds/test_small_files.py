@@ -22,6 +22,7 @@ import pytest
 
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.explain import explain_build
 from shardkit.writers.inputs import small_files
 from shardkit.writers.inputs.files import InputFile
@@ -161,6 +162,8 @@ def test_a_build_has_the_same_documents_and_shards_with_and_without_groups(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_inputs, "group_small_files", list)
+    limits = replace(DEFAULT_LIMITS, gather_splits=1 << 30)  # nor are they joined after cleaning
+    monkeypatch.setattr(build_inputs, "DEFAULT_LIMITS", limits)
     apart = make(corpus, "work=null", output="apart")
     monkeypatch.setattr(build_inputs, "group_small_files", partial(group_small_files, group_bytes=1 << 17))
     joined = make(corpus, "work=null", output="joined")

@@ -103,7 +103,7 @@ def test_each_stage_that_a_recipe_asks_for_has_a_title_and_states_its_needs(reci
     assert len({stage.name for stage in stages}) == len(stages) > 30
     assert all(stage.title for stage in stages)
     corpus = Corpus(
-        splits=9,
+        splits=900,
         documents=10**6,
         text_bytes=10**9,
         tokens=10**8,

@@ -41,6 +41,10 @@ _FOOTER_HASH_BYTES = 16  # size of the hash that is the last field of the tail
 
 _MAGIC = b"shardrun"
 
+_LEAST_TASKS = 64  # number of tasks that a small build should have, for machines of many cores
+_MANY_TASKS = 4096  # number of tasks that a build of 128 GB to 16 TB should have; a larger one has more
+_DOCUMENT_BYTES = 2048
+
 _GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 
 
@@ -106,6 +110,8 @@ class Limits:
         64 << 20
     )  # memory of a merge task that reads local files: less, because small local reads cost little
     read_memory_bytes: MemoryBytes = 64 << 20  # memory of `Slice.read` in addition to its result
+    gather_bytes: _NoByte = 4 << 30  # maximum kept text of splits that are joined (stages/gather.py)
+    gather_splits: _NoByte = 32  # no fewer small splits in a row are joined: their tasks take few seconds
 
     def within(self, memory_bytes: int) -> Limits:
         """Return limits with larger requests if `memory_bytes` is large; the bytes of runs stay the same."""
@@ -121,6 +127,23 @@ class Limits:
     def partitions(self, rows: int, dtype: np.dtype[np.void]) -> int:
         """Return the number of reading tasks for `rows` rows, so that each reads about `partition_bytes`."""
         return max(1, -(-rows * dtype.itemsize // self.partition_bytes))
+
+    def gathered(self, kept_bytes: int) -> int:
+        """Return the bytes of text that joined splits should have together, if all splits keep `kept_bytes`.
+
+        It is a power of two, so that a few more input files rarely change it.
+        """
+        wanted = max(min(kept_bytes // _LEAST_TASKS, self.gather_bytes >> 7), kept_bytes // _MANY_TASKS)
+        wanted = min(max(wanted, self.gather_bytes >> 12), self.gather_bytes)
+        return 1 << max(0, wanted - 1).bit_length()
+
+    def gathered_weight(self, documents: int, bytes: int, wanted: int) -> int:
+        """Return the bytes that a split counts among splits that are joined to have `wanted` bytes.
+
+        Documents count as at least 2 KiB, because later tasks hold some bytes for each, and a split as at
+        least 1/1024 of `wanted`, because a task opens all of its files.
+        """
+        return max(bytes, _DOCUMENT_BYTES * documents, wanted >> 10)
 
     def chunk_bytes(self, memory_bytes: int, runs: int) -> int:
         """Return the size of a chunk, which one request reads, if `runs` runs are read within `memory_bytes`.

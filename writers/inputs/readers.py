@@ -15,7 +15,7 @@ from __future__ import annotations
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from shardkit.writers.inputs.read_tfrecord import read_tfrecord
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe.inputs import READER, InputConfig
-from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+from shardkit.writers.rows.documents import joined_batches
 from shardkit.writers.rows.ledger import Ledger, Quarantine, check_bad_fraction
 
 __all__ = ["SuspectDataError", "SuspectFilesError", "read_parts", "read_split", "within_memory"]
@@ -128,7 +128,7 @@ def read_parts(
         if found:
             raise SuspectFilesError(found)
 
-    yield from within_memory(_joined(read_all()) if split.rest else read_all(), memory_bytes)
+    yield from within_memory(joined_batches(read_all()) if split.rest else read_all(), memory_bytes)
 
 
 def within_memory(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -153,25 +153,6 @@ def within_memory(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Itera
         if batch is None:
             return
         yield batch
-
-
-def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the documents of `batches` in fewer, larger batches, each smaller than two full batches."""
-    waiting: list[pa.RecordBatch] = []
-    documents = size = 0
-    for batch in batches:
-        waiting.append(batch)
-        documents, size = documents + batch.num_rows, size + batch.nbytes
-        if documents >= BATCH_DOCUMENTS or size >= BATCH_TEXT_BYTES:
-            yield _one_of(waiting)
-            waiting, documents, size = [], 0, 0
-    if waiting:
-        yield _one_of(waiting)
-
-
-def _one_of(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    [batch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return batch
 
 
 def read_split(

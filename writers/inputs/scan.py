@@ -135,7 +135,8 @@ class Split:
     @property
     def parts(self) -> tuple[Split, ...]:
         """One split per file of this split."""
-        return (replace(self, bytes=self.input.bytes, rest=()), *self.rest) if self.rest else (self,)
+        own = self.bytes - sum(part.bytes for part in self.rest)
+        return (replace(self, bytes=own, rest=()), *self.rest) if self.rest else (self,)
 
     @property
     def file(self) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "Quarantine",
     "by_loss",
     "check_bad_fraction",
+    "dropped_by_filters",
     "first_of",
     "snippet_of",
 ]
@@ -113,6 +114,11 @@ def by_loss(reasons: Mapping[str, Count]) -> str:
     """Format counts by reason, most documents first, such as "12 by length/too_few_words"."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1].documents, item[0]))
     return ", ".join(f"{count.documents:,} by {reason}" for reason, count in ordered)
+
+
+def dropped_by_filters(ledger: Ledger) -> int:
+    """Return how many documents filters dropped: reasons of filters have a slash, others do not."""
+    return sum(count.documents for reason, count in ledger.dropped.items() if "/" in reason)
 
 
 def first_of(entries: bytes) -> BadRecord | None:

@@ -516,16 +516,16 @@ def needs(n: Needs) -> None:
 def _add(n: Needs, chosen: int, counted: int) -> None:
     c = n.corpus
     if counted:
-        gets, read = n.scans(c.text_bytes * DOCUMENTS, c.splits)
+        gets, read = n.scans(c.text_bytes * DOCUMENTS, c.gathered)
         size = c.documents * CHOICES.dtype.itemsize
-        n.add(AMOUNTS_COUNT, c.splits, gets, read, files=1, written=size)
+        n.add(AMOUNTS_COUNT, c.gathered, gets, read, files=1, written=size)
         readers = c.limits.partitions(c.documents, CHOICES.dtype)
-        found = n.exchange(AMOUNTS_SUMS, CHOICES, c.splits, c.documents, readers, last=AMOUNTS_LASTS)
+        found = n.exchange(AMOUNTS_SUMS, CHOICES, c.gathered, c.documents, readers, last=AMOUNTS_LASTS)
         n.add(AMOUNTS_SUMS, readers, *n.slices(found, readers))
         n.add(AMOUNTS_LASTS, min(readers, counted), *n.slices(found, 1))
     if chosen:
-        gets, read = n.scans(c.text_bytes * DOCUMENTS, c.splits)
-        n.add(AMOUNTS, c.splits, gets, read, files=1, written=c.documents * LOSERS * OUTCOME.itemsize)
+        gets, read = n.scans(c.text_bytes * DOCUMENTS, c.gathered)
+        n.add(AMOUNTS, c.gathered, gets, read, files=1, written=c.documents * LOSERS * OUTCOME.itemsize)
 
 
 def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:

@@ -97,7 +97,7 @@ BUCKETS = Stage("buckets", "read and filter", find_edges)
 def needs(n: Needs) -> None:
     """Add the requests and bytes of computing the edges of bins."""
     if n.corpus.shape.has_buckets:
-        n.add(BUCKETS, 1, 3 * n.corpus.splits, 16 * n.corpus.documents)
+        n.add(BUCKETS, 1, 3 * n.corpus.gathered, 16 * n.corpus.documents)
 
 
 def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:

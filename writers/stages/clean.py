@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +57,9 @@ from shardkit.writers.rows.ledger import (
     check_bad_fraction,
     first_of,
 )
+from shardkit.writers.stages import gather
 from shardkit.writers.stages.flow import Build, Cleaned, Documents, Step, Written
+from shardkit.writers.stages.gather import GATHER, gather_splits, merged, neighbors
 from shardkit.writers.stages.id_tables import IdTable
 from shardkit.writers.stages.labels import Buckets
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
@@ -114,18 +116,29 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
         task, resources = CLEAN.task(split.task_name, split.bytes, *args), own.first_pass.resources
         made.append(replace(task, fallback=fallback, resources=resources))
     beside, cleaned = build.run(build.beside, made)
-    counts = [CLEAN.result(commit) for commit in cleaned]
-    _check(recipe, splits, cleaned, counts)
+    found = _check(recipe, splits, cleaned)
+    ranges = neighbors(splits, found.kept, build.limits, annotate=recipe.annotate)
+    joined, commits = gather_splits(build.run, ranges, splits, cleaned, found.languages)
+    counts = [merged([CLEAN.result(cleaned[number]) for number in one]) for one in ranges]
     return replace(
         documents,
-        splits=splits,
+        splits=joined,
         beside=beside,
-        counts=counts,
-        written=[Written("cleaning", cleaned, [one.ledger for one in counts], counts)],
-        single=sum(one.ledger.kept.documents for one in counts),
-        removals=[SplitRemovals() for _ in splits],
+        input_hashes=found.hashes,
+        written=[Written("cleaning", commits, [one.ledger for one in counts], counts, cleaned)],
+        single=sum(one.documents for one in found.kept),
+        removals=[SplitRemovals() for _ in joined],
         labels=_given_labels(recipe),
     )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What later steps need of the results of all splits: by split, except `hashes`, by part of a split."""
+
+    kept: list[Count] = field(default_factory=list)
+    languages: list[tuple[str, ...] | None] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
 
 
 def _given_labels(recipe: Recipe) -> Buckets | None:
@@ -136,27 +149,35 @@ def _given_labels(recipe: Recipe) -> Buckets | None:
     return Buckets(config, [score.thresholds for score in config.scores])
 
 
-def _check(
-    recipe: Recipe, splits: Sequence[Split], cleaned: Sequence[Commit], counts: Sequence[Cleaned]
-) -> None:
-    """Check limits and named fields on the totals of all splits; raise BuildError or RecipeError."""
-    total = Ledger()
-    for one in counts:
+def _check(recipe: Recipe, splits: Sequence[Split], cleaned: Sequence[Commit]) -> _Found:
+    """Check limits and named fields on the totals of all splits; raise BuildError or RecipeError.
+
+    The results are parsed one by one and not held, because there may be a million splits.
+    """
+    total, found, names = Ledger(), _Found(), list[str]()
+    facts: list[Mapping[str, Any]] = []
+    known: dict[tuple[str, ...], tuple[str, ...]] = {}  # many splits have the same languages
+    for split, commit in zip(splits, cleaned, strict=True):
+        one = CLEAN.result(commit)
         total.merge(one.ledger)
-    facts = [fields for one in counts for fields in one.fields]
+        facts += one.fields
+        labels = None if one.languages is None else tuple(one.languages)
+        found.kept.append(one.ledger.kept)
+        found.languages.append(labels if labels is None else known.setdefault(labels, labels))
+        found.hashes += one.inputs
+        names += [split.file] if FAILED_SPLIT in one.ledger.quarantined else []
     check_named_fields(parts_of(splits), facts)
     warn_of_notes(parts_of(splits), facts)
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
     failed = total.quarantined.get(FAILED_SPLIT, Count()).documents
     if failed > recipe.max_failed_splits:  # `Fallback` only limits failures in this run
-        pairs = zip(splits, counts, strict=True)
-        names = sorted(split.file for split, one in pairs if FAILED_SPLIT in one.ledger.quarantined)
         raise BuildError(
             f"{failed:,} splits failed, more than max_failed_splits {recipe.max_failed_splits:,} allows "
-            f"({', '.join(names)}); raise it, or run again with --retry-failed"
+            f"({', '.join(sorted(names))}); raise it, or run again with --retry-failed"
         )
     if not total.kept.documents:
         raise BuildError(_nothing_left(total, cleaned))
+    return found
 
 
 def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
@@ -336,9 +357,10 @@ def needs(n: Needs) -> None:
     """Add the requests and bytes of cleaning; raw files are outside the work folder and not counted."""
     c = n.corpus
     keys_bytes = (1 + ("url" in c.steps)) * c.documents * KEYS.dtype.itemsize
-    files = 3 + ("url" in c.steps) + c.shape.side_files
+    files = 3 + ("url" in c.steps) + c.shape.side_files + c.shape.columns
     written = c.text_bytes * DOCUMENTS + keys_bytes
     n.add(CLEAN, c.splits, n.looked_up * c.splits, 0, files=files, written=written)
+    gather.needs(n)
 
 
-STEP = Step(lambda recipe: (CLEAN,), read_and_filter, needs)
+STEP = Step(lambda recipe: (CLEAN,) if recipe.annotate else (CLEAN, GATHER), read_and_filter, needs)

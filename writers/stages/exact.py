@@ -233,14 +233,14 @@ def text_needs(n: Needs) -> None:
     c = n.corpus
     if not n.is_first:
         read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
-        n.add(URL_LEFT, c.splits, 2 * c.splits, read, files=1, written=written)
+        n.add(URL_LEFT, c.gathered, 2 * c.gathered, read, files=1, written=written)
     _add(n, EQUAL_TEXTS, KEYS if n.is_first else WEIGHTED_KEYS)
 
 
 def _add(n: Needs, stages: EqualStages, table: Table) -> None:
     c = n.corpus
     readers = c.limits.partitions(c.documents, KEYS.dtype)
-    keys = n.exchange(stages.find, table, c.splits, c.documents, readers)
+    keys = n.exchange(stages.find, table, c.gathered, c.documents, readers)
     n.add(stages.find, readers, *n.slices(keys, readers), files=1)
     n.by_split(stages.sort, OUTCOMES, readers, c.documents * 0.01)
 

@@ -130,7 +130,7 @@ def _filter(stage: Stage[..., Filtering], number: int, documents: Documents, bui
     if not sum(one.ledger.kept.documents for one in found):
         raise BuildError(_nothing_left(recipe, number, found))
     title = f"filtering what is left ({stage.name})"
-    written = Written(title, commits, [one.ledger for one in found], found)
+    written = Written(title, commits, [one.ledger for one in found], found, commits)
     marked = documents.marked.union(one.field for one in documents.labels_of(0))
     return replace(documents.rewritten(written, [left_of(commit) for commit in commits]), marked=marked)
 
@@ -152,7 +152,7 @@ def needs(n: Needs) -> None:
     c = n.corpus
     text, files = c.text_bytes * DOCUMENTS, 5 + bool(c.shape.annotated)
     for nth in range(1, c.shape.passes + 1):
-        n.add(FILTER_LEFT.nth(nth), c.splits, *n.scans(text, c.splits), files=files, written=text)
+        n.add(FILTER_LEFT.nth(nth), c.gathered, *n.scans(text, c.gathered), files=files, written=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _join(documents: Documents, build: Build) -> Documents:
         (step, _names(passes, number), _reached(written[step])) for number, (step, _) in enumerate(passes)
     ]
     tasks = []
-    for split, cleaned in enumerate(documents.cleaned):
+    for split, cleaned in enumerate(written[0].commits):
         rows = [step.commits[split].file(ROWS_FILE) for step in written[1:]]
         later, begin = list[LeftAnnotations](), 0
         for number, (step, names, reached) in enumerate(found, 1):
@@ -240,9 +240,9 @@ def annotation_needs(n: Needs) -> None:
     if not c.shape.annotated:
         return
     size = c.documents * _LINE_BYTES
-    gets, read = n.scans(size, c.splits)
+    gets, read = n.scans(size, c.gathered)
     files = 2 + 2 * c.shape.annotated  # annotations and rows, first and of each later pass
-    n.add(JOIN_ANNOTATIONS, c.splits, files * gets, 2 * read, files=2, written=size)
+    n.add(JOIN_ANNOTATIONS, c.gathered, files * gets, 2 * read, files=2, written=size)
 
 
 ANNOTATIONS_STEP = Step(

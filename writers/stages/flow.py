@@ -108,13 +108,15 @@ class Written:
     """The files of documents that a step wrote, one commit and one ledger per split.
 
     `filtering` has the results of a pass of filters; empty for other steps. The folders of `commits` contain
-    documents.arrow, and also ROWS_FILE, except for the first step of a build.
+    documents.arrow, and also ROWS_FILE, except for the first step of a build. `judged` are the commits of the
+    tasks of a pass of filters, with the files about what filters dropped.
     """
 
     title: str
     commits: Sequence[Commit]
     ledgers: Sequence[Ledger]
     filtering: Sequence[Filtering] = ()
+    judged: Sequence[Commit] = ()
 
     def has(self, name: str) -> bool:
         """Whether the step wrote a file with this name for each split."""
@@ -183,6 +185,7 @@ class Clustered:
 class Documents:
     """The documents of a build between two steps. Sequences have one entry per split unless noted otherwise.
 
+    Behind the first pass of filters, a split may be several splits of the inputs (stages/gather.py).
     `written` lists the steps so far that wrote documents: cleaning, and steps that edited texts or filtered
     again. `removals` lists the rows that later steps removed from the last of these steps' files; `pending`
     counts them by reason, until a step that writes documents counts them in its ledgers. `lost` counts the
@@ -193,7 +196,8 @@ class Documents:
     splits: Sequence[Split]
     scores: Sequence[IdTable] = ()
     """One table per `scores` filter, in their order."""
-    counts: Sequence[Cleaned] = ()
+    input_hashes: Sequence[str] = ()
+    """The hashes (`hash_split`) of all parts of all splits that were read."""
     written: Sequence[Written] = ()
     removals: Sequence[SplitRemovals] = ()
     pending: Mapping[str, Count] = field(default_factory=dict)
@@ -227,8 +231,8 @@ class Documents:
 
     @property
     def cleaned(self) -> Sequence[Commit]:
-        """The commits of the tasks that read and filtered the splits."""
-        return self.written[0].commits
+        """The commits of the tasks that read the inputs, before splits that keep little were joined."""
+        return self.written[0].judged
 
     @property
     def files(self) -> Sequence[Commit]:
@@ -241,11 +245,6 @@ class Documents:
         removed = sum(self.pending.values(), Count())
         kept = self.written[-1].kept
         return Count(kept.documents - removed.documents, kept.bytes - removed.bytes)
-
-    @property
-    def input_hashes(self) -> list[str]:
-        """The hashes (`hash_split`) of all parts of all splits."""
-        return [content for one in self.counts for content in one.inputs]
 
     def file(self, number: int) -> Artifact:
         """Return the latest Arrow file with the documents of split `number`."""
@@ -276,7 +275,8 @@ class Documents:
         if self.joined:
             commit = self.joined[number]
             return commit.file(ANNOTATIONS_FILE), (commit.file(ROWS_FILE),)
-        return self.cleaned[number].file(ANNOTATIONS_FILE), self.rows_since(self.written[0], number)
+        first = self.written[0]
+        return first.commits[number].file(ANNOTATIONS_FILE), self.rows_since(first, number)
 
     def labels_of(self, number: int) -> Labels:
         """Return the labels of split `number`, buckets and clusters, that the metadata does not have."""

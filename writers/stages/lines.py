@@ -38,15 +38,15 @@ def needs(n: Needs) -> None:
     if not c.lines:
         return
     text, size = c.text_bytes * DOCUMENTS, c.lines * LINE_KEYS.dtype.itemsize
-    n.add(lines.MAKE_LINE_KEYS, c.splits, *n.scans(text, c.splits), files=2, written=size)
+    n.add(lines.MAKE_LINE_KEYS, c.gathered, *n.scans(text, c.gathered), files=2, written=size)
     readers = c.limits.partitions(c.lines, LINE_KEYS.dtype)
-    keys = n.exchange(lines.FIND_LINE_LOSERS, LINE_KEYS, c.splits, c.lines, readers)
+    keys = n.exchange(lines.FIND_LINE_LOSERS, LINE_KEYS, c.gathered, c.lines, readers)
     cut = c.lines * _CUT
     written = cut * LINE_LOSERS.dtype.itemsize
     n.add(lines.FIND_LINE_LOSERS, readers, *n.slices(keys, readers), files=1, written=written)
     n.by_split(lines.LINES_REMOVED, LINE_LOSERS, readers, cut)
-    gets, read = n.scans(text, c.splits)
-    n.add(lines.CUT_LINES, c.splits, gets + 2 * c.splits, read + written, files=4, written=text)
+    gets, read = n.scans(text, c.gathered)
+    n.add(lines.CUT_LINES, c.gathered, gets + 2 * c.gathered, read + written, files=4, written=text)
 
 
 STAGES = lines.MAKE_LINE_KEYS, lines.FIND_LINE_LOSERS, lines.LINES_REMOVED, lines.CUT_LINES

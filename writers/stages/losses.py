@@ -59,7 +59,7 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
 def _by_source(documents: Documents) -> tuple[list[Count], dict[str, list[Count]]]:
     """Return the compared documents of each source, and by reason the documents that each source lost."""
     return (
-        documents.by_source([one.ledger.kept for one in documents.counts]),
+        documents.by_source([one.kept for one in documents.written[0].ledgers]),
         {reason: documents.by_source(losses) for reason, losses in documents.lost.items()},
     )
 

@@ -27,12 +27,14 @@ from shardkit.writers.execution.artifacts import RUN_SUFFIX
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import RunTasks, Stage, Task
 from shardkit.writers.filters.buckets import BucketsConfig
+from shardkit.writers.filters.fasttext import LanguageConfig
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import SAMPLE
 from shardkit.writers.stages.selection import Selection
 
 DOCUMENTS = 0.43  # bytes of documents.arrow per byte of kept text
+_GATHERED = 0.82  # what joined splits have on average, as a share of what they should have
 LOSERS = 0.1  # assumed share of the documents that are removed as duplicates
 _GUESSED_FOOTER_BYTES = 700  # assumed footer size; runs of up to a block and a footer take one request
 
@@ -83,7 +85,11 @@ class Shape:
     counted: int = 0
     """Number of sources whose amount is not a share."""
     side_files: int = 0
-    """Number of files with dropped documents, scores and annotations that cleaning writes per split."""
+    """Number of files with dropped documents and annotations that cleaning writes per split."""
+    columns: int = 0
+    """Number of files with a value per kept document (language, scores) that cleaning writes per split."""
+    annotate: bool = False
+    """Whether the first pass writes annotations, so that no splits are joined."""
     annotated: int = 0
     """Number of passes of filters after duplicate removal that write annotations."""
 
@@ -116,7 +122,9 @@ class Shape:
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
             amounts=sum(one.chooses for one in recipe.amounts.values()),
             counted=sum(one.counts for one in recipe.amounts.values()),
-            side_files=recipe.annotate + bool(first) + (BucketsConfig in first),
+            side_files=recipe.annotate + bool(first),
+            columns=(BucketsConfig in first) + (LanguageConfig in first),
+            annotate=recipe.annotate,
             annotated=sum(map(bool, recipe.passes[1:])) if recipe.annotate else 0,
         )
 
@@ -154,6 +162,16 @@ class Corpus:
     def __post_init__(self) -> None:
         limits = DEFAULT_LIMITS.within(self.memory)
         object.__setattr__(self, "limits", limits.divided(self.scale) if self.scale > 1 else limits)
+
+    @property
+    def gathered(self) -> int:
+        """The number of splits behind cleaning, which joins those that keep little (stages/gather.py)."""
+        wanted = self.limits.gathered(self.text_bytes)
+        each = self.documents / self.splits, self.text_bytes / self.splits
+        weight = self.limits.gathered_weight(ceil(each[0]), ceil(each[1]), wanted)
+        if self.shape.annotate or self.splits < self.limits.gather_splits or 4 * weight >= wanted:
+            return self.splits
+        return ceil(self.splits / max(2, _GATHERED * wanted / weight))
 
     @property
     def task_memory(self) -> int:
@@ -210,7 +228,7 @@ class Needs:
 
     def by_split(self, stage: Stage[..., Any], table: Table, runs: int, rows: float) -> None:
         """Add stage `stage` of `outcomes.by_split`, which writes one file per group of splits."""
-        groups = ceil(self.corpus.splits / SPLITS_PER_GROUP)
+        groups = ceil(self.corpus.gathered / SPLITS_PER_GROUP)
         found = self.exchange(stage, table, runs, rows, groups)
         self.add(stage, groups, *self.slices(found, groups), files=1)
 

@@ -51,7 +51,7 @@ from shardkit.writers.stages.id_tables import IdTable
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile
 from shardkit.writers.stages.languages import LANGUAGES_FILE, LanguageFile
 
-_KEYS_MEMORY_BYTES = 48 << 20  # memory for sorting keys; a sorted run takes a third of it
+KEYS_MEMORY_BYTES = 48 << 20  # memory for sorting keys; a sorted run takes a third of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class _KeyFiles:
     def __init__(self, folder: Path, settings: PassSettings) -> None:
         self.urls = self._rows = 0
         self._normalized = settings.exact_text not in (None, "raw")
-        self._stack, memory_bytes = ExitStack(), _KEYS_MEMORY_BYTES
+        self._stack, memory_bytes = ExitStack(), KEYS_MEMORY_BYTES
         self._texts: RunWriter | None = None
         if settings.exact_text is not None:
             texts = RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes)

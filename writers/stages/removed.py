@@ -10,7 +10,7 @@ from math import ceil
 
 from shardkit.writers.dedup.duplicates import DUPLICATES, DUPLICATES_OF_FILE, TWINS, join_duplicates
 from shardkit.writers.dedup.outcomes import SPLIT
-from shardkit.writers.rows.ledger import Ledger
+from shardkit.writers.rows.ledger import dropped_by_filters
 from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES, join_side_files
 from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
 from shardkit.writers.stages.needs import LOSERS, Needs
@@ -22,7 +22,7 @@ def join_removed(documents: Documents, build: Build) -> Documents:
     """Join the files of removed documents that the tasks of all splits wrote, and add them to the outputs."""
     first = documents.outputs[0]
     filtered = (ledger for step in documents.written[1:] if step.filtering for ledger in step.ledgers)
-    judged = sum(_filtered(ledger) for ledger in filtered)
+    judged = sum(dropped_by_filters(ledger) for ledger in filtered)
     lost = documents.written[0].kept.documents - judged - _written(first)
     cut = [commit for step in documents.written[1:] for commit in step.commits]
     duplicates = join_duplicates(
@@ -34,18 +34,13 @@ def join_removed(documents: Documents, build: Build) -> Documents:
     )
     side_files = join_side_files(
         build.run,
-        [commit for step in documents.written if step.filtering for commit in step.commits],
+        [commit for step in documents.written for commit in step.judged],
     )
     outputs = [
         replace(one, duplicates=duplicates, side_files=side_files) if one.has_removed else one
         for one in documents.outputs
     ]
     return replace(documents, outputs=outputs)
-
-
-def _filtered(ledger: Ledger) -> int:
-    """Return how many documents filters dropped: reasons of filters have a slash, others do not."""
-    return sum(count.documents for reason, count in ledger.dropped.items() if "/" in reason)
 
 
 def _written(made: Outputs) -> int:
@@ -67,7 +62,7 @@ def needs(n: Needs) -> None:
     removed = c.documents * LOSERS * bool({*c.steps} - {"lines"})
     files = max(1, ceil(removed / DUPLICATES_OF_FILE))
     payload = _TWIN_BYTES - TWINS.dtype.itemsize
-    twins = n.exchange(DUPLICATES, TWINS, c.splits, 2 * removed, files, payload)
+    twins = n.exchange(DUPLICATES, TWINS, c.gathered, 2 * removed, files, payload)
     n.add(DUPLICATES, files, *n.slices(twins, files), files=1, written=removed * _TWIN_BYTES)
     joined, level = c.splits, 0
     while joined > 1 or level == 0:

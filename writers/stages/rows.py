@@ -155,11 +155,11 @@ def needs(n: Needs) -> None:
     if not c.shape.packed:
         return
     text, written = c.text_bytes * DOCUMENTS, c.tokens * c.token_bytes
-    gets, read = n.scans(text, c.splits)
+    gets, read = n.scans(text, c.gathered)
     times = c.shape.tokenized
     spilled = written + c.documents * tokenize.TOKENS.dtype.itemsize
-    n.add(TOKENIZE, times * c.splits, times * gets, times * read, files=2, written=spilled)
-    n.add(PARITY, 1, 3 * min(c.splits, tokenize.PARITY_SPLITS), PARITY_BYTES)
+    n.add(TOKENIZE, times * c.gathered, times * gets, times * read, files=2, written=spilled)
+    n.add(PARITY, 1, 3 * min(c.gathered, tokenize.PARITY_SPLITS), PARITY_BYTES)
     memory, shard = c.memory // c.scale, c.shard_bytes // c.scale
     partition_text = PARTITION_TEXT_BYTES // c.scale
     if c.shape.trainers == c.shape.packed:
@@ -169,8 +169,9 @@ def needs(n: Needs) -> None:
         ceil(c.text_bytes / partition_text),
     )
     payload = written / max(1, c.documents)
-    tokens = n.exchange(PACK, tokenize.TOKENS, c.splits, c.documents, partitions, payload)
-    drawn = replace(tokens, count=c.splits, bytes=_DRAWN * tokens.bytes + c.splits * EMPTY_BYTES, segments=1)
+    tokens = n.exchange(PACK, tokenize.TOKENS, c.gathered, c.documents, partitions, payload)
+    size = _DRAWN * tokens.bytes + c.gathered * EMPTY_BYTES
+    drawn = replace(tokens, count=c.gathered, bytes=size, segments=1)
     small = n.slices(drawn, 1)
     gets, read = n.slices(tokens, partitions)
     gets, read = gets + c.shape.parts * small[0], read + c.shape.parts * small[1]

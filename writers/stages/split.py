@@ -523,17 +523,17 @@ def needs(n: Needs) -> None:
     ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)
     row = PROPOSED.dtype.itemsize + ngrams
     tables = ranges = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
-    gets, read = n.scans(text, c.splits)
+    gets, read = n.scans(text, c.gathered)
     if c.shape.has_families:
         ranges = c.limits.partitions(ceil(proposed), DRAWN.dtype)
-        n.add(SPLIT_DRAW, c.splits, gets, read, files=1, written=proposed * DRAWN.dtype.itemsize)
-        drawn = n.exchange(SPLIT_FIT, DRAWN, c.splits, proposed, ranges)
+        n.add(SPLIT_DRAW, c.gathered, gets, read, files=1, written=proposed * DRAWN.dtype.itemsize)
+        drawn = n.exchange(SPLIT_FIT, DRAWN, c.gathered, proposed, ranges)
         n.add(SPLIT_FIT, ranges, *n.slices(drawn, ranges), files=2)
         n.by_split(SPLIT_FAMILIES, FITTING, ranges, proposed)
-    n.add(SPLIT_PROPOSE, c.splits, gets, read, files=1, written=proposed * row)
-    found = n.exchange(SPLIT_TABLES, PROPOSED, c.splits, proposed, tables, ngrams)
+    n.add(SPLIT_PROPOSE, c.gathered, gets, read, files=1, written=proposed * row)
+    found = n.exchange(SPLIT_TABLES, PROPOSED, c.gathered, proposed, tables, ngrams)
     n.add(SPLIT_TABLES, tables, *n.slices(found, tables), files=4, written=2 * proposed * row)
-    looked = c.splits * tables
+    looked = c.gathered * tables
     size = looked * 2 * proposed * row / tables
     n.add(SPLIT_PROBE, looked, tables * gets + 4 * looked, tables * read + size, files=1)
     alike = n.exchange(SPLIT_CHOOSE, ALIKE, looked, proposed, ranges)

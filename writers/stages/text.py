@@ -324,9 +324,9 @@ def needs(n: Needs) -> None:
     if not c.shape.texts:
         return
     shard_bytes = c.shard_bytes / c.scale
-    tasks = max(1, min(c.splits, ceil(c.text_bytes / shard_bytes)))
+    tasks = max(1, min(c.gathered, ceil(c.text_bytes / shard_bytes)))
     shards = max(tasks, ceil(c.text_bytes / shard_bytes))
-    gets, read = n.scans(text, c.splits)
+    gets, read = n.scans(text, c.gathered)
     outputs = ceil(c.shape.texts / (1 + c.shape.parts))
     times = c.shape.texts
     files = ceil(shards / tasks) + 1

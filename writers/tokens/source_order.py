@@ -31,6 +31,10 @@ class FileUnits:
     first: int
     starts: tuple[int, ...]
 
+    def also(self, start: int) -> FileUnits:
+        """Return a copy with one more unit, from record `start` on."""
+        return FileUnits(self.first, (*self.starts, start))
+
 
 @dataclass(frozen=True, slots=True)
 class Units:
@@ -52,11 +56,13 @@ class Units:
             starts = dict(zip(files, pool.map(lambda one: _starts(*one), files.values()), strict=True))
         count, numbered, found = 0, dict[str, FileUnits](), []
         for split in splits:
-            own = {}
+            own: dict[str, FileUnits] = {}
             for part in split.parts:
                 known = starts.get(part.file)
                 if known is None:
-                    own[part.file] = FileUnits(count, (0,))
+                    before = own.get(part.file)  # another part of the same file, in joined splits
+                    made = FileUnits(count, (0,)) if before is None else before.also(part.first_record)
+                    own[part.file] = made
                     count += 1
                     continue
                 if part.file not in numbered:
