@@ -124,9 +124,10 @@ def build_dedup_index(
 
         def steps() -> tuple[Documents, IndexFiles]:
             documents = find_survivors(Build(inputs, runner.run))
-            return documents, write_index(
-                runner.run, documents, config, sketch, stored, limits=inputs.limits
-            )
+            made = write_index(runner.run, documents, config, sketch, stored, limits=inputs.limits)
+            if stored is None:
+                runner.require(_files(made))
+            return documents, made
 
         documents, made = runner.complete(steps)
         scan.check_unchanged(inputs.splits, documents.input_hashes)
@@ -152,11 +153,14 @@ def build_dedup_index(
     )
 
 
-def _run_tasks(tasks: Mapping[str, Task], runner: Runner) -> dict[str, Commit]:
-    """Run tasks; return their commits, whose files are right, by the names of their parts."""
-    [made] = runner.run(list(tasks.values()))
-    runner.require(commit.files / name for commit in made for name in commit.outputs)
-    return dict(zip(tasks, made, strict=True))
+def _files(made: IndexFiles) -> list[Artifact]:
+    """Return the files of an index in the work folder."""
+    return [
+        commit.files / name
+        for commits, names in ((made.parts, _PART_FILES), (made.tables, _TABLE_FILES))
+        for commit in commits.values()
+        for name in names
+    ]
 
 
 def _target_of(index: str | Path, storage: StorageOptions | None) -> Path | StoreTarget:
@@ -204,14 +208,8 @@ def _publish(
     tables = {name: INDEX_TABLES.result(commit) for name, commit in made.tables.items()}
     if isinstance(target, StoreTarget):
         return publish_to_store(parts, tables, target, facts, settings, sketch=sketch, replace=replace)
-    files = [
-        commit.files / name
-        for commits, names in ((made.parts, _PART_FILES), (made.tables, _TABLE_FILES))
-        for commit in commits.values()
-        for name in names
-    ]
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(Artifact.local, files))
+        list(pool.map(Artifact.local, _files(made)))
     folders = [(commit.folder, parts[name]) for name, commit in made.parts.items()]
     others = [(commit.folder, tables[name]) for name, commit in made.tables.items()]
     return publish_index(folders, others, target, facts, settings, sketch=sketch, replace=replace)
