@@ -20,7 +20,10 @@ SIGNALS: dict[str, Action] = {
     "Ctrl-C": "interrupt_builder",
 }
 # The stage that reads what a stage wrote: the build is killed before it, so that it would read the damage.
-READERS = dict(pairwise(STAGES)) | {"signatures": "equal"}
+# It removes runs after their last reader, which may be a stage that is not in STAGES.
+READERS = dict(pairwise(STAGES)) | {"signatures": "equal", "line_losers": "lines_removed"}
+READERS |= {"url": "url_removed", "exact": "exact_removed", "exact-2": "exact_removed-2"}
+READERS |= {"candidates": "near_leaders", "near": "near_equal", "semantic_decide": "semantic_lost"}
 READERS |= dict.fromkeys(("provenance", "join_annotations", "side_files"), "publish")
 WRITES_NOTHING = ("tokenizer", "measure", "parity", "amounts_sums", "amounts_lasts")  # except their records
 

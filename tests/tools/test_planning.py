@@ -437,4 +437,5 @@ def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int,
         assert counted / 1.3 < planned_count < counted * 1.3, name
     most = most_held([*stages.values()])
     assert built["most_bytes"] / 1.3 < most < built["most_bytes"] * 1.3
-    assert built["most_bytes"] < 0.8 * planned.written_bytes, "runs go when they were read"
+    written = sum(stage["bytes_written"] for stage in built["stages"].values())
+    assert built["most_bytes"] < written, "runs go when they were read"
