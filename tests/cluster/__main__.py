@@ -20,14 +20,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
 from cluster.cases import CASES, Plan, Row, run_case
 from cluster.data import corpus, recipe, tokenizer
 from cluster.lab import Lab
-from cluster.machines import Machine, NamespaceMachine, SshMachine, in_a_room, make_bridge, why_not
+from cluster.machines import (
+    NVME,
+    Machine,
+    NamespaceMachine,
+    SshMachine,
+    in_a_room,
+    make_bridge,
+    serve_ssh,
+    why_not,
+)
 
 _IN_ROOM = "SHARDKIT_LAB_ROOM"
 
@@ -40,6 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--machines", type=Path, help="YAML file of rented machines, instead of namespaces of this one")
+    add("--ssh", action="store_true", help="reach the namespaces by ssh, as rented machines")
     add("--nodes", type=int, default=8, help="number of machines")
     add("--mbit", type=float, default=50.0, help="width of a machine's link, in Mbit/s")
     add("--delay", type=float, default=0.0, help="seconds that bytes take to the store, each way")
@@ -60,27 +70,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def rented(file: Path, logs: Path, folder: Path) -> Lab:
-    """Return the lab of the machines in a file."""
-    told = yaml.safe_load(file.read_text())
-    known = {"machines", "store", "endpoint", "bucket", "ssh", "nvme", "python", "checkout", "mbit"}
-    if unknown := set(told) - known:
-        raise SystemExit(
-            f"{file}: unknown keys: {', '.join(sorted(unknown))}; known keys: {', '.join(known)}"
-        )
-    ssh, nvme, mbit = told.get("ssh", ["ssh", "-l", "root"]), told["nvme"], float(told.get("mbit", 1000))
+def inventory(file: Path) -> dict[str, Any]:
+    """Return what a file of rented machines says, checked for keys that are missing or unknown."""
+    told: dict[str, Any] = yaml.safe_load(file.read_text())
+    optional = {"store", "endpoint", "bucket", "ssh", "mbit"}
+    needed = {"machines", "nvme", "python", "checkout"}
+    if wrong := (needed - set(told)) | (set(told) - needed - optional):
+        raise SystemExit(f"{file}: missing or unknown keys: {', '.join(sorted(wrong))}")
+    if ("store" in told) == ("endpoint" in told):
+        raise SystemExit(f"{file}: give either `store`, a machine, or `endpoint`, the URL of a store")
+    return told
+
+
+def rented(told: dict[str, Any], logs: Path, folder: Path) -> Lab:
+    """Return the lab of the machines in an inventory."""
+    mbit, count = float(told.get("mbit", 1000)), len(told["machines"])
 
     def machine(name: str, address: str, width: float) -> SshMachine:
-        return SshMachine(name, address, nvme, logs, width, ssh)
+        return SshMachine(name, address, told["nvme"], logs, width, told.get("ssh", ["ssh", "-l", "root"]))
 
-    count = len(told["machines"])
     machines = [machine(f"m{n + 1}", address, mbit) for n, address in enumerate(told["machines"])]
     store = machine("store", told["store"], mbit * count) if "store" in told else None
     everyone = [*machines, *([store] if store else [])]
     for one in everyone:
         one.peers = [other.address for other in everyone if other is not one]
         one.boot()
-        one.rate(one.mbit)
     return Lab(
         list[Machine](machines), folder, store, told.get("endpoint", ""), told.get("bucket", "lab"),
         told["python"], Path(told["checkout"]),
@@ -95,7 +109,12 @@ def namespaces(options: argparse.Namespace, logs: Path, folder: Path) -> Lab:
         for number in range(1, options.nodes + 1)
     ]
     store = NamespaceMachine("store", 0, folder, logs, options.mbit * options.nodes)
-    return Lab(machines, folder, store, delay=options.delay)
+    if not options.ssh:
+        return Lab(machines, folder, store, delay=options.delay)
+    told = {"machines": [machine.address for machine in machines], "store": store.address, "nvme": NVME}
+    told |= {"ssh": serve_ssh([*machines, store], folder), "python": sys.executable, "mbit": options.mbit}
+    (logs / "ssh").mkdir()
+    return rented(told | {"checkout": str(Path(__file__).resolve().parents[2])}, logs / "ssh", folder)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     if options.machines is None:
         lab = namespaces(options, logs, folder)
     else:
-        lab = rented(options.machines, logs, folder)
+        lab = rented(inventory(options.machines), logs, folder)
     try:
         lab.start_store()
         for name, data in corpus(options.files, int(options.file_mb * 1e6)):
@@ -163,12 +182,22 @@ def leave(number: int, frame: FrameType | None) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, leave)
-    if options.machines is not None or os.environ.get(_IN_ROOM):
+    if os.environ.get(_IN_ROOM):
         return run(options)
+    kept = options.folder
+    options.folder = options.folder or Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
+    try:
+        return run(options) if options.machines is not None else run_in_a_room(options.folder, arguments)
+    finally:
+        if kept is None:
+            shutil.rmtree(options.folder, ignore_errors=True)
+
+
+def run_in_a_room(folder: Path, arguments: Sequence[str] | None) -> int:
+    """Run this command again where all that it starts ends with it; its exit status."""
     if problem := why_not():
         sys.stderr.write(f"{problem}\n")
         return 2
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     given = sys.argv[1:] if arguments is None else list(arguments)
     command = [sys.executable, "-m", "cluster", *given, "--folder", str(folder)]
     room = subprocess.Popen(in_a_room(command), env=os.environ | {_IN_ROOM: "1"})
@@ -177,8 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         room.kill()  # and the kernel ends all that runs in it
         room.wait()
-        if options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -71,14 +71,19 @@ def run_case(name: str, lab: Lab, plan: Plan) -> Row:
     row = Row(name)
     began = time.monotonic()
     try:
-        with lab.metered() as moved:
-            CASES[name](lab, plan, row)
-            row.seconds = row.seconds or time.monotonic() - began
-            row.moved = moved()
+        CASES[name](lab, plan, row)
     except LabError as error:
         row.same, row.seconds = False, time.monotonic() - began
         row.notes.append(str(error))
     return row
+
+
+@contextmanager
+def _measured(lab: Lab, row: Row) -> Iterator[None]:
+    """Have the row say how long the block took, and what moved meanwhile."""
+    began, moved = time.monotonic(), lab.meter()
+    yield
+    row.seconds, row.moved = time.monotonic() - began, moved()
 
 
 # Builds
@@ -92,14 +97,12 @@ def _build(lab: Lab, plan: Plan, row: Row, fault: Fault | None = None) -> None:
     output = re.sub(r"\W+", "-", row.case)
     if not lab.ray_runs:
         lab.start_ray()
-    began = time.monotonic()
-    command = lab.build(plan.recipe, output)
-    first = command
-    if fault is not None:
-        lab.wait_for(command, _UNDER_WAY, plan.case_seconds)
-        command = fault(lab, plan, command)
-    code = lab.finish(command, plan.case_seconds)
-    row.seconds = time.monotonic() - began
+    with _measured(lab, row):
+        first = command = lab.build(plan.recipe, output)
+        if fault is not None:
+            lab.wait_for(command, _UNDER_WAY, plan.case_seconds)
+            command = fault(lab, plan, command)
+        code = lab.finish(command, plan.case_seconds)
     texts = command.text() + (first.text() if first is not command else "")
     row.again = len(_AGAIN.findall(texts))
     if code:
@@ -116,8 +119,10 @@ def _compare(lab: Lab, row: Row, output: str) -> None:
 
 @case("one machine")
 def one_machine(lab: Lab, plan: Plan, row: Row) -> None:
-    command = lab.build(plan.recipe, "one", ray=False)
-    if code := lab.finish(command, plan.case_seconds):
+    with _measured(lab, row):
+        command = lab.build(plan.recipe, "one", ray=False)
+        code = lab.finish(command, plan.case_seconds)
+    if code:
         raise LabError(f"the build ended with {code}: {end_of(command)}")
 
 
@@ -137,12 +142,20 @@ def machine_gone(lab: Lab, plan: Plan, row: Row) -> None:
 
 @case("a partition")
 def partition(lab: Lab, plan: Plan, row: Row) -> None:
-    _build(lab, plan, row, partial(_cut_off, lambda lab: lab.machines[1]))
+    def fault(lab: Lab, plan: Plan, build: Running) -> Running:
+        _cut_off(lab.machines[1], plan)
+        return build
+
+    _build(lab, plan, row, fault)
 
 
 @case("the store gone for a while")
 def store_gone(lab: Lab, plan: Plan, row: Row) -> None:
-    _build(lab, plan, row, partial(_cut_off, _store_of))
+    def fault(lab: Lab, plan: Plan, build: Running) -> Running:
+        _cut_off(_store_of(lab), plan)
+        return build
+
+    _build(lab, plan, row, fault)
 
 
 def _store_of(lab: Lab) -> Machine:
@@ -151,18 +164,11 @@ def _store_of(lab: Lab) -> Machine:
     return lab.store
 
 
-def _cut_off(choose: Callable[[Lab], Machine], lab: Lab, plan: Plan, command: Running) -> Running:
-    with _link_down(choose(lab), plan):
-        pass
-    return command
-
-
-@contextmanager
-def _link_down(machine: Machine, plan: Plan) -> Iterator[None]:
+def _cut_off(machine: Machine, plan: Plan) -> None:
+    """Take the link of a machine down for a while."""
     machine.link(False)
     time.sleep(plan.outage_seconds)
     machine.link(True)
-    yield
 
 
 @case("a slow link")
@@ -217,12 +223,11 @@ def _build_by_slurm(lab: Lab, slurm: LabSlurm, plan: Plan, row: Row) -> None:
     size = [f"--nodes={len(lab.machines)}", "--cpus-per-task=1", "--mem-per-cpu=2000M", "--time=50"]
     places = ["--set", f"work=s3://{lab.bucket}/work/slurm", "--set", f"scratch={lab.head.nvme}/scratch"]
     build = [plan.recipe, "--output", f"s3://{lab.bucket}/slurm", *places]
-    began = time.monotonic()
-    job = slurm.submit([*size, f"{lab.checkout}/{_SBATCH}", *build])
-    within(plan.case_seconds, f"the job builds: {slurm.log(job)}", lambda: _UNDER_WAY in slurm.log(job))
-    lab.machines[-1].kill()
-    state = slurm.wait(job, plan.case_seconds)
-    row.seconds = time.monotonic() - began
+    with _measured(lab, row):
+        job = slurm.submit([*size, f"{lab.checkout}/{_SBATCH}", *build])
+        within(plan.case_seconds, f"job {job} builds", lambda: _UNDER_WAY in slurm.log(job))
+        lab.machines[-1].kill()
+        state = slurm.wait(job, plan.case_seconds)
     row.again = len(_AGAIN.findall(slurm.log(job)))
     if state != "COMPLETED":
         raise LabError(f"the job is {state}: {slurm.log(job)[-2000:]}")
@@ -239,18 +244,14 @@ def upload(lab: Lab, plan: Plan, row: Row) -> None:
     get = machine.start([*verb, "download", f"s3://{lab.bucket}/one", folder], lab.environment)
     if code := lab.finish(get, plan.case_seconds):
         raise LabError(f"the download ended with {code}: {end_of(get)}")
-    began = time.monotonic()
-    put = machine.start([*verb, "upload", folder, f"s3://{lab.bucket}/uploaded"], lab.environment)
-    within(
-        plan.case_seconds,
-        "the first file is sent",
-        lambda: bool(lab.sizes("uploaded")) or put.code is not None,
-    )
-    with _link_down(store, plan):
-        pass
-    if code := lab.finish(put, plan.case_seconds):
+    with _measured(lab, row):
+        put = machine.start([*verb, "upload", folder, f"s3://{lab.bucket}/uploaded"], lab.environment)
+        began = partial(lab.sizes, "uploaded")
+        within(plan.case_seconds, "the first file is sent", lambda: bool(began()) or put.code is not None)
+        _cut_off(store, plan)
+        code = lab.finish(put, plan.case_seconds)
+    if code:
         raise LabError(f"the upload ended with {code}: {end_of(put)}")
-    row.seconds = time.monotonic() - began
     row.same = lab.tree("uploaded") == lab.tree("one")
 
 
@@ -366,18 +367,17 @@ def _global_batch(machines: int) -> int:
 def _train(lab: Lab, plan: Plan, row: Row, fault: Callable[[], None] | None = None) -> None:
     """Train, with a fault at a third of the steps, and compare the rows of each step with the first run's."""
     lab.end_ray()
-    began = time.monotonic()
     training = Training(lab, plan, re.sub(r"\W+", "-", row.case))
-    training.start()
     try:
-        if fault is not None:
-            training.wait_for_step(plan.steps // 30 * 10 + 5)  # between two checkpoints
-            fault()
-        run = training.finish()
+        with _measured(lab, row):
+            training.start()
+            if fault is not None:
+                training.wait_for_step(plan.steps // 30 * 10 + 5)  # between two checkpoints
+                fault()
+            run = training.finish()
     finally:
         training.end()
         lab.mend()
-    row.seconds = time.monotonic() - began
     expected = lab.rows or run.rows
     lab.rows = expected
     row.same = len(expected) == plan.steps and run.rows == expected and _is_consistent(run)
@@ -404,7 +404,7 @@ def training_machine_gone(lab: Lab, plan: Plan, row: Row) -> None:
 
 @case("training, a partition")
 def training_partition(lab: Lab, plan: Plan, row: Row) -> None:
-    _train(lab, plan, row, lambda: _wait_out(lab.machines[1], plan))
+    _train(lab, plan, row, lambda: _cut_off(lab.machines[1], plan))
 
 
 @case("training, a slow link")
@@ -414,9 +414,4 @@ def training_slow_link(lab: Lab, plan: Plan, row: Row) -> None:
 
 @case("training, the store gone for a while")
 def training_store_gone(lab: Lab, plan: Plan, row: Row) -> None:
-    _train(lab, plan, row, lambda: _wait_out(_store_of(lab), plan))
-
-
-def _wait_out(machine: Machine, plan: Plan) -> None:
-    with _link_down(machine, plan):
-        pass
+    _train(lab, plan, row, lambda: _cut_off(_store_of(lab), plan))

@@ -42,7 +42,8 @@ def corpus(files: int, file_bytes: int, seed: int = 17) -> Iterator[tuple[str, b
     words = np.array(["".join(rng.choice(letters, rng.integers(3, 10))) for _ in range(_VOCABULARY)])
     earlier: list[str] = []
     for file in range(files):
-        lines, size = [], 0
+        lines: list[str] = []
+        size = 0
         while size < file_bytes:
             kind = rng.random()
             if earlier and kind < _EQUAL + _ALIKE:

@@ -10,8 +10,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,9 +231,8 @@ class Lab:
         assert running.code is not None
         return running.code
 
-    @contextmanager
-    def metered(self) -> Iterator[Callable[[], Moved]]:
-        """Count what moves inside the block."""
+    def meter(self) -> Callable[[], Moved]:
+        """Return a function that returns what has moved since now."""
         machines = [*self.machines, *([self.store] if self.store else [])]
         before = [sum(machine.moved()) for machine in machines]
 
@@ -243,7 +241,7 @@ class Lab:
             nodes = tuple(now[: len(self.machines)])
             return Moved(nodes, now[-1] if self.store else sum(nodes))
 
-        yield moved
+        return moved
 
 
 def off_clock(offset: str) -> dict[str, str]:

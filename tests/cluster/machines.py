@@ -20,7 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Machine", "NamespaceMachine", "SshMachine", "in_a_room", "make_bridge", "why_not"]
+__all__ = [
+    "NVME",
+    "Machine",
+    "NamespaceMachine",
+    "SshMachine",
+    "in_a_room",
+    "make_bridge",
+    "serve_ssh",
+    "why_not",
+]
 
 NVME = "/mnt/nvme"  # where each namespace has its own folder
 CONTROLLER = "10.77.0.1"  # the lab's own address on the bridge of namespaces
@@ -133,7 +142,7 @@ class Machine(ABC):
         self._count += 1
         pid_file = f"{self.nvme}/run/{self._count}.pid"
         log = self._logs / f"{self.name}-{self._count}.log"
-        settings = [f"{name}={value}" for name, value in {**environment, _TOKEN: self.name}.items()]
+        settings = [f"{name}={value}" for name, value in {**environment, _TOKEN: str(self._logs)}.items()]
         whole = ["env", *settings, "setsid", "--wait", "sh", "-c", _NOTED, pid_file, *command]
         with log.open("wb") as sink:
             process = subprocess.Popen(
@@ -144,7 +153,7 @@ class Machine(ABC):
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
         """Run a short command there and return what it prints; MachineError if it fails."""
         settings = [f"{name}={value}" for name, value in (environment or {}).items()]
-        settings += [f"{_TOKEN}={self.name}"] if environment else []  # daemons may start what it asks for
+        settings += [f"{_TOKEN}={self._logs}"] if environment else []  # daemons may start what it asks for
         whole = self._reach(["env", *settings, *command])
         done = subprocess.run(whole, capture_output=True, text=True, check=False, timeout=STEP_SECONDS)
         if done.returncode:
@@ -265,6 +274,30 @@ class NamespaceMachine(Machine):
         return self._before[0] + received, self._before[1] + sent
 
 
+def serve_ssh(machines: Sequence[NamespaceMachine], folder: Path) -> list[str]:
+    """Start sshd on namespaces and return the command that reaches them with a key made for them."""
+    key = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    settings = [
+        f"HostKey={key}",
+        f"AuthorizedKeysFile={key}.pub",
+        "StrictModes=no",
+        "UsePAM=no",
+        "PidFile=none",
+    ]
+    options = [part for setting in settings for part in ("-o", setting)]
+    program = shutil.which("sshd") or "/usr/sbin/sshd"
+    for machine in machines:
+        machine.start(["env", f"--unset={_TOKEN}", program, "-D", "-e", *options], {})
+    quiet = [part for name in ("StrictHostKeyChecking=no", "LogLevel=ERROR") for part in ("-o", name)]
+    known = ["-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectionAttempts=10"]
+    return ["ssh", "-l", "root", "-i", str(key), *quiet, *known]
+
+
+_WAYS = ("INPUT --source", "OUTPUT --destination")
+
+
 class SshMachine(Machine):
     """A machine of somebody else, on which ssh makes us root; `peers` are the addresses of the others."""
 
@@ -291,13 +324,10 @@ class SshMachine(Machine):
 
     def link(self, up: bool) -> None:
         """Drop packets from and to the other machines; ssh from elsewhere goes on."""
-        for peer in self.peers:
-            for rule in (["INPUT", "--source", peer], ["OUTPUT", "--destination", peer]):
-                there = ["iptables", "--check", *rule, "--jump", "DROP"]
-                verb = "--delete" if up else "--insert"
-                change = ["iptables", verb, *rule, "--jump", "DROP"]
-                quiet = f"{shlex.join(there)} 2> /dev/null"
-                self.run(["sh", "-c", f"{quiet} {'||' if not up else '&&'} {shlex.join(change)} || true"])
+        rules = [f"{way} {peer} --jump DROP" for peer in self.peers for way in _WAYS]
+        remove = [f"while iptables --delete {rule} 2> /dev/null; do :; done" for rule in rules]
+        add = [] if up else [f"iptables --insert {rule} || exit" for rule in rules]
+        self.run(["sh", "-c", "\n".join([*remove, *add])])
 
     def rate(self, mbit: float) -> None:
         """Limit what it sends; what it receives is limited at its senders."""

@@ -3,8 +3,8 @@
     RANK=0 WORLD_SIZE=16 MASTER_ADDR=… python -m cluster.rank --data s3://lab/out --cache /mnt/nvme/cache …
 
 For each step, each rank prints a line of JSON with what its loader has counted so far. Rank 0 prints another
-one: the step, and a hash of all ranks' rows in rank order, so that runs of any number of ranks can be compared.
-It puts checkpoints of model and loader into the store.
+one with the step and a hash of all ranks' rows in rank order, so that runs of any number of ranks can be
+compared, and puts checkpoints of model and loader into the store.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cluster.lab import Lab, within
 from cluster.machines import Machine, MachineError
@@ -57,9 +57,9 @@ class LabSlurm:
             return False
         return states == ["idle"] * len(self._lab.machines)
 
-    def run(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
+    def run(self, *command: str) -> str:
         """Return what a command of Slurm prints on the head."""
-        return self._lab.head.run(command, self.environment | (environment or {})).strip()
+        return self._lab.head.run(command, self.environment).strip()
 
     def submit(self, arguments: Sequence[str]) -> str:
         """Hand a batch job in, which writes into the head's folder; return its number."""
