@@ -24,9 +24,9 @@ from support.ray_cluster import RAY_ENVIRONMENT
 __all__ = ["Lab", "LabError", "Moved"]
 
 RAY_PORT, STORE_PORT, GATEWAY_PORT = 6379, 8000, 7480
-START_SECONDS = 180.0  # Ray on eight nodes takes 30 s on two idle cores
+START_SECONDS = 600.0  # Ray on eight nodes takes a minute on two idle cores
 _RAY_MEMORY = 2_000_000_000
-# A machine counts as dead after 10 to 15 s without an answer: eight of them share two cores.
+# A machine counts as dead after 30 s without an answer: eight of them share two cores.
 _RAY = RAY_ENVIRONMENT | {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000",
@@ -156,7 +156,7 @@ class Lab:
         self.wait_for(self._ray[self.head.name], "Ray runtime started")
         for machine in machines[1:]:
             self.join_ray(machine)
-        self.wait_for_nodes()
+            self.wait_for_nodes()  # one after the other: Ray gives up where a start takes too long
 
     def wait_for_nodes(self) -> None:
         """Wait until Ray runs on all machines where it was started."""
