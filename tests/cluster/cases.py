@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cluster.lab import Lab, LabError, Moved, end_of, faketime_library, within
-from cluster.machines import Machine, Running
+from cluster.lab import Lab, Moved, end_of, faketime_library, within
+from cluster.machines import LabError, Machine, Running
 from cluster.slurm import LabSlurm
 
 __all__ = ["CASES", "Plan", "Row", "run_case"]
@@ -67,14 +68,16 @@ def case(name: str) -> Callable[[Case], Case]:
 
 
 def run_case(name: str, lab: Lab, plan: Plan) -> Row:
-    """Run a case; whatever goes wrong is what its row says."""
+    """Run a case; what goes wrong is what its row says, and does not reach the next case."""
     row = Row(name)
     began = time.monotonic()
     try:
         CASES[name](lab, plan, row)
-    except LabError as error:
+    except (LabError, OSError, subprocess.SubprocessError) as error:
         row.same, row.seconds = False, time.monotonic() - began
         row.notes.append(str(error))
+        lab.end_ray()
+        lab.mend()
     return row
 
 
@@ -112,9 +115,10 @@ def _build(lab: Lab, plan: Plan, row: Row, fault: Fault | None = None) -> None:
 
 
 def _compare(lab: Lab, row: Row, output: str) -> None:
-    row.same = lab.tree(output) == lab.tree("one")
-    if not row.same:
-        row.notes.append("other bytes than those of one machine")
+    """Compare the objects of a dataset with those of the one that one machine has built."""
+    if not (expected := lab.tree("one")):
+        raise LabError('nothing to compare with: the case "one machine" comes first')
+    row.same = lab.tree(output) == expected
 
 
 @case("one machine")
@@ -221,8 +225,7 @@ def slurm_machine_gone(lab: Lab, plan: Plan, row: Row) -> None:
 
 def _build_by_slurm(lab: Lab, slurm: LabSlurm, plan: Plan, row: Row) -> None:
     size = [f"--nodes={len(lab.machines)}", "--cpus-per-task=1", "--mem-per-cpu=2000M", "--time=50"]
-    places = ["--set", f"work=s3://{lab.bucket}/work/slurm", "--set", f"scratch={lab.head.nvme}/scratch"]
-    build = [plan.recipe, "--output", f"s3://{lab.bucket}/slurm", *places]
+    build = [plan.recipe, *lab.places("slurm")]
     with _measured(lab, row):
         job = slurm.submit([*size, f"{lab.checkout}/{_SBATCH}", *build])
         within(plan.case_seconds, f"job {job} builds", lambda: _UNDER_WAY in slurm.log(job))
@@ -252,7 +255,7 @@ def upload(lab: Lab, plan: Plan, row: Row) -> None:
         code = lab.finish(put, plan.case_seconds)
     if code:
         raise LabError(f"the upload ended with {code}: {end_of(put)}")
-    row.same = lab.tree("uploaded") == lab.tree("one")
+    _compare(lab, row, "uploaded")
 
 
 # Training
@@ -367,6 +370,8 @@ def _global_batch(machines: int) -> int:
 def _train(lab: Lab, plan: Plan, row: Row, fault: Callable[[], None] | None = None) -> None:
     """Train, with a fault at a third of the steps, and compare the rows of each step with the first run's."""
     lab.end_ray()
+    if fault is not None and not lab.rows:
+        raise LabError('nothing to compare with: the case "training" comes first')
     training = Training(lab, plan, re.sub(r"\W+", "-", row.case))
     try:
         with _measured(lab, row):
@@ -378,9 +383,9 @@ def _train(lab: Lab, plan: Plan, row: Row, fault: Callable[[], None] | None = No
     finally:
         training.end()
         lab.mend()
-    expected = lab.rows or run.rows
-    lab.rows = expected
-    row.same = len(expected) == plan.steps and run.rows == expected and _is_consistent(run)
+    if fault is None:
+        lab.rows = run.rows
+    row.same = len(lab.rows) == plan.steps and run.rows == lab.rows and _is_consistent(run)
     row.again = run.lost
     shards = sum(size for name, size in lab.sizes("one").items() if name.endswith(".mds"))
     share = sum(run.fetched.values()) / (shards * len(run.fetched))

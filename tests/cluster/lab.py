@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.machines import Machine, Running
+from cluster.machines import LabError, Machine, Running
 from servers.bucket import s3_client
 from servers.ceph import ACCESS_KEY, SECRET_KEY
 from shardkit.kernels.numba_support import kernel_cache
@@ -34,10 +34,6 @@ _RAY = RAY_ENVIRONMENT | {
     "RAY_worker_niceness": "0",
 }
 _KEPT = ("PATH", "HOME", "LANG", "RES_OPTIONS")
-
-
-class LabError(Exception):
-    """Something did not happen within its time, or a command failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +174,8 @@ class Lab:
     def end_ray(self) -> None:
         """End Ray on all machines."""
         for machine in self.machines:
-            machine.end_all()
+            if not machine.is_gone:
+                machine.end_all()
         self._ray = {}
 
     def leave(self) -> None:
@@ -203,15 +200,15 @@ class Lab:
 
     def build(self, recipe: str, output: str, *, ray: bool = True) -> Running:
         """Start the command of a build on the head, with or without Ray."""
-        command = [self.python, "-m", "shardkit", "build", recipe, "--output", f"s3://{self.bucket}/{output}"]
-        command += [
-            "--set",
-            f"work=s3://{self.bucket}/work/{output}",
-            "--set",
-            f"scratch={self.head.nvme}/scratch",
-        ]
-        command += ["--engine", "ray", "--ray-address", self.address] if ray else ["--workers", "1"]
+        engine = ["--engine", "ray", "--ray-address", self.address] if ray else ["--workers", "1"]
+        command = [self.python, "-m", "shardkit", "build", recipe, *self.places(output), *engine]
         return self.head.start(command, self.environment)
+
+    def places(self, output: str) -> list[str]:
+        """Return the arguments of a build that say where its output, work folder and scratch are."""
+        places = {"work": f"s3://{self.bucket}/work/{output}", "scratch": f"{self.head.nvme}/scratch"}
+        keys = [part for name, place in places.items() for part in ("--set", f"{name}={place}")]
+        return ["--output", f"s3://{self.bucket}/{output}", *keys]
 
     def wait_for(self, running: Running, text: str, seconds: float = START_SECONDS) -> None:
         """Wait until a command has printed a text; LabError if it ends before, or does not in time."""

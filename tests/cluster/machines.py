@@ -21,6 +21,7 @@ from pathlib import Path
 
 __all__ = [
     "NVME",
+    "LabError",
     "Machine",
     "NamespaceMachine",
     "SshMachine",
@@ -81,8 +82,8 @@ def _address(number: int) -> str:
     return f"10.77.0.{10 + number}"
 
 
-class MachineError(Exception):
-    """A command failed on a machine; the message has the end of what it printed."""
+class LabError(Exception):
+    """Something did not happen within its time, or a command failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,13 @@ class Machine(ABC):
         return Running(process, log, pid_file)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-        """Run a short command there and return what it prints; MachineError if it fails."""
+        """Run a short command there and return what it prints; LabError if it fails."""
         settings = [f"{name}={value}" for name, value in (environment or {}).items()]
         settings += [f"{_TOKEN}={self._logs}"] if environment else []  # daemons may start what it asks for
         whole = self._reach(["env", *settings, *command])
         done = subprocess.run(whole, capture_output=True, text=True, check=False, timeout=STEP_SECONDS)
         if done.returncode:
-            raise MachineError(f"{self.name}: {shlex.join(command)}: {done.stderr.strip()[-2000:]}")
+            raise LabError(f"{self.name}: {shlex.join(command)}: {done.stderr.strip()[-2000:]}")
         return done.stdout
 
     def put(self, path: str, data: bytes) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from cluster.lab import Lab, within
-from cluster.machines import Machine, MachineError
+from cluster.machines import LabError, Machine
 from servers.slurm import CONFIG
 
 __all__ = ["LabSlurm"]
@@ -53,7 +53,7 @@ class LabSlurm:
     def _is_idle(self) -> bool:
         try:
             states = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split()
-        except MachineError:  # slurmctld is not there yet
+        except LabError:  # slurmctld is not there yet
             return False
         return states == ["idle"] * len(self._lab.machines)
 
