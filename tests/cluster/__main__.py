@@ -104,13 +104,13 @@ def rented(told: dict[str, Any], logs: Path, folder: Path) -> Lab:
 def namespaces(options: argparse.Namespace, logs: Path, folder: Path) -> Lab:
     """Return the lab of machines that are namespaces of this process."""
     make_bridge()
-    machines: list[Machine] = [
+    machines = [
         NamespaceMachine(f"m{number}", number, folder, logs, options.mbit)
         for number in range(1, options.nodes + 1)
     ]
     store = NamespaceMachine("store", 0, folder, logs, options.mbit * options.nodes)
     if not options.ssh:
-        return Lab(machines, folder, store, delay=options.delay)
+        return Lab(list[Machine](machines), folder, store, delay=options.delay)
     told = {"machines": [machine.address for machine in machines], "store": store.address, "nvme": NVME}
     told |= {"ssh": serve_ssh([*machines, store], folder), "python": sys.executable, "mbit": options.mbit}
     (logs / "ssh").mkdir()
