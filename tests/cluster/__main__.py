@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
         for name in CASES:
             if name in options.cases:
                 rows.append(run_case(name, lab, plan))
-                say(line_of(rows[-1]))
+                say(line_of(rows[-1], lab.head.mbit))
         say(f"\nLoad of this machine at the end (1, 5, 15 minutes): {', '.join(map(str, os.getloadavg()))}")
     finally:
         lab.leave()
@@ -152,22 +152,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 _COLUMNS = (
-    *("case", "seconds", "same bytes", "again", "MB of each machine: least, mean, most"),
+    *("case", "seconds", "of which the links take", "same bytes", "again"),
+    "MB of each machine: least, mean, most",
     *("MB between machines", "share", "notes"),
 )
 HEADER = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 
-def line_of(row: Row) -> str:
+def line_of(row: Row, mbit: float) -> str:
     same = {True: "yes", False: "**no**", None: "-"}[row.same]
-    sizes, between, share = "-", "-", "-"
+    links, sizes, between, share = "-", "-", "-", "-"
     if row.moved is not None:
         nodes = [size / 1e6 for size in row.moved.nodes]
+        links = f"{row.moved.link_seconds(mbit):.1f}"
         sizes = f"{min(nodes):.1f}, {sum(nodes) / len(nodes):.1f}, {max(nodes):.1f}"
         between, share = f"{row.moved.between / 1e6:.1f}", f"{row.moved.between_share:.0%}"
     notes = "; ".join(row.notes).replace("\n", " / ").replace("|", "/")
     again = "-" if row.again is None else str(row.again)
-    return f"| {row.case} | {row.seconds:.0f} | {same} | {again} | {sizes} | {between} | {share} | {notes} |"
+    values = (row.case, f"{row.seconds:.0f}", links, same, again, sizes, between, share, notes)
+    return f"| {' | '.join(values)} |"
 
 
 def say(text: str) -> None:

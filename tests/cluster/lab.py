@@ -40,8 +40,17 @@ _KEPT = ("PATH", "HOME", "LANG", "RES_OPTIONS")
 class Moved:
     """Bytes on the interfaces of the machines while a case ran."""
 
-    nodes: tuple[int, ...]  # received and sent, of each machine
-    store: int
+    received: tuple[int, ...]  # of each machine
+    sent: tuple[int, ...]
+    store: int  # received and sent
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.received, self.sent, strict=True)))
+
+    def link_seconds(self, mbit: float) -> float:
+        """Return how long the link of the busiest machine takes for its bytes alone."""
+        return max(*self.received, *self.sent) * 8e-6 / mbit
 
     @property
     def between(self) -> int:
@@ -231,12 +240,16 @@ class Lab:
     def meter(self) -> Callable[[], Moved]:
         """Return a function that returns what has moved since now."""
         machines = [*self.machines, *([self.store] if self.store else [])]
-        before = [sum(machine.moved()) for machine in machines]
+        before = [machine.moved() for machine in machines]
 
         def moved() -> Moved:
-            now = [sum(machine.moved()) - start for machine, start in zip(machines, before, strict=True)]
-            nodes = tuple(now[: len(self.machines)])
-            return Moved(nodes, now[-1] if self.store else sum(nodes))
+            now = [machine.moved() for machine in machines]
+            received, sent = (
+                tuple(end[way] - start[way] for start, end in zip(before, now, strict=True)) for way in (0, 1)
+            )
+            count = len(self.machines)
+            store = received[-1] + sent[-1] if self.store else sum(received) + sum(sent)
+            return Moved(received[:count], sent[:count], store)
 
         return moved
 

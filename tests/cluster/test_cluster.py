@@ -74,7 +74,7 @@ def test_builds_and_training_on_two_machines_give_one_machines_bytes_and_leave_n
     table, _ = command.communicate(timeout=500)
     rows = {cells(line)[0]: cells(line) for line in table.splitlines() if line.startswith("|")}
     assert command.returncode == 0, table
-    assert [rows[name][2] for name in cases] == ["-", "yes", "yes", "yes"], table
+    assert [rows[name][3] for name in cases] == ["-", "yes", "yes", "yes"], table
     assert "read amplification 1.00" in rows["training"][-1]
     assert left_behind(folder) == []
 
@@ -86,7 +86,7 @@ def test_machines_that_ssh_reaches_are_cut_off_and_killed_and_left_as_they_were(
     command = lab("--ssh", "--folder", str(folder), "--cases", *cases)
     table, _ = command.communicate(timeout=300)
     assert command.returncode == 0, table
-    assert [cells(line)[2] for line in table.splitlines() if line.startswith("|")][2:] == ["-", "yes"], table
+    assert [cells(line)[3] for line in table.splitlines() if line.startswith("|")][2:] == ["-", "yes"], table
     assert left_behind(folder) == []
 
 
