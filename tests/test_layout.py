@@ -57,6 +57,7 @@ def test_folders_of_tests_have_the_names_of_packages_or_say_what_they_are_about(
     about = {
         *("api", "documentation", "mutation", "simulation", "spec"),  # not of one package
         "core",  # modules directly in shardkit/, and datasets/, as a package of Hugging Face is called, too
+        "cluster",  # several machines, or namespaces of this one
         "builds",  # modules directly in writers/, and stages; kernels are tested with filters
         "frameworks",  # loaders inside PyTorch, Lightning and others
     }

@@ -61,16 +61,25 @@ def connect(
     policy: RetryPolicy | None = None,
     metrics: StoreMetrics | None = None,
     shares_limit: bool = False,
+    has_answered: bool = False,
 ) -> ResilientStore:
     """Open the store at `url` and retry for `options.retry_seconds`. Contacts no server yet.
 
+    `has_answered`: another process has reached it, so failing to reach it is an outage.
     `shares_limit`: share one limit on connections with all stores of the bucket that also set this
     (`shared_gate`).
     """
     options = options or StorageOptions()
     policy = policy or RetryPolicy.of(options)
     store = open_store(url, options)
-    return ResilientStore(store, policy, metrics, connections=options.connections, shares_limit=shares_limit)
+    return ResilientStore(
+        store,
+        policy,
+        metrics,
+        connections=options.connections,
+        has_answered=has_answered,
+        shares_limit=shares_limit,
+    )
 
 
 class ResilientStore(BaseStore):

@@ -473,6 +473,27 @@ def test_a_killed_node_costs_only_its_tasks(
     assert len(commits) == 7
 
 
+@extended
+def test_a_node_that_falls_silent_costs_only_its_tasks(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_retries(monkeypatch)
+    number = connected.add()
+    planned = [make_task(tasks, "meet", place, n, 7, number=n) for n in range(7)]
+
+    def suspend() -> None:
+        connected.suspend(number)
+        (place / "here-suspended").touch()
+
+    thread = _when(lambda: len(list(place.glob("here-*"))) == 6, suspend)
+    told = pytest.warns(RuntimeWarning, match=r"its node \S+ died; it runs again \(retry 1 of 4\)")
+    with engine() as ray, told:
+        commits = run_all(ray, planned, work)
+    thread.join()
+    connected.kill(number)
+    assert len(commits) == 7
+
+
 BUILD = RECIPE.replace("dedup: {exact: {}}", "dedup: {exact: {}, near: {}}\nmemory: 512MB")
 BUILD += "split: {validation: 9, by: number}\n"
 

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import pickle
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.cuts import UNCOUNTED
-from shardkit.writers.inputs.files import find_files
+from shardkit.writers.inputs.files import InputFile, find_files, open_input
 from shardkit.writers.inputs.patterns import expand_path, key_matches
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.remote_files import expand_url
@@ -416,3 +417,15 @@ def test_an_input_below_the_output_is_refused(server: S3Server, tmp_path: Path) 
     overrides = [f"inputs=[{{path: 's3://{bucket}/**/*.jsonl'}}]"]
     with pytest.raises(RecipeError, match="use separate folders for inputs, output and work"):
         build(path, output=f"s3://{bucket}/data", overrides=overrides, workers=1, progress=False)
+
+
+def test_a_store_that_is_away_when_a_worker_first_reads_is_waited_for_as_in_any_outage() -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        waits: dict[str, Any] = {"retry_seconds": 1.0, "first_contact_seconds": 0.1}
+        options = StorageOptions(endpoint_url=endpoint, anonymous=True, **waits)
+        listed = InputFile("a.jsonl", "s3://bucket/a.jsonl", 2, "version", options)
+        with pytest.raises(OSError, match="get failed") as caught:
+            open_input(listed).read()
+    assert "has not answered yet" not in str(caught.value)

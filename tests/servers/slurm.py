@@ -36,7 +36,7 @@ if __name__ == "__main__":  # as a program, its own folder is on the path, not t
 
 from servers.ceph import free_port
 
-__all__ = ["INSTALL", "SlurmCluster", "SlurmError", "why_not"]
+__all__ = ["CONFIG", "INSTALL", "SlurmCluster", "SlurmError", "why_not"]
 
 INSTALL = "bash tests/servers/install_slurm.sh installs it (Debian)"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -48,9 +48,9 @@ _RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSP
 
 # Memory and CPUs are what the file says, whatever this machine has. A requeued job may start again once
 # credentials of its first run have expired, which takes two minutes by default.
-_CONFIG = """\
+CONFIG = """\
 ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={port}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -106,7 +106,9 @@ class _Daemons:
         lines = [
             _NODE.format(name=name, host=host, port=free_port(), cpus=cpus, mib=mib) for name in self.names
         ]
-        text = _CONFIG.format(host=host, port=free_port(), folder=folder, nodes="\n".join(lines))
+        text = CONFIG.format(
+            host=host, address="127.0.0.1", port=free_port(), folder=folder, nodes="\n".join(lines)
+        )
         (folder / "slurm.conf").write_text(text)
         (folder / "state").mkdir()
         (folder / "munge.key").touch(mode=0o600)

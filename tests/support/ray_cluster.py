@@ -144,6 +144,12 @@ class RayCluster:
                 with suppress(psutil.NoSuchProcess):
                     psutil.Process(info.process.pid).kill()
 
+    def suspend(self, number: int) -> None:
+        """Stop all that runs on a node: it answers nothing, and its connections stay open."""
+        for process in [*self._raylets[number].children(recursive=True), self._raylets[number]]:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
     def kill(self, number: int) -> None:
         """SIGKILL all that runs on a node."""
         with suppress(psutil.NoSuchProcess):

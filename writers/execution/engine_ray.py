@@ -206,6 +206,7 @@ class EngineRun:
     _searched: float = float("-inf")  # time of the last search for stragglers
     _moved: float = 0.0  # time at which a task last finished, or the last fitting node went away
     _told_no_node: bool = False
+    _dead: set[str] = field(default_factory=set)  # Ray's ids of nodes that have died
 
     def __post_init__(self) -> None:
         self._function = self.ray.remote(run_on_node)
@@ -259,6 +260,7 @@ class EngineRun:
         if not self.head.check():
             return
         nodes = self.ray.nodes()
+        self._give_up_on({node["NodeID"] for node in nodes if not node["Alive"]})
         needed = reduce(or_, (self._needs(tried.task) for tried in self._flying.values()), self._usual)
         self._slots = slots_of(nodes, needed)
         if self._slots:
@@ -281,6 +283,22 @@ class EngineRun:
                 f"for {NO_NODE_SECONDS / 60:.0f} minutes no node of the Ray cluster had {needs} (largest "
                 f"nodes: {described(nodes)}); add nodes, or make the recipe's `memory` smaller; {RESUME}"
             )
+
+    def _give_up_on(self, dead: set[str]) -> None:
+        """Lose the attempts that run on nodes which have died since the last look.
+
+        Ray itself reports an attempt only when the connection to its process breaks, which takes minutes if a
+        machine has lost power or its link.
+        """
+        if dead <= self._dead:
+            return
+        self._dead |= dead
+        for ref, tried in list(self._flying.items()):
+            for node, name in self.head.nodes_of([ref]):
+                if node in dead:
+                    del self._flying[ref]
+                    tried.refs.discard(ref)
+                    self._lose(tried, self.ray.exceptions.NodeDiedError(f"Node ID: {node}"), name)
 
     def _hand_in(self) -> None:
         """Submit tasks to Ray up to the limit, lost tasks first."""
@@ -309,7 +327,7 @@ class EngineRun:
             # This is a lower bound: while all slots were busy, the task may have waited for one.
             running = now - max(tried.since, self._full)
             if idle and len(tried.refs) == 1 and running > limits[tried.task.stage]:
-                place = "".join(f" on node {name}" for name in self.head.nodes_of(tried.refs))
+                place = "".join(f" on node {name}" for _, name in self.head.nodes_of(tried.refs))
                 warn_user(
                     f"task {tried.task}: has run for {running:,.0f} s{place}; a second attempt starts now"
                 )
@@ -371,7 +389,7 @@ class EngineRun:
         except exceptions.TaskCancelledError as error:
             raise BuildError(f"task {tried.task}: was cancelled in the Ray cluster; {RESUME}") from error
         except exceptions.RayError as error:
-            self._lose(tried, error, next(iter(self.head.nodes_of([ref])), ""))
+            self._lose(tried, error, next((name for _, name in self.head.nodes_of([ref])), ""))
             return None
         return answered
 

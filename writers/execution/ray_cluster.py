@@ -144,16 +144,17 @@ class Head:
             )
         return False
 
-    def nodes_of(self, refs: Iterable[Any]) -> list[str]:
-        """Return the names, as far as known, of the nodes that run the tasks `refs`, or ran them last."""
+    def nodes_of(self, refs: Iterable[Any]) -> list[tuple[str, str]]:
+        """Return Ray's ids and the names, as far as known, of the nodes that run the tasks `refs`."""
         from ray.experimental import internal_kv
 
-        names = []
+        nodes = []
         if self.is_there():
             for ref in refs:
-                with suppress(Exception):  # if the name cannot be read, messages go without it
-                    names.append(internal_kv._internal_kv_get(node_key(ref.task_id().hex())).decode())
-        return names
+                with suppress(Exception):  # if a node cannot be read, messages go without its name
+                    node = internal_kv._internal_kv_get(node_key(ref.task_id().hex())).decode()
+                    nodes.append((node.partition(" ")[0], node.partition(" ")[2]))
+        return nodes
 
 
 def connected_head() -> Head:

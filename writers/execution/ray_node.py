@@ -113,22 +113,23 @@ def _node_name() -> str:
 
 
 def node_key(task_id: str) -> str:
-    """Return the key in Ray's key-value store under which the node that runs a task puts its name."""
+    """Return the key in Ray's key-value store under which the node that runs a task puts its id and name."""
     return f"shardkit-node-{task_id}"
 
 
 @contextmanager
 def _named_node() -> Iterator[None]:
-    """Put the name of this node into Ray's key-value store while the block runs."""
+    """Put Ray's id and the name of this node into Ray's key-value store while the block runs."""
     import ray
     from ray.experimental import internal_kv
 
     if not ray.is_initialized():  # a test calls `run_on_node` by itself
         yield
         return
-    key = node_key(str(ray.get_runtime_context().get_task_id()))
+    context = ray.get_runtime_context()
+    key = node_key(str(context.get_task_id()))
     with suppress(Exception):  # if the head is busy, messages go without the name of the node
-        internal_kv._internal_kv_put(key, _node_name())
+        internal_kv._internal_kv_put(key, f"{context.get_node_id()} {_node_name()}")
     try:
         yield
     finally:

@@ -187,7 +187,8 @@ def open_input(file: InputFile) -> BinaryIO:
     """Open a file for reading, with seeks; raise OSError with an errno if it cannot be read."""
     if file.is_remote:
         root, key = split_root(file.path)
-        return open_object(connect_root(root, file.storage), ObjectInfo(key, file.bytes, str(file.version)))
+        store = connect_root(root, file.storage, has_answered=True)  # it has listed the file
+        return open_object(store, ObjectInfo(key, file.bytes, str(file.version)))
     return Path(file.path).open("rb")
 
 

@@ -182,6 +182,6 @@ def split_root(url: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=_STORES)
-def connect_root(root: str, storage: StorageOptions | None) -> ResilientStore:
+def connect_root(root: str, storage: StorageOptions | None, *, has_answered: bool = False) -> ResilientStore:
     """Connect to a store; reuse one client for all files of a bucket, because making one takes long."""
-    return connect(root, storage)
+    return connect(root, storage, has_answered=has_answered)
