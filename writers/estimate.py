@@ -8,7 +8,7 @@ compression of shards. A sample cannot show effects that depend on the whole inp
 - duplicates appear only in the whole input. The estimate subtracts nothing for removed duplicates. For the
   stages of near-duplicates, it assumes that at least the share `PAIRED` of all documents is in pairs, which
   take `PAIR_BYTES` per document.
-- exchanges merge many runs, and a sample has few: the bytes of merges come from `stage_needs`.
+- exchanges merge many runs, and a sample has few: bytes of merges and addresses come from `stage_needs`.
 - the documents of an index are not in the sample: the same number of documents is added.
 
 The estimate is high rather than low, by `MARGIN` and by the bytes that duplicate removal saves.
@@ -402,7 +402,7 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
     if inputs.vectors is not None:  # stored as float16, and so smaller than most files
         stages |= dict.fromkeys((stage.name for stage in semantic.JOINING), _vector_bytes(inputs))
     for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
-        if "-merge-" in merged.stage:
+        if "-merge-" in merged.stage or merged.stage.endswith("-addresses"):
             stages[merged.stage] = merged.written_bytes
     for stage in tasks:
         stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN

@@ -64,7 +64,7 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 
 _KEYS = 1 << 64
 
-_LOCAL_READS = 4  # concurrent reads of files on this machine
+LOCAL_READS = 4  # concurrent reads of files on this machine
 
 _SORT_BYTES = 24  # memory to sort a row, in addition to two copies of the row
 
@@ -213,7 +213,7 @@ class Slice:
         share = memory_bytes // (4 * max(1, len(self.runs)))
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
         # The C library keeps the memory that a thread frees for this thread, so local reads use few threads.
-        workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
+        workers = Workers(LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 4, self.table)
 
@@ -278,7 +278,9 @@ def exchange(
             origin = None if table.origin is None else number
             runs.append((replace(segment, start=0, stop=end, origin=origin),))
     level = 0
-    while limits.merges(len(runs), sum(s.bytes for segments in runs for s in segments), readers):
+    while limits.merges(
+        len(runs), sum(s.bytes for segments in runs for s in segments), readers, in_place=table.in_place
+    ):
         level += 1
         stage = Stage(f"{reader.name}-{table.name}-merge-{level}", reader.title, _merge)
         runs = _merge_level(run, stage, Exchanged(table, runs, limits), end)

@@ -20,6 +20,7 @@ from typing import Any
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
 from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
+from shardkit.writers.exchange.addresses import ADDRESSES, address_tasks
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -128,6 +129,8 @@ class Corpus:
     documents: int
     text_bytes: int
     tokens: int
+    packed_bytes: int = 0
+    """Bytes of the text that remains and is packed; 0: `text_bytes`."""
     token_bytes: int = 4
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
@@ -215,7 +218,7 @@ class Needs:
         row_bytes = table.dtype.itemsize + payload_bytes
         found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
         level = 0
-        while limits.merges(found.count, int(found.bytes), readers):
+        while limits.merges(found.count, int(found.bytes), readers, in_place=table.in_place):
             level += 1
             groups = ceil(found.count / limits.fan_in)
             ranges = limits.merge_tasks(int(found.bytes / groups))
@@ -226,6 +229,30 @@ class Needs:
             self.add(stage, groups * ranges, gets * groups, read * groups, files=1, written=found.bytes)
             found = _Runs(groups, found.bytes, row_bytes, ranges)
         return found
+
+    def pieces(self, reader: Stage[..., Any], table: Table, runs: _Runs, ranges: int) -> tuple[float, float]:
+        """Return (requests, bytes) of `ranges` tasks of stage `reader` that read runs of `table` in place.
+
+        Adds the stage that writes addresses of the runs' blocks, and merges of addresses.
+        """
+        limits = self.corpus.limits
+        if not limits.has_addresses(runs.count, ranges):
+            return self.slices(runs, ranges)
+        files = runs.count * runs.segments
+        block = limits.block_bytes_in(table, 0) + runs.row_bytes / 2
+        blocks = runs.bytes / block
+        met = runs.count * ranges
+        some = 1 - exp(-runs.bytes / met / max(1.0, runs.row_bytes))  # share of the pieces that have any row
+        addresses = min(blocks + some * met, runs.bytes / runs.row_bytes)
+        tasks = address_tasks(runs.bytes, limits)
+        stage = reader.step(f"{table.name}-addresses")
+        written = addresses * ADDRESSES.dtype.itemsize
+        self.add(stage, tasks, files, files * 700 + blocks * 40, files=1, written=written)
+        moved = self.exchange(reader, ADDRESSES, tasks, addresses, ranges)
+        gets, read = self.slices(moved, ranges)
+        piece = runs.bytes / met + block
+        gets += some * met * max(1.0, piece / limits.read_bytes)
+        return gets, read + some * met * piece
 
     def slices(self, runs: _Runs, readers: int, memory_bytes: int | None = None) -> tuple[float, float]:
         """Return (requests, bytes) of `readers` tasks that each read a range of keys from all runs."""
