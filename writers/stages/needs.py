@@ -5,9 +5,10 @@ writes. The estimate of an exchange's merges uses the same `Limits` as the excha
 and of the documents were measured on web text (tests/benchmarks/bench_requests.py), and a test compares the
 totals with a build in a store that counts requests.
 
-A stage reads whole objects (`scans`), or ranges of keys of exchanged runs (`slices`). A task writes its files
-and its commit, one object each. Tasks send the shards of an output in a store, by multipart upload if they
-are large. Requests of the driver (for index, card and report) are not included.
+A stage reads whole objects (`scans`), ranges of keys of exchanged runs (`slices`), or pieces of runs in place
+(`pieces`). A task writes its files and its commit, one object each, by multipart upload if they are large.
+The store copies the shards of an output in a store. Requests of the driver (for index, card and report) are
+not included.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
+from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
 from shardkit.writers.exchange.addresses import ADDRESSES, address_tasks
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
@@ -295,7 +297,10 @@ class Needs:
 
         `sent` is the number of write requests outside of the work folder.
         """
-        puts, name = round(tasks * (files + 1)) + sent, stage.nth(self.nth).name
+        objects, name = tasks * files, stage.nth(self.nth).name
+        if objects and (size := written / objects) > PART_BYTES:  # sent in parts, with a beginning and an end
+            sent += round(objects * (1 + ceil(size / PART_BYTES)))
+        puts = round(objects + tasks) + sent
         self.stages.append(StageNeeds(name, tasks, ceil(gets), puts, ceil(read), ceil(written)))
 
 
