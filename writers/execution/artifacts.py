@@ -24,7 +24,6 @@ from shardkit.files import map_path
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.storage.store import Store
 
 BinaryFile = io.RawIOBase | io.BufferedReader
 
@@ -50,7 +49,6 @@ class RemoteFiles(Protocol):
     def fetch(self, path: Path) -> None: ...
     def borrow(self, path: Path) -> Path: ...
     def content_of(self, path: Path) -> str: ...
-    def object_of(self, path: Path) -> tuple[Store, str]: ...
     def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes: ...
 
 
@@ -148,11 +146,6 @@ class Artifact:
         """Return the file's committed xxh3-128 if the file is not on this machine, else None."""
         source = self._source
         return None if source is None else source.content_of(self.path)
-
-    def stored(self) -> tuple[Store, str] | None:
-        """Return the store and the key of the file's object, or None if the file is on this machine."""
-        source = self._source
-        return None if source is None else source.object_of(self.path)
 
 
 def read_into(file: BinaryFile, buffer: memoryview) -> int:

@@ -73,6 +73,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import RunTasks, Stage
+from shardkit.writers.execution.work import Work
 
 REPORT_NAME = "report.html"
 _PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # prefixes of shard names, by ending
@@ -248,14 +249,14 @@ def upload_files(
 
 def _copy(target: Store, file: FileInfo, artifact: Artifact) -> ObjectInfo | None:
     """Have the store copy a file of the work folder; return None if it cannot, or the file is damaged."""
-    copier, stored = copier_of(target), artifact.stored()
-    if copier is None or stored is None or not copier.copies(stored[0], file.bytes):
+    copier, work = copier_of(target), artifact.remote
+    if copier is None or not isinstance(work, Work) or not copier.copies(work.store, file.bytes):
         return None
     try:
-        source, key = stored
-        info = source.head(key)
-        is_intact = info.bytes == file.bytes and info.metadata.get(METADATA_NAME) == artifact.committed_hash()
-        return copier.copy(file.basename, source, info) if is_intact else None
+        info = work.store.head(work.key_of(artifact.path))
+        is_intact = info.bytes == file.bytes
+        is_intact &= info.metadata.get(METADATA_NAME) == work.content_of(artifact.path)
+        return copier.copy(file.basename, work.store, info) if is_intact else None
     except TransientError:
         raise
     except StoreError:  # such as a server without copies: sending tells what else is wrong
