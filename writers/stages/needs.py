@@ -242,14 +242,14 @@ class Needs:
             return self.slices(runs, ranges)
         files = runs.count * runs.segments
         block = limits.block_bytes_in(table, 0) + runs.row_bytes / 2
-        blocks = runs.bytes / block
+        blocks = files * max(1.0, runs.bytes / files / block + 0.5)
         met = runs.count * ranges
         some = 1 - exp(-runs.bytes / met / max(1.0, runs.row_bytes))  # share of the pieces that have any row
-        addresses = min(blocks + some * met, runs.bytes / runs.row_bytes)
+        addresses = blocks + some * runs.count * (ranges - 1)  # a block with keys of two ranges has two
         tasks = address_tasks(runs.bytes, limits)
         stage = reader.step(f"{table.name}-addresses")
-        written = addresses * ADDRESSES.dtype.itemsize
-        self.add(stage, tasks, files, files * 700 + blocks * 40, files=1, written=written)
+        written = addresses * ADDRESSES.dtype.itemsize + tasks * _GUESSED_FOOTER_BYTES
+        self.add(stage, tasks, files, files * _GUESSED_FOOTER_BYTES + blocks * 40, files=1, written=written)
         moved = self.exchange(reader, ADDRESSES, tasks, addresses, ranges)
         gets, read = self.slices(moved, ranges)
         piece = runs.bytes / met + block
