@@ -8,7 +8,8 @@ compression of shards. A sample cannot show effects that depend on the whole inp
 - duplicates appear only in the whole input. The estimate subtracts nothing for removed duplicates. For the
   stages of near-duplicates, it assumes that at least the share `PAIRED` of all documents is in pairs, which
   take `PAIR_BYTES` per document.
-- exchanges merge many runs, and a sample has few: the bytes of merges come from `stage_needs`.
+- exchanges merge many runs, and a sample has few: the bytes of merges and of addresses come from
+  `stage_needs`.
 - runs go after their last readers: the sample shows after which stage (`Order`), and the most that is held
   at a time is added up in this order.
 - the documents of an index are not in the sample: the same number of documents is added.
@@ -433,8 +434,8 @@ def _whole(
     needs = {one.stage: one.written_bytes for one in stage_needs(corpus)}
     merges = {stage: size for stage, size in needs.items() if MERGE.fullmatch(stage)}
     stages = {stage: size for stage, size in stages.items() if not MERGE.fullmatch(stage)} | merges
-    if GATHER.name in needs:  # a sample has few splits
-        stages[GATHER.name] = needs[GATHER.name]
+    # A sample has few splits and runs.
+    stages |= {one: size for one, size in needs.items() if one == GATHER.name or one.endswith("-addresses")}
     in_order, consumed = order.merged(merges)
     freed = {
         stage: sum(

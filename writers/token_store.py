@@ -44,6 +44,7 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.card import BuiltDataset, assemble, content_of, file_dtype
+from shardkit.writers.exchange.addresses import range_of, range_start
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.progress import StageProgress
@@ -58,7 +59,7 @@ from shardkit.writers.stages import provenance
 from shardkit.writers.stages.pack import Packed, PackSettings, Partition, pack_documents, sums_of
 from shardkit.writers.stages.publish import REPORT_NAME, RemoteOutput
 from shardkit.writers.stages.rows import count_partitions
-from shardkit.writers.stages.tokenize import SPILL_SCHEMA, partition_of, partition_start
+from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from shardkit.yaml_file import apply_override
 
 _SETTINGS = ("pack.", "output.")
@@ -215,9 +216,9 @@ def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions
     stored = card.packing["partitions"]
     made = []
     for number in range(partitions):
-        bounds = [partition_start(number + more, partitions) for more in (0, 1)]
-        last = partition_of(np.array([bounds[1] - 1], np.uint64), stored)
-        first = partition_of(np.array([bounds[0]], np.uint64), stored)
+        bounds = [range_start(number + more, partitions) for more in (0, 1)]
+        last = range_of(np.array([bounds[1] - 1], np.uint64), stored)
+        first = range_of(np.array([bounds[0]], np.uint64), stored)
         tables = [*range(int(first[0]), int(last[0]) + 1)]
         name, weight = partition_name(number, partitions), card.funnel.kept.bytes // partitions
         made.append(PACK_STORED.task(name, weight, files, tables, bounds, number, settings))

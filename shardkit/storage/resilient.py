@@ -44,6 +44,7 @@ from shardkit.storage.store import (
     StoreError,
     TransientError,
     commits_of,
+    copier_of,
     open_source,
 )
 from shardkit.storage.url import open_store
@@ -174,6 +175,21 @@ class ResilientStore(BaseStore):
             info = found
         self.metrics.count("bytes_written", size)
         return info
+
+    def copies(self, source: Store, size: int) -> bool:
+        """Return whether the wrapped store can copy objects of this size of the store that `source` wraps."""
+        copier = copier_of(self._store)
+        return (
+            copier is not None and isinstance(source, ResilientStore) and copier.copies(source._store, size)
+        )
+
+    def copy(self, key: str, source: Store, info: ObjectInfo) -> ObjectInfo:
+        """Copy an object as `CopyingStore.copy` does. Its size determines the deadline."""
+        copier = copier_of(self._store)
+        assert copier is not None
+        assert isinstance(source, ResilientStore)
+        below, seconds = source._store, self.policy.transfer_seconds(info.bytes)
+        return self._run("put", key, lambda: copier.copy(key, below, info), seconds)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List objects. After a failure, list again from the start, but skip objects already yielded."""

@@ -32,6 +32,7 @@ from shardkit.storage.store import (
     ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,
+    Store,
     StoreError,
     TransientError,
     checked_key,
@@ -41,6 +42,8 @@ from shardkit.storage.store import (
 NONCE = "shardkit-nonce"
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.IGNORECASE | re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_MAX_COPY_BYTES = 5 << 30  # S3's limit on an object that one request copies
+_NOT_IMPLEMENTED = 501  # the only status 5xx that stays
 _MAX_UNANSWERED = 1024  # maximum number of nonces of unacknowledged writes; at the limit, all are dropped
 _MAX_METADATA_BYTES = 2048  # S3's limit on the names and values of an object's metadata
 _FILLED_BYTES = 1 << 16  # size of the full pieces in which bodies with a checksum are read
@@ -156,6 +159,29 @@ class S3Store(BaseStore):
             return ObjectInfo(key, content.bytes, version, target.metadata)
         finally:
             content.close()
+
+    def copies(self, source: Store, size: int) -> bool:
+        """Return whether one request copies the object: it is on the same server, reached in the same way."""
+        is_same = isinstance(source, S3Store) and source._options == self._options
+        return is_same and size <= _MAX_COPY_BYTES
+
+    def copy(self, key: str, source: Store, info: ObjectInfo) -> ObjectInfo:
+        assert isinstance(source, S3Store)
+        try:
+            answer = self._client.request(
+                "copy_object",
+                self.where(key),
+                "write",
+                CopySource=source._names(info.key),
+                CopySourceIfMatch=f'"{info.version}"',
+                **self._names(key),
+            )
+        except TransientError as error:
+            if error.status != _NOT_IMPLEMENTED:
+                raise
+            raise StoreError(error.where, "the server does not copy objects", status=error.status) from error
+        version = version_of(answer.get("CopyObjectResult", {})) or self.head(key).version
+        return ObjectInfo(key, info.bytes, version, info.metadata)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         where = f"{self.url}/{prefix}"

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError, ShardkitError, clean_message, without_password
 from shardkit.files import Closing
-from shardkit.hashing import new_hash
+from shardkit.hashing import hash_file, new_hash
 from shardkit.manifest import MAX_BASENAME_CHARS
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Body",
     "Checksums",
     "CommitStore",
+    "CopyingStore",
     "Encryption",
     "ObjectChangedError",
     "ObjectExistsError",
@@ -48,6 +49,7 @@ __all__ = [
     "checked_key",
     "checked_range",
     "commits_of",
+    "copier_of",
     "hash_object",
     "open_source",
     "read_body",
@@ -58,6 +60,7 @@ __all__ = [
 Checksums = Literal["when_supported", "when_required"]
 Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 METADATA_NAME = "shardkit-xxh3-128"  # key in an object's metadata; the value is the hash of its bytes
+_HASH = "xxh3_128"
 _READ_BYTES = 1 << 20
 _THREADS = 8  # maximum number of files that `put_folder` writes in parallel
 _MOST_CHARACTERS = 2000  # maximum length of `where` and of `problem` in a StoreError
@@ -239,6 +242,7 @@ class Store(Protocol):
     def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
         """Write all files of a local folder to `prefix/…`, and then `data` to `prefix/last` with `if_absent`.
 
+        The files' objects have their xxh3-128 in their metadata (METADATA_NAME) if the store keeps metadata.
         So a reader that finds `prefix/last` finds all files. Raises ObjectExistsError if `prefix/last`
         exists. A store on the same disk may move the local folder instead of copying it.
         """
@@ -262,6 +266,24 @@ class CommitStore(Store, Protocol):
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> Mapping[str, ObjectInfo]:
         """Write `files` and delete the keys `deleted` in one atomic step; return {key: object} of `files`."""
+
+
+class CopyingStore(Store, Protocol):
+    """A store that copies objects of another store itself, so that their bytes do not pass this machine."""
+
+    def copies(self, source: Store, size: int) -> bool:
+        """Return whether `copy` can copy an object of `source` with `size` bytes."""
+
+    def copy(self, key: str, source: Store, info: ObjectInfo) -> ObjectInfo:
+        """Write the object `info` of `source`, with its metadata, to `key`, atomically.
+
+        Raises ObjectChangedError if the object has another version, ObjectNotFoundError if it is gone.
+        """
+
+
+def copier_of(store: Store) -> CopyingStore | None:
+    """Return `store` if it can copy objects of other stores, else None."""
+    return cast(CopyingStore, store) if hasattr(store, "copy") else None
 
 
 def commits_of(store: Store) -> CommitStore | None:
@@ -323,8 +345,12 @@ class BaseStore:
     def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         keys = [f"{prefix}/{path.relative_to(folder).as_posix()}" for path in files]
+
+        def put(key: str, file: Path) -> None:
+            self.put(key, file, metadata={METADATA_NAME: hash_file(file, [_HASH])[_HASH]})
+
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self.put, keys, files))
+            list(pool.map(put, keys, files))
         self.put(f"{prefix}/{last}", data, if_absent=True)
 
     def close(self) -> None:

@@ -183,7 +183,9 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             finally:
                 FOOTERS.scale = 1
 
-        stack.enter_context(patch("shardkit.writers.exchange.exchange.read_footer", read_scaled_footer))
+        for module in ("exchange", "addresses"):
+            place = f"shardkit.writers.exchange.{module}.read_footer"
+            stack.enter_context(patch(place, read_scaled_footer))
         held = Held()
         around = lambda store: CountingStore(store, stages, current, held)  # noqa: E731
         scratch = recipe_path.parent / "scratch"

@@ -164,9 +164,15 @@ def test_tasks_of_no_stage_hold_more_of_sixteen_times_the_documents(tmp_path: Pa
     some, more = peaks_of(tmp_path / "some", 5), peaks_of(tmp_path / "more", 80)
     assert {"candidates", "shingles", "verify", "near", "near_lost"} <= some.keys()
     assert {"line_keys", "lines", "index"} <= some.keys()
-    assert {"equal-keys-merge-2", "verify-texts-merge-2", "pack-tokens-merge-2"} <= more.keys()
+    assert {"equal-keys-merge-2", "verify-texts-merge-2", "pack-tokens-addresses"} <= more.keys()
     merges = {stage for stage in more if "-merge-" in stage}
-    whole = {"tokenize", "pack", "provenance", *merges}  # may hold all of the memory, the others a fifth
+    whole = {
+        "tokenize",
+        "pack",
+        "pack-tokens-addresses",
+        "provenance",
+        *merges,
+    }  # may hold all of the memory, the others a fifth
     bounds = {stage: FIXED + (SMALL_MEMORY if stage in whole else SMALL_MEMORY // 5) for stage in more}
     bounds |= {"tokenizer": 8 << 20, "parity": 32 << 20}  # a tokenizer, and a sample of texts
     assert {stage: (peak, bounds[stage]) for stage, peak in more.items() if peak > bounds[stage]} == {}

@@ -20,20 +20,31 @@ from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
 from shardkit.tokens.tokenizer import Encoder
 from shardkit.writers.dedup.outcomes import SplitRemovals
+from shardkit.writers.exchange.addresses import Addressed, Pieces, exchange_in_place, range_start
 from shardkit.writers.exchange.exchange import Exchanged, Limits, Segment, Slice
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Task
+from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.recipe.outputs import OutputConfig, PackConfig
 from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.rows.documents import document_ids
 from shardkit.writers.stages.inputs import TokenizerFile
-from shardkit.writers.stages.pack import TAR_KEY_STEP, Packed, PackSettings, pack_partition, sums_of, tasks
+from shardkit.writers.stages.pack import (
+    PACK,
+    TAR_KEY_STEP,
+    Packed,
+    PackSettings,
+    pack_partition,
+    sums_of,
+    tasks,
+)
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import (
     TOKENS,
     TokenizerFacts,
     TokenSettings,
-    partition_start,
     tokenize_split,
 )
 from support.default_cases import cases
@@ -87,12 +98,24 @@ def spill(folder: Path, split: Split, encoder: Encoder, memory_bytes: int = 1 <<
 
 def documents(
     spills: Sequence[Path], partition: int, partitions: int, limits: Limits = DEFAULT_LIMITS
-) -> Slice:
-    """The documents of one partition."""
+) -> Slice | Pieces:
+    """The documents of one partition; read in place if `limits.least_segments` is 0."""
     files = [folder / TOKENS.file for folder in spills]
     runs = [(Segment(Artifact(file), file.stat().st_size, file.parent.name, 0, 1 << 64),) for file in files]
-    edges = (partition_start(number, partitions) for number in (partition, partition + 1))
-    return Exchanged(TOKENS, runs, limits).slice(*edges)
+    edges = (range_start(number, partitions) for number in (partition, partition + 1))
+    exchanged = Exchanged(TOKENS, runs, limits)
+    if limits.least_segments:
+        return exchanged.slice(*edges)
+    folder = spills[0].with_name(f"addresses-{partition}")
+    folder.mkdir(exist_ok=True)
+    work = Work.at(folder)
+
+    def run(*groups: Sequence[Task]) -> list[list[Commit]]:
+        return [[run_task(task, task.digest, work) for task in group] for group in groups]
+
+    found = exchange_in_place(run, PACK, exchanged, partitions, memory_bytes=1 << 20, limits=limits)
+    assert isinstance(found, Addressed)
+    return found.slice(*edges)
 
 
 def pack_all(
@@ -102,6 +125,7 @@ def pack_all(
     partitions: int,
     *,
     strategy: Literal["best_fit", "concat"] = "best_fit",
+    limits: Limits = DEFAULT_LIMITS,
     **output: Any,
 ) -> list[Packed]:
     """Pack every partition into its own folder."""
@@ -113,7 +137,7 @@ def pack_all(
         results.append(
             pack_partition(
                 folder / str(partition),
-                documents(spills, partition, partitions),
+                documents(spills, partition, partitions, limits),
                 partition,
                 PackSettings(pack, settings, SEED, encoder.eos_id, encoder.dtype.name),
             )
@@ -225,6 +249,9 @@ def test_bytes_do_not_depend_on_splits_runs_or_their_order(
         rng.shuffle(named)
         pack_all(tmp_path / f"out{trial}", named, encoder, 3, format=form)
         assert digests(tmp_path / f"out{trial}") == expected
+        in_place = replace(DEFAULT_LIMITS, least_segments=0, piece_bytes=0)
+        pack_all(tmp_path / f"in-place{trial}", named, encoder, 3, format=form, limits=in_place)
+        assert digests(tmp_path / f"in-place{trial}") == expected
 
 
 def test_rows_are_spread_evenly_over_shards_of_the_wanted_size(encoder: Encoder, tmp_path: Path) -> None:

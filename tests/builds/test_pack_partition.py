@@ -24,6 +24,7 @@ from shardkit.formats import mds, tar
 from shardkit.formats.block_checksums import shard_parts
 from shardkit.formats.provenance import HashRange
 from shardkit.manifest import BLOCKS_NAME, LOSS_MASK
+from shardkit.writers.exchange.addresses import range_of
 from shardkit.writers.exchange.exchange import Exchanged, RunWriter, Segment, Slice
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
@@ -50,7 +51,6 @@ from shardkit.writers.stages.tokenize import (
     TokenizerFacts,
     document_rows,
     documents_of,
-    partition_of,
 )
 from shardkit.writers.tokens.groups import Groups, Joined
 from support.documents import document_batch
@@ -572,7 +572,7 @@ GROUP = {"by": "g", "begin": "<begin>", "separator": "<separator>"}
         ({"group": GROUP}, BOS, SEPARATOR, 2),
     ],
 )
-def test_tasks_pack_each_document_in_the_partition_of_its_hash(
+def test_tasks_pack_each_document_in_the_range_of_its_hash(
     tmp_path: Path, changes: dict[str, Any], bos: int | None, separator: int | None, skipped: int
 ) -> None:
     content = {
@@ -592,7 +592,7 @@ def test_tasks_pack_each_document_in_the_partition_of_its_hash(
     made = tasks(recipe, facts, whole, 3)
     assert [str(task) for task in made] == [f"pack/{k:05d}-of-00003" for k in range(3)]
     assert len({task.digest for task in made}) == len({task.args["documents"].content for task in made}) == 3
-    placed = partition_of(np.array([one.key for one in documents], np.uint64), 3).tolist()
+    placed = range_of(np.array([one.key for one in documents], np.uint64), 3).tolist()
     for number, task in enumerate(made):
         folder = tmp_path / task.name
         folder.mkdir()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import shardkit as sk
 from shardkit.errors import RecipeError
 from shardkit.writers import build
-from shardkit.writers.stages.tokenize import partition_of
+from shardkit.writers.exchange.addresses import range_of
 from shardkit.writers.tokens.source_order import FileUnits, source_keys
 from support.small_build import EOS, make_corpus, text_of, tree
 
@@ -133,4 +133,4 @@ def test_keys_lead_to_units_and_keep_the_order_of_records(
     keys = source_keys(documents, {"a": FileUnits(before, tuple(starts[:-1].tolist()))}, count)
     assert np.argsort(keys).tolist() == np.argsort(records).tolist()
     units = np.searchsorted(starts, records, side="right") - 1 + before
-    assert partition_of(keys, count).tolist() == units.tolist()
+    assert range_of(keys, count).tolist() == units.tolist()

@@ -20,6 +20,7 @@ from shardkit.hashing import keyed_hashes
 from shardkit.tokens.tokenizer import Encoder
 from shardkit.writers.dedup.duplicates import TWINS
 from shardkit.writers.dedup.outcomes import Removed
+from shardkit.writers.exchange.addresses import range_of, range_start
 from shardkit.writers.exchange.exchange import Exchanged, Segment
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
@@ -35,8 +36,6 @@ from shardkit.writers.stages.tokenize import (
     choose_partitions,
     documents_of,
     parity_task,
-    partition_of,
-    partition_start,
     tokenize_split,
 )
 from support.documents import write_documents
@@ -170,12 +169,12 @@ def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path:
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50), st.integers(1, module.MAX_PARTITIONS))
 def test_partitions_follow_the_order_of_hashes(hashes: list[int], partitions: int) -> None:
-    parts = partition_of(np.array(sorted(hashes), np.uint64), partitions)
+    parts = range_of(np.array(sorted(hashes), np.uint64), partitions)
     assert parts.tolist() == [(h >> 32) * partitions >> 32 for h in sorted(hashes)]
     assert (np.diff(parts) >= 0).all()
     assert 0 <= parts[0] <= parts[-1] < partitions
     for key, part in zip(sorted(hashes), parts.tolist(), strict=True):
-        assert partition_start(part, partitions) <= key < partition_start(part + 1, partitions)
+        assert range_start(part, partitions) <= key < range_start(part + 1, partitions)
 
 
 def test_partitions_are_as_many_as_the_memory_needs() -> None:

@@ -69,7 +69,7 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 
 _KEYS = 1 << 64
 
-_LOCAL_READS = 4  # concurrent reads of files on this machine
+LOCAL_READS = 4  # concurrent reads of files on this machine
 
 _GAP_BYTES = 64 << 10  # bytes of an object in a store that cost less than another request
 
@@ -227,7 +227,7 @@ class Slice:
         share = memory_bytes // (4 * max(1, len(self.runs)))
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
         # The C library keeps the memory that a thread frees for this thread, so local reads use few threads.
-        workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
+        workers = Workers(LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 4, self.table)
 
@@ -237,7 +237,7 @@ class Slice:
         Reads only the blocks that can have one of the keys, and blocks between two of them if that is cheaper
         than another request. The rows are in the order (key, run, row); memory is not limited.
         """
-        workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
+        workers = Workers(LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         gap_bytes = 0 if self.is_local else _GAP_BYTES
         segments = [segment for run in self.runs for segment in run]
         met = [(s, some) for s in segments if len(some := _between(keys, s.start, s.stop))]
@@ -336,7 +336,9 @@ def exchange(
             origin = None if table.origin is None else number
             runs.append((replace(segment, start=0, stop=end, origin=origin),))
     level = 0
-    while limits.merges(len(runs), sum(s.bytes for segments in runs for s in segments), readers):
+    while limits.merges(
+        len(runs), sum(s.bytes for segments in runs for s in segments), readers, in_place=table.in_place
+    ):
         level += 1
         stage = Stage(f"{reader.name}-{table.name}-merge-{level}", reader.title, _merge)
         runs = _merge_level(run, stage, Exchanged(table, runs, limits), end)

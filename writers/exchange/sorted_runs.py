@@ -44,6 +44,9 @@ _MAGIC = b"shardrun"
 _LEAST_TASKS = 64  # number of tasks that a small build should have, for machines of many cores
 _MANY_TASKS = 4096  # number of tasks that a build of 128 GB to 16 TB should have; a larger one has more
 _DOCUMENT_BYTES = 2048
+_BLOCKS_IN_PLACE = (
+    4  # blocks of a table that is read in place, per usual block: readers of ranges read fewer others
+)
 
 _GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 
@@ -54,7 +57,8 @@ class Table:
 
     `dtype` has the sort key in field `key` (<u8) and, with `payload`, the size of the row's payload in field
     `size` (<i8, bytes). `origin` names an <i4 field that readers set to the number of the map task that wrote
-    the row. The task itself must not write it: its number changes when input files are added.
+    the row. The task itself must not write it: its number changes when input files are added. Runs of a table
+    that is read `in_place` are merged only for very small pieces (addresses.py); their blocks are smaller.
 
     Runs are removed when their last readers are finished, except those of a table that `stays`: it is small,
     and was made from all texts, which another setting or added inputs should not make read again.
@@ -65,6 +69,7 @@ class Table:
     payload: bool = False
     origin: str | None = None
     stays: bool = False
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         fields = {"key": "<u8"} | ({"size": "<i8"} if self.payload else {})
@@ -102,6 +107,7 @@ class Limits:
     partition_bytes: _NoByte = 100 << 20  # approximate input of a reading task; small, so no worker is idle
     least_segments: _NoByte = 64  # with no more requests than this (runs * readers), runs are never merged
     segment_bytes: _NoByte = 4 << 20  # bytes that a merge can copy in the time of one request
+    piece_bytes: _NoByte = 256 << 10  # least piece to read in place: smaller ones cost more than a merge
     block_bytes: int = 256 << 10  # size of a block, the unit of reading and verifying; larger in large files
     read_bytes: _NoByte = 16 << 20  # maximum size of one request
     reads_in_flight: _NoByte = 32  # maximum number of concurrent requests
@@ -156,12 +162,23 @@ class Limits:
         """Return the number of tasks, one per key range, that merge a group of runs with `bytes` in total."""
         return max(1, -(-bytes // self.task_bytes))
 
-    def merges(self, runs: int, bytes: int, readers: int) -> bool:
+    def merges(self, runs: int, bytes: int, readers: int, *, in_place: bool = False) -> bool:
         """Return whether `runs` runs of `bytes` in total should be merged for `readers` tasks."""
-        if runs > self.fan_in:
+        if runs > self.fan_in and not in_place:
             return True
         saved = runs * readers - runs - readers  # number of requests that a merge into one run saves
-        return runs * readers > self.least_segments and bytes < self.segment_bytes * saved
+        piece = self.piece_bytes if in_place else self.segment_bytes
+        return self.has_addresses(runs, readers) and bytes < piece * saved
+
+    def has_addresses(self, runs: int, readers: int) -> bool:
+        """Return whether reading `runs` runs by `readers` tasks takes many requests: see addresses.py."""
+        return runs * readers > self.least_segments
+
+    def block_bytes_in(self, table: Table, bytes: int) -> int:
+        """Return the size of a block in a run of `table` with `bytes` in all."""
+        if table.in_place:
+            return max(1, self.block_bytes // _BLOCKS_IN_PLACE)
+        return max(self.block_bytes, -(-bytes // _MOST_BLOCKS))
 
 
 DEFAULT_LIMITS = Limits()
@@ -185,7 +202,7 @@ class BlockWriter:
 
     def __init__(self, path: Path, table: Table, expected: int, limits: Limits) -> None:
         self._table, self._file = table, path.open("wb")
-        self._block_bytes = max(limits.block_bytes, -(-expected // _MOST_BLOCKS))
+        self._block_bytes = limits.block_bytes_in(table, expected)
         self._pending: list[Batch] = []
         self._pending_bytes = 0
         self._blocks: list[tuple[int, ...]] = []
@@ -291,7 +308,7 @@ class Footer:
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
     """Read and verify a file's footer, or a small file whole; in two requests if it has many small blocks."""
     size = segment.bytes
-    blocks = min(_MOST_BLOCKS, size // limits.block_bytes) + _GUESSED_BLOCKS
+    blocks = size // limits.block_bytes_in(table, size) + _GUESSED_BLOCKS
     needed = blocks * _BLOCK.itemsize + _TAIL.size
     if size <= limits.block_bytes + needed:
         needed = size
@@ -337,7 +354,7 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     listed, edges = footer.blocks[blocks], footer.offsets[blocks.start : blocks.stop + 1]
     start, stop = int(edges[0]), int(edges[-1])
     begin = segment.bytes - len(footer.end)  # offset of `footer.end` in the file
-    is_right = partial(_have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
+    is_right = partial(have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
     data = footer.end[max(0, start - begin) : max(0, stop - begin)]
     is_own = len(data) < stop - start or not is_right(data)  # not read with the footer, or read wrong
     if is_own:
@@ -371,7 +388,8 @@ def rows_of_keys(
     return wanted
 
 
-def _have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:
+def have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:
+    """Return whether the blocks between `edges` in `data` have these hashes."""
     return all(
         xxhash.xxh3_64_intdigest(data[start:stop].data) == expected
         for (start, stop), expected in zip(pairwise(edges), hashes, strict=True)

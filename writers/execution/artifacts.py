@@ -9,9 +9,11 @@ A handle is plain data, so it can be an argument of tasks in workers on this or 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -161,9 +163,44 @@ class Artifact:
         return None if source is None else source.content_of(self.path)
 
 
-def files_in(value: object) -> Iterator[Artifact]:
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Many files, in a form that takes few bytes in each of the many tasks that read them all.
+
+    `names` are their paths below `root`, one a line; `content` identifies their contents.
+    """
+
+    root: Path
+    remote: RemoteFiles | None
+    names: str
+    content: str
+
+    @classmethod
+    def of(cls, files: Sequence[Artifact], content: str) -> Files:
+        """Return a handle of files in one work folder."""
+        root = Path(os.path.commonpath([file.path.parent for file in files]))
+        names = "\n".join(os.path.relpath(file.path, root) for file in files)
+        return cls(root, files[0].remote, names, content)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self.names.split("\n")
+
+    def __getitem__(self, number: int) -> Artifact:
+        return Artifact(self.root / self._names[number], self.remote)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_names"}
+
+    @property
+    def paths(self) -> Iterator[Path]:
+        """The paths of all files."""
+        return (self.root / name for name in self._names)
+
+
+def files_in(value: object) -> Iterator[Artifact | Files]:
     """Yield the files and folders that an argument of a task refers to."""
-    if isinstance(value, Artifact):
+    if isinstance(value, Artifact | Files):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):

@@ -42,6 +42,7 @@ from shardkit.writers.execution.artifacts import (
     RUN_SUFFIX,
     Artifact,
     DamagedRangeError,
+    Files,
     LostFilesError,
     files_in,
 )
@@ -158,7 +159,7 @@ class FoundFiles:
         key, name = self._work.place_of(file) or ("", "")
         return key not in self._tasks or name not in self._tasks[key].absent
 
-    def lost(self, files: Iterable[Artifact], *, with_runs: bool = True) -> frozenset[str]:
+    def lost(self, files: Iterable[Artifact | Files], *, with_runs: bool = True) -> frozenset[str]:
         """Return the keys of tasks whose `files` are gone, or are damaged, of which it warns.
 
         Without `with_runs`, runs of the exchange, which their readers verify, are not compared.
@@ -174,13 +175,13 @@ class FoundFiles:
                 del compared[file]
         return frozenset(lost | self._damaged(compared))
 
-    def absent(self, files: Iterable[Artifact]) -> frozenset[str]:
+    def absent(self, files: Iterable[Artifact | Files]) -> frozenset[str]:
         """Return the keys of tasks whose `files` are gone."""
         return frozenset(one.key for one, names in self._read(files) if {*names} & {*one.absent})
 
-    def _read(self, files: Iterable[Artifact]) -> Iterator[tuple[Commit, list[str]]]:
+    def _read(self, files: Iterable[Artifact | Files]) -> Iterator[tuple[Commit, list[str]]]:
         """Yield finished tasks with the names of those of their outputs that are among `files`."""
-        for path in {file.path for file in files} if self._tasks else ():
+        for path in _paths({*map(_key, files)}) if self._tasks else ():
             yield from self._outputs_at(path)
 
     def _outputs_at(self, path: Path) -> Iterator[tuple[Commit, list[str]]]:
@@ -217,6 +218,18 @@ class FoundFiles:
         return found
 
 
+def _key(file: Artifact | Files) -> Path | Files:
+    return file if isinstance(file, Files) else file.path
+
+
+def _paths(keys: Iterable[Path | Files]) -> Iterator[Path]:
+    for key in keys:
+        if isinstance(key, Files):
+            yield from key.paths
+        else:
+            yield key
+
+
 def _warn_of_damage(file: Path) -> None:
     warn_user(f"{file.parent}: {file.name} was damaged after it was written; its task runs again")
 
@@ -243,7 +256,7 @@ class Runner:
         self._start = 0.0
         self._files = FoundFiles(journal.work)
         self._compares_runs = False  # whether a task met a damaged run, so that there may be more
-        self._readers: Counter[Path] = Counter()  # unfinished tasks that consume a file
+        self._readers: Counter[Path | Files] = Counter()  # unfinished tasks that consume a file, or many
         self._consumed: list[Path] = []  # files that no task reads any more
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
@@ -302,7 +315,7 @@ class Runner:
         found = self.journal.find(tasks)
         return found if self._retry_failed else with_fallbacks(self.journal.work, tasks, found)
 
-    def require(self, files: Iterable[Artifact]) -> None:
+    def require(self, files: Iterable[Artifact | Files]) -> None:
         """Raise LostFilesError if one of these files, which an earlier build wrote, is gone or damaged."""
         self._check(self._files.lost(files))
 
@@ -338,18 +351,18 @@ class Runner:
 
     def _count_readers(self, tasks: Sequence[Task], missing: Sequence[Task]) -> None:
         """Count the unfinished readers of consumed files; those without any were left by a killed build."""
-        self._readers = Counter(file.path for task in missing for file in task.consumed)
+        self._readers = Counter(_key(file) for task in missing for file in task.consumed)
         self._consumed.clear()  # an earlier pass may have ended with an error
         if len(missing) < len(tasks):
-            read = {file.path for task in tasks for file in task.consumed} - self._readers.keys()
-            self._consumed += [file for file in read if self._files.has(file)]
+            read = {_key(file) for task in tasks for file in task.consumed} - self._readers.keys()
+            self._consumed += [path for path in _paths(read) if self._files.has(path)]
 
     def _consume(self, task: Task) -> None:
         """Remove the files that only this task, which is now finished, still had to read."""
         for file in task.consumed:
-            self._readers[file.path] -= 1
-            if not self._readers[file.path]:
-                self._consumed.append(file.path)
+            self._readers[_key(file)] -= 1
+            if not self._readers[_key(file)]:
+                self._consumed += _paths([_key(file)])
         if len(self._consumed) >= _REMOVED_TOGETHER:
             self._remove_consumed()
 

@@ -40,7 +40,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, Files
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, task_key
 from shardkit.writers.execution.digests import deciding, markers_of
@@ -166,7 +166,7 @@ class Task:
         return task_key(self.stage, self.name, self.digest)
 
     @property
-    def consumed(self) -> Iterator[Artifact]:
+    def consumed(self) -> Iterator[Artifact | Files]:
         """The files that only tasks of this stage still read: they go when all of these are finished."""
         for value in self.args.values():
             yield from getattr(value, "consumed", ())

@@ -397,6 +397,10 @@ class Work:
         """Return the xxh3-128 of a file, as recorded in its commit."""
         return self._output(path)[2].xxh3_128
 
+    def key_of(self, path: Path) -> str:
+        """Return the key in the store of a file of a finished task."""
+        return "/".join(self._task_file(path))
+
     def _output(self, path: Path) -> tuple[str, str, Output]:
         """Return (task key, file name, committed output) of a file in the folder of a task."""
         key, name = self._task_file(path)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
-from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.recipe.recipe import Recipe
@@ -151,11 +150,8 @@ def stage_needs(corpus: Corpus) -> list[StageNeeds]:
 
 
 def _upload_needs(n: Needs) -> None:
-    """Add the requests and bytes of stage `upload`, which looks up each file in the output and sends it."""
+    """Add the requests of stage `upload`, which has the store copy each file; looks it up on both sides."""
     c = n.corpus
     files = n.shards + n.tables
     tasks = ceil(max(files / _TASK_FILES, n.output_bytes / (_TASK_BYTES / c.scale)))
-    parts = ceil(c.shard_bytes / PART_BYTES)
-    puts = n.shards * (parts + 2 if parts > 1 else 1) + n.tables
-    gets, read = n.scans(n.output_bytes, files)
-    n.add(UPLOAD, tasks, files + gets, read, written=n.output_bytes, sent=puts)
+    n.add(UPLOAD, tasks, 2 * files, sent=files)

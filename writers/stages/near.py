@@ -154,5 +154,6 @@ STAGES = (
 
 def step_of(move: GlobalStep) -> Step:
     """Return a step over near-duplicates."""
-    stages = (*_OF_INDEXES, *STAGES) if move.settings.against else STAGES
+    has_indexes = move.settings is not None and bool(move.settings.against)  # a plan has no settings
+    stages = (*_OF_INDEXES, *STAGES) if has_indexes else STAGES
     return Step(lambda recipe: stages, partial(drop_near_duplicates, move.settings), needs)

@@ -5,9 +5,10 @@ writes. The estimate of an exchange's merges uses the same `Limits` as the excha
 and of the documents were measured on web text (tests/benchmarks/bench_requests.py), and a test compares the
 totals with a build in a store that counts requests.
 
-A stage reads whole objects (`scans`), or ranges of keys of exchanged runs (`slices`). A task writes its files
-and its commit, one object each. Tasks send the shards of an output in a store, by multipart upload if they
-are large. Requests of the driver (for index, card and report) are not included.
+A stage reads whole objects (`scans`), ranges of keys of exchanged runs (`slices`), or pieces of runs in place
+(`pieces`). A task writes its files and its commit, one object each, by multipart upload if they are large.
+The store copies the shards of an output in a store. Requests of the driver (for index, card and report) are
+not included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
+from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
+from shardkit.writers.exchange.addresses import ADDRESSES, address_tasks
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
 from shardkit.writers.execution.artifacts import RUN_SUFFIX
 from shardkit.writers.execution.commit import Commit
@@ -145,6 +148,8 @@ class Corpus:
     documents: int
     text_bytes: int
     tokens: int
+    packed_bytes: int = 0
+    """Bytes of the text that remains and is packed; 0: `text_bytes`."""
     token_bytes: int = 4
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
@@ -252,7 +257,7 @@ class Needs:
         row_bytes = table.dtype.itemsize + payload_bytes
         found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
         level, own = 0, 0.0 if table.stays else found.bytes
-        while limits.merges(found.count, int(found.bytes), readers):
+        while limits.merges(found.count, int(found.bytes), readers, in_place=table.in_place):
             level += 1
             groups = ceil(found.count / limits.fan_in)
             ranges = limits.merge_tasks(int(found.bytes / groups))
@@ -265,6 +270,31 @@ class Needs:
             found = _Runs(groups, found.bytes, row_bytes, ranges)
         self.consumed.setdefault((last or reader).name, []).append((own, found.segments))
         return found
+
+    def pieces(self, reader: Stage[..., Any], table: Table, runs: _Runs, ranges: int) -> tuple[float, float]:
+        """Return (requests, bytes) of `ranges` tasks of stage `reader` that read runs of `table` in place.
+
+        Adds the stage that writes addresses of the runs' blocks, and merges of addresses.
+        """
+        limits = self.corpus.limits
+        if not limits.has_addresses(runs.count, ranges):
+            return self.slices(runs, ranges)
+        files = runs.count * runs.segments
+        block = limits.block_bytes_in(table, 0) + runs.row_bytes / 2
+        blocks = files * max(1.0, runs.bytes / files / block + 0.5)
+        met = runs.count * ranges
+        some = 1 - exp(-runs.bytes / met / max(1.0, runs.row_bytes))  # share of the pieces that have any row
+        addresses = blocks + some * runs.count * (ranges - 1)  # a block with keys of two ranges has two
+        tasks = address_tasks(runs.bytes, limits)
+        stage = reader.step(f"{table.name}-addresses")
+        written = addresses * ADDRESSES.dtype.itemsize + tasks * _GUESSED_FOOTER_BYTES
+        self.add(stage, tasks, files, files * _GUESSED_FOOTER_BYTES + blocks * 40, files=1, written=written)
+        self.consumed[reader.name] = [(size, 1) for size, _ in self.consumed[reader.name]]  # all at the end
+        moved = self.exchange(reader, ADDRESSES, tasks, addresses, ranges)
+        gets, read = self.slices(moved, ranges)
+        piece = runs.bytes / met + block
+        gets += some * met * max(1.0, piece / limits.read_bytes)
+        return gets, read + some * met * piece
 
     def slices(self, runs: _Runs, readers: int, memory_bytes: int | None = None) -> tuple[float, float]:
         """Return (requests, bytes) of `readers` tasks that each read a range of keys from all runs."""
@@ -307,8 +337,11 @@ class Needs:
 
         `sent` is the number of write requests outside of the work folder.
         """
-        puts, name = round(tasks * (files + 1)) + sent, stage.nth(self.nth).name
-        consumed, inside = self.consumed.pop(stage.name, []), 0.0 if sent else written
+        objects, name = tasks * files, stage.nth(self.nth).name
+        if objects and (size := written / objects) > PART_BYTES:  # sent in parts, with a beginning and an end
+            sent += round(objects * (1 + ceil(size / PART_BYTES)))
+        puts = round(objects + tasks) + sent
+        consumed, inside = self.consumed.pop(stage.name, []), written if objects else 0.0
         grown = inside / min((pieces for _, pieces in consumed), default=1)
         left = inside - sum(size for size, _ in consumed)
         sizes = (ceil(size) for size in (read, written, grown, left))

@@ -40,6 +40,7 @@ from shardkit.tokens.packing import (
     pack_concat,
 )
 from shardkit.tokens.tokenizer import Tokens
+from shardkit.writers.exchange.addresses import Addressed, Pieces, range_start
 from shardkit.writers.exchange.exchange import Exchanged, Slice
 from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.stage import Stage, Task, partition_name
@@ -47,7 +48,7 @@ from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.recipe.outputs import OutputConfig, PackConfig
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
-from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
+from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of
 from shardkit.writers.tokens.groups import Groups, Joined, join_groups
 
 TAR_KEY_STEP = 10**8  # a partition's keys begin at partition * TAR_KEY_STEP: unique in the dataset
@@ -147,7 +148,12 @@ class PackSettings:
 
 
 def tasks(
-    recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int, *, consumed: bool = True
+    recipe: Recipe,
+    facts: TokenizerFacts,
+    tokens: Exchanged | Addressed,
+    partitions: int,
+    *,
+    consumed: bool = True,
 ) -> list[Task]:
     """Return one task per partition of the exchanged runs of stage `tokenize`, which may be `consumed`."""
     settings = PackSettings.of(
@@ -163,7 +169,7 @@ def tasks(
         groups = Groups(recipe.group, facts.separator_id, facts.bos_id is not None)
     made = []
     for number in range(partitions):
-        bounds = partition_start(number, partitions), partition_start(number + 1, partitions)
+        bounds = range_start(number, partitions), range_start(number + 1, partitions)
         mine = tokens.slice(*bounds, consumed=consumed)
         made.append(PACK.task(partition_name(number, partitions), 0, mine, number, settings, groups))
     return made
@@ -176,7 +182,7 @@ def tar_key_digits(partitions: int) -> int:
 
 def pack_partition(
     folder: Path,
-    documents: Slice,
+    documents: Slice | Pieces,
     partition: int,
     settings: Annotated[PackSettings, RecipeKey()],
     groups: Groups | None = None,
@@ -415,7 +421,7 @@ def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
     return np.array(starts, np.int64)
 
 
-def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = False) -> Partition:
+def _read_partition(documents: Slice | Pieces, dtype: np.dtype[Any], *, masked: bool = False) -> Partition:
     rows, payload = documents.read()
     starts = np.cumsum(rows["size"]) - rows["size"]
     ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(len(rows), 2)

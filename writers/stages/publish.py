@@ -6,9 +6,12 @@ publication is continued by the next run of the same build, as long as its work 
 dataset, finished or not, is only replaced with --replace.
 
 If the work folder is in a store, too, tasks of stage `upload` send the files, on all machines of the build,
-once the output is claimed; but not to the Hugging Face Hub, where many files are one commit. Stage `pack`
-could write to the output directly, which would save one read of the shards; but then `--replace` would remove
-the old dataset hours, not minutes, before the new one is complete.
+once the output is claimed; but not to the Hugging Face Hub, where many files are one commit. A store that has
+both the work folder and the output copies the objects itself, one request per file: no byte of a shard
+passes a machine of the build. An object of the work folder is copied if its metadata has the hash in the
+commit; otherwise, or if the store refuses, the file is read, verified and sent. Stage `pack` could write to
+the output directly; but then the numbers of shards would have to be known before, and `--replace` would
+remove the old dataset hours, not minutes, before the new one is complete.
 """
 
 from __future__ import annotations
@@ -57,15 +60,20 @@ from shardkit.publish.transports import (
 )
 from shardkit.storage.local import LocalStore
 from shardkit.storage.store import (
+    METADATA_NAME,
     ObjectInfo,
     StorageOptions,
     Store,
+    StoreError,
+    TransientError,
     commits_of,
+    copier_of,
 )
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import RunTasks, Stage
+from shardkit.writers.execution.work import Work
 
 REPORT_NAME = "report.html"
 _PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # prefixes of shard names, by ending
@@ -225,17 +233,34 @@ def upload_files(
     """Send the files that are missing or wrong in `output`. Writes nothing into `folder`."""
     objects: dict[str, tuple[int, str]] = {}
     with transfer_store(output.url, output.storage) as store:
-        sender = Sender(store, LocalFiles({file.basename: artifact for file, artifact in files}))
+        artifacts = {file.basename: artifact for file, artifact in files}
+        sender = Sender(store, LocalFiles(artifacts))
 
         def send(file: FileInfo) -> None:
             info = head_if_any(store, file.basename)
             if info is None or info.bytes != file.bytes or not sender.is_there(file, info):
-                info = sender.place(file)
+                info = _copy(store, file, artifacts[file.basename]) or sender.place(file)
             objects[file.basename] = info.bytes, info.version
 
         if errors := run_all([file for file, _ in files], send, _TASK_THREADS):
             raise errors[0][1]
     return Uploaded(dict(sorted(objects.items())))
+
+
+def _copy(target: Store, file: FileInfo, artifact: Artifact) -> ObjectInfo | None:
+    """Have the store copy a file of the work folder; return None if it cannot, or the file is damaged."""
+    copier, work = copier_of(target), artifact.remote
+    if copier is None or not isinstance(work, Work) or not copier.copies(work.store, file.bytes):
+        return None
+    try:
+        info = work.store.head(work.key_of(artifact.path))
+        is_intact = info.bytes == file.bytes
+        is_intact &= info.metadata.get(METADATA_NAME) == work.content_of(artifact.path)
+        return copier.copy(file.basename, work.store, info) if is_intact else None
+    except TransientError:
+        raise
+    except StoreError:  # such as a server without copies: sending tells what else is wrong
+        return None
 
 
 UPLOAD = Stage("upload", "write", upload_files, cost=2)

@@ -17,6 +17,7 @@ from typing import Any
 from shardkit.errors import BuildError, warn_user
 from shardkit.formats.tokenizer_file import Engine
 from shardkit.tokens.parity import PARITY_BYTES
+from shardkit.writers.exchange.addresses import exchange_in_place
 from shardkit.writers.exchange.exchange import exchange
 from shardkit.writers.exchange.sorted_runs import EMPTY_BYTES
 from shardkit.writers.execution.commit import Commit
@@ -33,25 +34,52 @@ from shardkit.writers.stages.selection import Selection
 from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
 from shardkit.writers.tokens.source_order import Units
 
+MANY_PARTITIONS = 8192  # of 256 MB of text each: enough tasks for any number of workers
 PARTITION_TEXT_BYTES = 256_000_000  # maximum text per task of `pack`, so that several workers have tasks
 _TEXT_OF_FILE = 2  # bytes of text whose tokens take a byte: a task makes at least a file for another trainer
 _INDEX_BYTES = 20  # bytes per document of Megatron's index, the largest of other trainers
 
 
-def count_partitions(recipe: Recipe, kept: Count) -> int:
+def count_partitions(recipe: Recipe, kept: Count, tokens: int | None = None) -> int:
     """Return the number of partitions: each fits the memory of a task, and several workers have tasks.
 
-    It depends on documents and recipe only, so that the shards do, too.
+    It depends on documents and recipe only, so that the shards do, too. `tokens` is the number of tokens if
+    it is known.
     """
-    shard = recipe.output.shard_bytes
     token_bytes = 4 if recipe.pack.max_repetitions is None else 5  # 1 byte per token for the loss mask
+    is_for_trainer = recipe.output.is_for_trainer
+    return partitions_of(
+        kept.bytes, kept.documents, tokens, recipe.memory, recipe.output.shard_bytes,
+        token_bytes=token_bytes, is_for_trainer=is_for_trainer,
+    )  # fmt: skip
+
+
+def partitions_of(
+    text_bytes: int,
+    documents: int,
+    tokens: int | None,
+    memory: int,
+    shard_bytes: int,
+    *,
+    token_bytes: int = 4,
+    is_for_trainer: bool = False,
+    scale: int = 1,
+) -> int:
+    """Return `count_partitions` of documents of these sizes; `scale` divides all constants.
+
+    More than `MANY_PARTITIONS` would only make the pieces of each run small, so partitions then are as large
+    as the memory of a task allows, by the number of their tokens.
+    """
+    text = PARTITION_TEXT_BYTES // scale
+    if is_for_trainer:
+        text = max(text, _TEXT_OF_FILE * shard_bytes)
+    wanted = -(-text_bytes // text)
+    if wanted > MANY_PARTITIONS and tokens is not None:
+        wanted, text_bytes = MANY_PARTITIONS, min(text_bytes, 2 * tokens)
     needed = tokenize.choose_partitions(
-        kept.bytes, kept.documents, recipe.memory, token_bytes=token_bytes, shard_bytes=shard
+        text_bytes, documents, memory, token_bytes=token_bytes, shard_bytes=shard_bytes
     )
-    text = PARTITION_TEXT_BYTES
-    if recipe.output.is_for_trainer:
-        text = max(text, _TEXT_OF_FILE * shard)
-    return max(needed, min(-(-kept.bytes // text), tokenize.MAX_PARTITIONS))
+    return max(needed, min(wanted, tokenize.MAX_PARTITIONS))
 
 
 def write_rows(documents: Documents, build: Build) -> Documents:
@@ -127,9 +155,14 @@ def _pack(
     """Pack one dataset; it is the last one from these tokens if they are `consumed`."""
     kept = sum((commit.ledger().kept for commit in tokenized), Count())
     kept = sum((TOKENIZE.result(commit).repeated for commit in tokenized), kept)
-    partitions = count_partitions(one.recipe, kept) if units is None else units.count
+    encoded = sum(TOKENIZE.result(commit).tokens for commit in tokenized)
+    partitions = count_partitions(one.recipe, kept, encoded) if units is None else units.count
+    # In the order of the inputs, a run has few partitions' documents, so its pieces are large.
+    readers = partitions if units is None else 1
     move = partial(exchange, build.run, limits=build.limits, consumed=consumed)
-    tokens = move(PACK, tokenize.TOKENS, tokenized, readers=partitions)
+    runs = move(PACK, tokenize.TOKENS, tokenized, readers=readers)
+    place = partial(exchange_in_place, build.run, limits=build.limits, consumed=consumed)
+    tokens = place(PACK, runs, partitions, memory_bytes=one.recipe.memory // 2)
     [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions, consumed=consumed))
     shards = [len(PACK.result(commit).shards) for commit in packed]
     [numbered] = build.run(provenance.tasks(packed, shards))
@@ -161,19 +194,22 @@ def needs(n: Needs) -> None:
     n.add(TOKENIZE, times * c.gathered, times * gets, times * read, files=2, written=spilled)
     n.add(PARITY, 1, 3 * min(c.gathered, tokenize.PARITY_SPLITS), PARITY_BYTES)
     memory, shard = c.memory // c.scale, c.shard_bytes // c.scale
-    partition_text = PARTITION_TEXT_BYTES // c.scale
-    if c.shape.trainers == c.shape.packed:
-        partition_text = max(partition_text, _TEXT_OF_FILE * shard)
-    partitions = max(
-        tokenize.choose_partitions(c.text_bytes, c.documents, memory, shard_bytes=shard),
-        ceil(c.text_bytes / partition_text),
+    packed = c.packed_bytes or c.text_bytes
+    partitions = partitions_of(
+        packed,
+        ceil(c.documents * packed / c.text_bytes),
+        c.tokens,
+        memory,
+        shard,
+        is_for_trainer=c.shape.trainers == c.shape.packed,
+        scale=c.scale,
     )
     payload = written / max(1, c.documents)
     tokens = n.exchange(PACK, tokenize.TOKENS, c.gathered, c.documents, partitions, payload)
     size = _DRAWN * tokens.bytes + c.gathered * EMPTY_BYTES
     drawn = replace(tokens, count=c.gathered, bytes=size, segments=1)
     small = n.slices(drawn, 1)
-    gets, read = n.slices(tokens, partitions)
+    gets, read = n.pieces(PACK, tokenize.TOKENS, tokens, partitions)
     gets, read = gets + c.shape.parts * small[0], read + c.shape.parts * small[1]
     outputs = ceil(c.shape.packed / (1 + c.shape.parts))
     tasks = outputs * (partitions + c.shape.parts)

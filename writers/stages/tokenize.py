@@ -97,6 +97,7 @@ TOKENS = Table(
         ]
     ),
     payload=True,
+    in_place=True,
 )
 
 SPILL_SCHEMA = pa.schema(
@@ -132,17 +133,6 @@ class Tokenized:
     trained: int = 0
     repeated: Count = field(default_factory=Count)
     repeated_tokens: int = 0
-
-
-def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
-    """Return the partition of each hash, int64[n]: its upper 32 bits scaled to [0, partitions)."""
-    scaled = (hashes >> np.uint64(32)) * np.uint64(partitions)
-    return (scaled >> np.uint64(32)).astype(np.int64)
-
-
-def partition_start(partition: int, partitions: int) -> int:
-    """Return the first hash of a partition (see `partition_of`); 2^64 for `partition` == `partitions`."""
-    return -(-(partition << 32) // partitions) << 32
 
 
 def choose_partitions(

@@ -85,7 +85,7 @@ def _starts(split: Split, column: str) -> tuple[int, ...] | None:
 def source_keys(documents: pa.RecordBatch, units: Mapping[str, FileUnits], count: int) -> UInt64s:
     """Return the key of each document, uint64[n], which orders documents by unit and record.
 
-    The upper 32 bits of a key lead to its unit, as `partition_of` scales them to `count` partitions.
+    The upper 32 bits of a key lead to its unit, as `range_of` scales them to `count` partitions.
     """
     files = documents.column("file").dictionary_encode()
     records = documents.column("record").to_numpy()

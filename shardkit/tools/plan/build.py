@@ -230,6 +230,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         documents=ceil(cleaned / needs.document_bytes),
         text_bytes=ceil(cleaned),
         tokens=needs.tokens,
+        packed_bytes=ceil(kept_bytes),
         token_bytes=ceil(needs.token_bytes),
         memory=needs.memory,
         shard_bytes=needs.shard_bytes,
