@@ -47,11 +47,16 @@ def join(folder: Path, source: Consumed, others: list[Artifact], ending: str) ->
     (folder / "joined").write_bytes(data + ending.encode())
 
 
+def end(folder: Path, source: Consumed, ending: str) -> None:
+    (folder / "text.run").write_bytes(source.read() + ending.encode())
+
+
 FIRST, SECOND, LAST = (
     Stage("first", "first", write),
     Stage("second", "second", double),
     Stage("last", "", join),
 )
+THIRD = Stage("third", "third", end)
 
 
 class Build:
@@ -183,6 +188,7 @@ def test_a_file_that_is_damaged_again_ends_the_build_and_the_next_one_makes_it_a
 
     with (
         pytest.raises(DamagedRangeError, match="bytes 1 to 2"),
+        pytest.warns(RuntimeWarning, match="other was damaged after it was written; its task runs again"),
         Journal(Work.at(finished)) as journal,
         InlineEngine() as engine,
     ):
@@ -202,3 +208,24 @@ def test_a_file_that_is_lost_again_ends_the_build(finished: Path) -> None:
         with pytest.raises(LostFilesError, match=r"files of 1 finished tasks, such as first/1, are needed"):
             runner.complete(steps)
     assert len(passes) == 3
+
+
+def test_a_run_that_a_later_pass_needs_again_is_there(tmp_path: Path) -> None:
+    """A changed reader of a run has it made again; then what the other reader wrote is needed, too."""
+
+    def build(ending: str) -> bytes:
+        def steps() -> bytes:
+            [[first]] = runner.run([FIRST.task("a", 0, "a")])
+            shared = Consumed.of(first)
+            parts = [SECOND.task("a", 0, shared), THIRD.task("b", 0, shared, ending)]
+            read = [commit for [commit] in runner.run([parts[0]], [parts[1]])]
+            [[last]] = runner.run([LAST.task("ab", 0, Consumed.of(*read), [], "")])
+            return last.file("joined").read_bytes()
+
+        with Journal(Work.at(tmp_path)) as journal, InlineEngine() as engine:
+            runner = Runner(journal, engine, make_listener(False))
+            return runner.complete(steps)
+
+    assert build("!") == b"aaa!"
+    assert build("?") == b"aaa?"
+    assert [*tmp_path.glob("*/*/*.run")] == []

@@ -20,7 +20,8 @@ exchange are verified by each read, and so is everything in a store (work.py).
 A changed recipe may need removed files again, and files may be damaged or lost. Then `Runner.complete`
 forgets the tasks that wrote them and runs the steps again: these tasks have to run, and what they read may be
 gone, too. So each pass goes further back, down to tasks whose inputs are there, and then everything that is
-needed is made again, and nothing else. Tasks are pure functions, so all bytes are the same.
+needed is made again, and nothing else. These passes remove no file before the last one is done, because a
+later pass may need it; so no task is lost twice. Tasks are pure functions, so all bytes are the same.
 """
 
 from __future__ import annotations
@@ -258,6 +259,7 @@ class Runner:
         self._compares_runs = False  # whether a task met a damaged run, so that there may be more
         self._readers: Counter[Path | Files] = Counter()  # unfinished tasks that consume a file, or many
         self._consumed: list[Path] = []  # files that no task reads any more
+        self._kept: set[Path] | None = None  # such files while steps are repeated, which may need them again
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Run unfinished tasks; return the commits of each group, in task order.
@@ -332,7 +334,10 @@ class Runner:
         problem: BuildError
         while True:
             try:
-                return steps()
+                result = steps()
+                self.journal.work.remove_files([*(self._kept or ())])
+                self._kept = None
+                return result
             except LostFilesError as error:
                 keys, problem = error.keys, error
             except DamagedRangeError as error:
@@ -347,6 +352,7 @@ class Runner:
             for key in keys:
                 self.journal.work.forget(key)
                 self._files.discard(key)
+            self._kept = set()
             self.tasks = self.tasks_reused = 0
 
     def _count_readers(self, tasks: Sequence[Task], missing: Sequence[Task]) -> None:
@@ -367,7 +373,10 @@ class Runner:
             self._remove_consumed()
 
     def _remove_consumed(self) -> None:
-        self.journal.work.remove_files(self._consumed)
+        if self._kept is None:
+            self.journal.work.remove_files(self._consumed)
+        else:
+            self._kept.update(self._consumed)
         self._consumed.clear()
 
     @property
