@@ -460,7 +460,7 @@ def test_tables_of_many_ranges_lead_to_the_same_documents(
         assert np.array_equal(other.slice(0, 1 << 64).matching(np.unique(rows["key"])), rows)
     dump = write_records(tmp_path / "dump.arrow", made_texts(60, seed=2) | {n: TEXTS[n] for n in STAYED[60:]})
     found = [
-        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"work{at}", indexes=[index]).losers.tolist()
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"run{at}", indexes=[index]).losers.tolist()
         for at, index in enumerate((original, many))
     ]
     assert found[0] == found[1]
