@@ -157,8 +157,10 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
         ("alone", alone, tmp_path / "signed", NONE, 1 << 29),
     ):
         (folder := tmp_path / name).mkdir()
-        files, limits = (Artifact(file), Artifact(signatures)), {"memory_bytes": memory}
-        made.append(index_part(*files, removed, CONFIG.minhash, sketch, folder, banding=(8, 4), **limits))
+        args = removed, CONFIG.minhash, sketch, folder
+        made.append(
+            index_part(Artifact(file), Artifact(signatures), *args, banding=(8, 4), memory_bytes=memory)
+        )
     assert tree(tmp_path / "made") == tree(tmp_path / "alone")
     assert replaced(made[0], removed=0) == made[1]
     assert (made[0].documents, made[0].removed) == (len(STAYED), len(NEAR))
