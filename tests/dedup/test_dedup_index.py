@@ -157,8 +157,10 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
         ("alone", alone, tmp_path / "signed", NONE, 1 << 29),
     ):
         (folder := tmp_path / name).mkdir()
-        files, limits = (Artifact(file), Artifact(signatures)), {"memory_bytes": memory}
-        made.append(index_part(*files, removed, CONFIG.minhash, sketch, folder, banding=(8, 4), **limits))
+        args = removed, CONFIG.minhash, sketch, folder
+        made.append(
+            index_part(Artifact(file), Artifact(signatures), *args, banding=(8, 4), memory_bytes=memory)
+        )
     assert tree(tmp_path / "made") == tree(tmp_path / "alone")
     assert replaced(made[0], removed=0) == made[1]
     assert (made[0].documents, made[0].removed) == (len(STAYED), len(NEAR))
@@ -460,7 +462,7 @@ def test_tables_of_many_ranges_lead_to_the_same_documents(
         assert np.array_equal(other.slice(0, 1 << 64).matching(np.unique(rows["key"])), rows)
     dump = write_records(tmp_path / "dump.arrow", made_texts(60, seed=2) | {n: TEXTS[n] for n in STAYED[60:]})
     found = [
-        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"work{at}", indexes=[index]).losers.tolist()
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"run{at}", indexes=[index]).losers.tolist()
         for at, index in enumerate((original, many))
     ]
     assert found[0] == found[1]
