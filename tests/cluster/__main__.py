@@ -95,6 +95,7 @@ def rented(told: dict[str, Any], logs: Path, folder: Path) -> Lab:
     for one in everyone:
         one.peers = [other.address for other in everyone if other is not one]
         one.boot()
+        one.rate(one.mbit)
     return Lab(
         list[Machine](machines), folder, store, told.get("endpoint", ""), told.get("bucket", "lab"),
         told["python"], Path(told["checkout"]),
