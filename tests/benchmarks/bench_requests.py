@@ -167,8 +167,8 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             finally:
                 FOOTERS.scale = 1
 
-        for module in ("exchange", "addresses"):
-            place = f"shardkit.writers.exchange.{module}.read_footer"
+        for name in ("exchange", "addresses"):
+            place = f"shardkit.writers.exchange.{name}.read_footer"
             stack.enter_context(patch(place, read_scaled_footer))
         around = lambda store: CountingStore(store, stages, current)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
