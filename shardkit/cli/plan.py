@@ -491,7 +491,7 @@ def _build_tables(
         ["output", _bytes(plan.output_bytes),
          f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}; of all outputs"],
         ["reads of the store", f"{plan.gets:,}", "raw input, and a work folder if it is in a store"],
-        ["writes of the store", f"{plan.puts:,}", "of a work folder, in parts of 16 MiB, copies of shards"],
+        ["writes of the store", f"{plan.puts:,}", "a work folder as above, in parts of 16 MiB; the output"],
         ["memory per task", _bytes(needs.memory), "needed for each core"],
         ["tasks", f"{plan.tasks:,}", "of all stages"],
         ["driver", format_seconds(plan.driver_seconds),

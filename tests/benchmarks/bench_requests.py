@@ -183,8 +183,8 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             finally:
                 FOOTERS.scale = 1
 
-        for module in ("exchange", "addresses"):
-            place = f"shardkit.writers.exchange.{module}.read_footer"
+        for name in ("exchange", "addresses"):
+            place = f"shardkit.writers.exchange.{name}.read_footer"
             stack.enter_context(patch(place, read_scaled_footer))
         held = Held()
         around = lambda store: CountingStore(store, stages, current, held)  # noqa: E731

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from shardkit.card import NearFacts
 from shardkit.writers.dedup.bands import BANDS
@@ -34,6 +35,8 @@ from shardkit.writers.dedup.resolve import NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOS
 from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
 from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows
 from shardkit.writers.dedup.verify import VERIFY
+from shardkit.writers.execution.stage import Stage
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
@@ -154,6 +157,8 @@ STAGES = (
 
 def step_of(move: GlobalStep) -> Step:
     """Return a step over near-duplicates."""
-    has_indexes = move.settings is not None and bool(move.settings.against)  # a plan has no settings
-    stages = (*_OF_INDEXES, *STAGES) if has_indexes else STAGES
-    return Step(lambda recipe: stages, partial(drop_near_duplicates, move.settings), needs)
+
+    def stages(_: Recipe) -> Sequence[Stage[..., Any]]:
+        return (*_OF_INDEXES, *STAGES) if move.settings.against else STAGES
+
+    return Step(stages, partial(drop_near_duplicates, move.settings), needs)
