@@ -30,19 +30,16 @@ from shardkit.writers import build, estimate
 from shardkit.writers.estimate import (
     CERTAIN,
     Finished,
-    Piece,
     StageBytes,
     check_disk,
-    choose_pieces,
-    copy_start,
     disk_needs,
     finished_stages,
     most_bytes,
-    put_pieces,
     rehearse,
 )
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, work_of
+from shardkit.writers.input_sample import Piece, choose_pieces, copy_start, put_pieces
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages.inputs import BuildInputs

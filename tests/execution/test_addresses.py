@@ -20,15 +20,14 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Body
 from shardkit.writers.exchange.addresses import (
     Addressed,
-    Files,
     Pieces,
     exchange_in_place,
     range_of,
     range_start,
 )
-from shardkit.writers.exchange.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import Exchanged, Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, Files
 from shardkit.writers.execution.commit import Commit, Output, facts_of, hash_output
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
@@ -196,7 +195,7 @@ def test_a_task_that_reads_very_many_runs_is_sent_as_few_bytes(tmp_path: Path) -
     files = [
         Artifact(tmp_path / "tokenize" / f"{n:05d}.{n:016x}" / "tokens.run", work) for n in range(15_000)
     ]
-    made = Files.of([Segment(file, 1, str(n), 0, WHOLE) for n, file in enumerate(files)])
+    made = Files.of(files, "content")
     sent = pickle.dumps(made)
     assert len(sent) < 15_000 * 40
     again = pickle.loads(sent)

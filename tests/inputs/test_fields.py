@@ -15,8 +15,8 @@ import pytest
 
 from shardkit.errors import RecipeError
 from shardkit.writers import build
-from shardkit.writers.estimate import Piece, put_pieces
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.input_sample import Piece, put_pieces
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import Recipe

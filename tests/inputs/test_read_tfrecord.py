@@ -16,7 +16,7 @@ import zstandard
 import shardkit as sk
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
-from shardkit.writers.estimate import choose_pieces, put_pieces
+from shardkit.writers.input_sample import choose_pieces, put_pieces
 from shardkit.writers.inputs.first_bytes import look
 from shardkit.writers.inputs.scan import guess_format, scan_inputs
 from shardkit.writers.recipe.recipe import Recipe, load_recipe, recipe_from_mapping

@@ -88,6 +88,11 @@ class Artifact:
         return str(self.path)
 
     @property
+    def paths(self) -> Iterator[Path]:
+        """Its path; as `Files.paths`."""
+        yield self.path
+
+    @property
     def _source(self) -> RemoteFiles | None:
         return None if self.remote is None or self.path.exists() else self.remote
 

@@ -38,6 +38,7 @@ OUTSIDE_TASKS = (
     "shardkit.display",
     "shardkit.writers.estimate",
     "shardkit.writers.explain",
+    "shardkit.writers.input_sample",
     "shardkit.writers.stages.needs",
     "shardkit.writers.train_classifier",
     "shardkit.writers.train_perplexity",

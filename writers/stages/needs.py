@@ -376,7 +376,8 @@ class Order:
         commits = self._run(*groups)
         for task in chain.from_iterable(groups):
             own = self.consumed.setdefault(_reader(task.stage), set())
-            files = {(file.path.parent.parent.name, file.path.name) for file in task.consumed}
+            paths = chain.from_iterable(file.paths for file in task.consumed)
+            files = {(path.parent.parent.name, path.name) for path in paths}
             own |= {(stage, name) for stage, name in files if not MERGE.fullmatch(stage)}
         return commits
 

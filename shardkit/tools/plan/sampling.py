@@ -22,7 +22,8 @@ from pathlib import Path
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.plan.build import Measured, measured_from_cards
-from shardkit.writers.estimate import Piece, choose_pieces, put_pieces, sample_recipe
+from shardkit.writers.estimate import sample_recipe
+from shardkit.writers.input_sample import Piece, choose_pieces, put_pieces
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.pipeline import build_unpublished, with_overrides
 from shardkit.writers.recipe.recipe import Recipe
