@@ -21,12 +21,11 @@ from shardkit.card import (
     FilterFacts,
     listed_files,
 )
-from shardkit.errors import BuildError
 from shardkit.formats.trainers import TRAINER_FORMATS, trainer_dtype
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Format, Manifest, ShardInfo
 from shardkit.version import __version__
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, DamagedRangeError
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.report import render_report
@@ -239,11 +238,11 @@ def _beside(recipe: Recipe, made: Sequence[tuple[Commit, Sequence[ShardInfo]]]) 
 
 
 def _read_blocks(commit: Commit) -> bytes:
-    """Read the block checksums of a task's shards; raises BuildError if the file differs from its commit."""
+    """Read the block checksums of a task's shards; raises DamagedRangeError if they are not as committed."""
     file, stated = commit.files / BLOCKS_NAME, commit.outputs[BLOCKS_NAME]
     data = file.read_bytes()
     if describe_file(data) != {"bytes": stated.bytes, FILE_HASH: stated.xxh3_128}:
-        raise BuildError(f"{file}: differs from its hash; {file.remedy}")
+        raise DamagedRangeError(f"{file}: differs from its hash; {file.remedy}", file.path)
     return data
 
 

@@ -254,8 +254,7 @@ def _whole(
     stages: dict[str, float] = {}
     runs = defaultdict[tuple[str, str], float](float)
     output = text = 0.0
-    tasks: Counter[str] = Counter()
-    files = 0
+    tasks, files = Counter[str](), 0
     published, cleaned = _published(made), {commit.key for commit in made.cleaned}
     for commit in commits:
         scale = scales.of(commit)

@@ -131,11 +131,9 @@ def build_dedup_index(
 
         documents, made = runner.complete(steps)
         scan.check_unchanged(inputs.splits, documents.input_hashes)
-        facts = {
-            "recipe_digest": digest_of(recipe.content()),
-            "inputs": describe_inputs(recipe, inputs.splits, documents.input_hashes),
-            "against": [other.digest for other in inputs.indexes.values()],
-        }
+        described = describe_inputs(recipe, inputs.splits, documents.input_hashes)
+        others = [other.digest for other in inputs.indexes.values()]
+        facts = {"recipe_digest": digest_of(recipe.content()), "inputs": described, "against": others}
         if recipe.check_disk and isinstance(target, Path):
             _check_disk([*made.parts.values(), *made.tables.values()], target)
         opened = _publish(made, target, facts, index_settings(config), sketch=sketch, replace=replace)

@@ -90,7 +90,7 @@ SCALED = {
     "shardkit.storage.object_file": ("FIRST_RANGE_BYTES", "MOST_RANGE_BYTES", "_BUFFER_BYTES"),
     "shardkit.writers.inputs.records": ("BATCH_TEXT_BYTES",),
     "shardkit.writers.stages.rows": ("PARTITION_TEXT_BYTES",),
-    "shardkit.writers.stages.passes": ("_KEYS_MEMORY_BYTES",),
+    "shardkit.writers.stages.passes": ("KEYS_MEMORY_BYTES",),
     "shardkit.writers.dedup.candidates": ("_CHUNK",),
     "shardkit.writers.dedup.pairs": ("RUN_PAIRS",),
     "shardkit.writers.dedup.outcomes": ("_MEMORY_BYTES", "_CHUNK_ROWS"),

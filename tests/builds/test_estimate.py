@@ -288,7 +288,7 @@ def test_an_estimate_has_what_exchanges_merge_though_a_sample_is_of_few_files(
     found = rehearse(look(recipe), 1, sample_bytes=1 << 16)
     build(recipe, workers=1, progress=False)
     work = Work.at(tmp_path / "work")
-    for stage in ("exact-keys-merge-1", "pack-tokens-addresses"):
+    for stage in ("gather", "pack-tokens-addresses"):  # joined splits have no merges: they are few
         made = sum(commit.bytes for _, commit in work.commits(stage))
         assert made <= found.stages[stage] <= 1.5 * made, stage
 

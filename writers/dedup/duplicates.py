@@ -40,11 +40,11 @@ DUPLICATES_FILE = "duplicates.parquet"
 
 DUPLICATES_OF_FILE = 1_000_000
 
-_TEXTS_OF_SPLIT = 64  # maximum number of texts stored per split, for removed and for kept documents each
+TEXTS_OF_SPLIT = 64  # maximum number of texts stored per split, for removed and for kept documents each
 
 _TEXTS_OF_GROUP = 4  # maximum number of texts stored per batch, for duplicates of one document
 
-_BATCHES = 8  # a batch takes an eighth of the memory, since joining holds it six times
+BATCHES = 8  # a batch takes an eighth of the memory, since joining holds it six times
 
 _LAST = np.iinfo(np.uint64).max
 
@@ -91,7 +91,7 @@ class TwinsFile:
 
     def __init__(self, folder: Path, *, memory_bytes: int, limits: Limits = DEFAULT_LIMITS) -> None:
         self._run = RunWriter(folder / TWINS.file, TWINS, memory_bytes=memory_bytes, limits=limits)
-        self._samples = {goes: Lowest("score", _TEXTS_OF_SPLIT) for goes in (False, True)}
+        self._samples = {goes: Lowest("score", TEXTS_OF_SPLIT) for goes in (False, True)}
 
     def remove(
         self,
@@ -130,7 +130,7 @@ class TwinsFile:
         reason: int,
     ) -> None:
         scores = _scores(keys)
-        lowest = np.sort(np.argsort(scores, kind="stable")[:_TEXTS_OF_SPLIT])
+        lowest = np.sort(np.argsort(scores, kind="stable")[:TEXTS_OF_SPLIT])
         columns = {
             "text": beginnings(documents, lowest),
             "key": pa.array(keys),
@@ -214,7 +214,7 @@ def write_duplicates(folder: Path, twins: Slice, memory_bytes: MemoryBytes) -> i
     documents = 0
     kept = _unpacked(np.empty(0, TWINS.dtype), np.empty(0, np.uint8))
     with RemovedFile(folder / DUPLICATES_FILE, DUPLICATES_SCHEMA) as file:
-        for rows, payload in twins.stream(memory_bytes // _BATCHES):
+        for rows, payload in twins.stream(memory_bytes // BATCHES):
             found, kept = _beside(pa.concat_tables([kept, _unpacked(rows, payload)]))
             documents += found.num_rows
             file.write(found)

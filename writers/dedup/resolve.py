@@ -126,10 +126,15 @@ def _bytes(commits: Sequence[Commit], table: Table) -> int:
     return sum(commit.outputs[table.file].bytes - EMPTY_BYTES for commit in commits)
 
 
+def range_count(rows_bytes: int, documents: int, memory_bytes: int) -> int:
+    """Return the least number of ranges of document numbers such that the rows of a range, and one byte per
+    number in it, fit a quarter of the memory."""
+    return max(1, -(-max(rows_bytes, documents) // (memory_bytes // 4)))
+
+
 def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[int, int]]:
-    """Divide the document numbers into ranges, such that the rows of a range, and one byte per number in it,
-    fit a quarter of the memory."""
-    count = max(1, -(-max(rows_bytes, documents) // (memory_bytes // 4)))
+    """Divide the document numbers into `range_count` ranges."""
+    count = range_count(rows_bytes, documents, memory_bytes)
     edges = [documents * at // count for at in range(count + 1)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
 

@@ -89,7 +89,7 @@ class Artifact:
 
     @property
     def paths(self) -> Iterator[Path]:
-        """Its path; as `Files.paths`."""
+        """The path, as `Files.paths`."""
         yield self.path
 
     @property

@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from shardkit.writers.dedup.duplicates import DUPLICATES, DUPLICATES_OF_FILE, TWINS, join_duplicates
+from shardkit.writers.dedup.duplicates import (
+    BATCHES,
+    DUPLICATES,
+    DUPLICATES_OF_FILE,
+    TEXTS_OF_SPLIT,
+    TWINS,
+    join_duplicates,
+)
 from shardkit.writers.dedup.outcomes import SPLIT
 from shardkit.writers.rows.ledger import dropped_by_filters
 from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES, join_side_files
@@ -54,6 +61,7 @@ def _written(made: Outputs) -> int:
 
 
 _TWIN_BYTES = 250  # assumed size of a row of TWINS with its strings, in bytes
+_TEXT_BYTES = 1100  # bytes of a text that is stored as a sample, at most 2,000 characters
 
 
 def needs(n: Needs) -> None:
@@ -61,9 +69,11 @@ def needs(n: Needs) -> None:
     c = n.corpus
     removed = c.documents * LOSERS * bool({*c.steps} - {"lines"})
     files = max(1, ceil(removed / DUPLICATES_OF_FILE))
-    payload = _TWIN_BYTES - TWINS.dtype.itemsize
+    texts = min(2 * removed, 2 * TEXTS_OF_SPLIT * c.gathered) * _TEXT_BYTES
+    payload = _TWIN_BYTES - TWINS.dtype.itemsize + texts / max(1.0, 2 * removed)
     twins = n.exchange(DUPLICATES, TWINS, c.gathered, 2 * removed, files, payload)
-    n.add(DUPLICATES, files, *n.slices(twins, files), files=1, written=removed * _TWIN_BYTES)
+    slices = n.slices(twins, files, c.task_memory // BATCHES)
+    n.add(DUPLICATES, files, *slices, files=1, written=removed * _TWIN_BYTES + texts * 0.3)
     joined, level = c.splits, 0
     while joined > 1 or level == 0:
         stage = SIDE_FILES.step(f"merge-{level}") if level else SIDE_FILES

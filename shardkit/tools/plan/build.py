@@ -31,6 +31,7 @@ from shardkit.storage.object_file import MOST_RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.card import content_of
 from shardkit.writers.dedup.config import DedupConfig
+from shardkit.writers.inputs.small_files import group_size
 from shardkit.writers.recipe.outputs import TEXT_FORMATS
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.recipe.steps import SAMPLE
@@ -195,13 +196,14 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     stages = stage_needs(_corpus(needs, kept_bytes, raw_bytes))
     asked = together(stages)
     gets = ceil(raw_stored_bytes / MOST_RANGE_BYTES) + asked.gets
+    work_bytes = Fraction(most_held(stages))
     return BuildPlan(
         kept_bytes=kept_bytes,
         raw_bytes=raw_bytes,
         raw_stored_bytes=raw_stored_bytes,
         core_seconds=core_seconds,
         cores=ceil(core_seconds / needs.seconds),
-        work_bytes=Fraction(most_held(stages)),
+        work_bytes=work_bytes,
         output_bytes=output_bytes,
         shards=shards,
         gets=gets,
@@ -213,6 +215,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
         costs={
             "cores": core_seconds / 3600 * prices.core_hour,
             "raw input stored": prices.storing(raw_stored_bytes, needs.seconds),
+            "work folder": prices.storing(work_bytes, needs.seconds),
             "reads": prices.reading(gets, raw_stored_bytes + asked.read_bytes),
             "writes": prices.writing(asked.puts),
         },
@@ -225,8 +228,10 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
     cut = needs.dedup & {"lines", "spans"}
+    grouped = group_size(float(raw_bytes))
+    split_bytes = needs.split_bytes if 2 * needs.split_bytes > grouped else Fraction(grouped)
     return Corpus(
-        splits=ceil(raw_bytes / needs.split_bytes),
+        splits=ceil(raw_bytes / split_bytes),
         documents=ceil(cleaned / needs.document_bytes),
         text_bytes=ceil(cleaned),
         tokens=needs.tokens,
