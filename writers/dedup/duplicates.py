@@ -81,6 +81,7 @@ TWINS = Table(
         ]
     ),
     payload=True,
+    stays=True,
 )
 
 _SAME = ("key", "rank", "record", "bytes", "similarity", "source", "reason")

@@ -133,7 +133,7 @@ def find_known(
         name = partition_name(number, partitions)
         tasks.append(FIND_KNOWN.task(name, piece.bytes, piece, words, memory_bytes))
     [found] = run(tasks)
-    tables = by_split(run, KNOWN_REMOVED, OUTCOMES, found, len(splits), limits=limits)
+    tables = by_split(run, KNOWN_REMOVED, OUTCOMES, found, len(splits), limits=limits, consumed=False)
     also = [gone.also(_KNOWN, table) for gone, table in zip(removals, tables, strict=True)]
     return Known(also, found, _sum([FIND_KNOWN.result(commit) for commit in found]))
 

@@ -153,7 +153,8 @@ def remove_near(
         limits=limits,
     )
     decided, found = known.added_to(decided), [*lost, *kept, *known.commits]
-    removed = by_split(run, NEAR_REMOVED, OUTCOMES, found, len(splits), limits=limits)
+    move = partial(by_split, run, limits=limits, consumed=not known.commits)
+    removed = move(NEAR_REMOVED, OUTCOMES, found, len(splits))
     met = [CANDIDATES.result(one) for one in candidates]
     counts = _counts(population, described, met, compared, decided, known)
     return NearResult(lost, kept, decided, removed, signed, known, counts)

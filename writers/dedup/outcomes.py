@@ -152,15 +152,21 @@ def by_split(
     splits: int,
     *,
     limits: Limits = DEFAULT_LIMITS,
+    consumed: bool = True,
 ) -> list[SplitTable]:
     """Bring the rows of `table` in the commits `decided` to their splits; return one handle per split.
+
+    With `consumed=False`, the rows are read again later.
 
     The table's `key` must be `document_keys`. The rows of a split have the field `row` instead of `key`, and
     no `bytes`; they are sorted by all of their fields.
     """
     shift = (SPLITS_PER_GROUP - 1).bit_length() + 32
     groups = -(-splits // SPLITS_PER_GROUP)
-    exchanged = exchange(run, stage, table, decided, readers=groups, end=groups << shift, limits=limits)
+    end = groups << shift
+    exchanged = exchange(
+        run, stage, table, decided, readers=groups, end=end, limits=limits, consumed=consumed
+    )
     tasks = []
     for group in range(groups):
         piece = exchanged.slice(group << shift, group + 1 << shift)
