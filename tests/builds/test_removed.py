@@ -172,7 +172,7 @@ def test_texts_are_a_sample_of_all_and_of_the_nearest_to_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dropped_file, "_TEXTS_OF_RULE", 2)
-    monkeypatch.setattr(of_duplicates, "_TEXTS_OF_SPLIT", 1)
+    monkeypatch.setattr(of_duplicates, "TEXTS_OF_SPLIT", 1)
     monkeypatch.setattr(dropped_file, "ROW_GROUP_DOCUMENTS", 7)
     output = Path(build(make(tmp_path, RECIPE), progress=False).output)
     files = sorted(output.glob("dropped/*.parquet"))
