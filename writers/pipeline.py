@@ -53,7 +53,7 @@ from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.rows.dropped_file import DROPPED_FILE
 from shardkit.writers.rows.funnel import Funnel, Trained, filters_card
-from shardkit.writers.rows.ledger import FAILED_SPLIT, Count, Ledger, dropped_by_filters
+from shardkit.writers.rows.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.stages.flow import Documents, Outputs
 from shardkit.writers.stages.given import write_given
 from shardkit.writers.stages.graph import run_build, stages_of
@@ -587,8 +587,8 @@ def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Co
     tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(made.duplicates)}
     annotated = documents.joined or documents.cleaned
     of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, annotated)} if recipe.annotate else {}
-    judged = [
-        commit for step in documents.written for commit in step.judged if dropped_by_filters(commit.ledger())
+    judged = [  # by `Filtering`: readers drop documents, too
+        commit for step in documents.written for commit in step.judged if commit.result["filters"]["dropped"]
     ]
     of_splits[DROPPED_FOLDER] = DROPPED_FILE, judged
     for folder, (name, commits) in of_splits.items():
