@@ -58,12 +58,11 @@ PLACES = Table("places.run", np.dtype([("key", "<u8"), ("block", "<u4")]))
 def block_bits(text_bytes: int, memory_bytes: int) -> int:
     """Return the number of bits of block numbers, for texts of this size in all.
 
-    If all documents were in pairs, the texts of a block would take up to half of the memory. As a fifth of
-    them are, as a rule, their sets of n-grams, which take about as many bytes, fit into an eighth; those of a
-    larger block are compared in several turns. The number of blocks is a power of two, so that it rarely
-    changes while a corpus grows.
+    If all documents were in pairs, the texts of a block would take up to a quarter of the memory. As less
+    than half of them are, their sets of n-grams, which take about as many bytes, fit into an eighth. The
+    number of blocks is a power of two, so that it rarely changes while a corpus grows.
     """
-    blocks = -(-text_bytes // max(1, memory_bytes // 2))
+    blocks = -(-text_bytes // max(1, memory_bytes // 4))
     return min(_MOST_BLOCK_BITS, max(0, blocks - 1).bit_length())
 
 
