@@ -99,7 +99,9 @@ class LocalStore(BaseStore):
                 raise StoreError(str(file), f"cannot write: {error.strerror or error}") from error
         return info
 
-    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+    def put_folder(
+        self, prefix: str, folder: Path, last: str, data: bytes, hashes: Mapping[str, str] | None = None
+    ) -> None:
         """Publish the folder itself by one rename; it must be on the same file system as the store."""
         target = self._file(prefix)
         try:

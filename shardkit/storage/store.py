@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError, ShardkitError, clean_message, without_password
 from shardkit.files import Closing
-from shardkit.hashing import hash_file, new_hash
+from shardkit.hashing import new_hash
 from shardkit.manifest import MAX_BASENAME_CHARS
 
 __all__ = [
@@ -60,7 +60,6 @@ __all__ = [
 Checksums = Literal["when_supported", "when_required"]
 Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 METADATA_NAME = "shardkit-xxh3-128"  # key in an object's metadata; the value is the hash of its bytes
-_HASH = "xxh3_128"
 _READ_BYTES = 1 << 20
 _THREADS = 8  # maximum number of files that `put_folder` writes in parallel
 _MOST_CHARACTERS = 2000  # maximum length of `where` and of `problem` in a StoreError
@@ -239,12 +238,15 @@ class Store(Protocol):
         if the store can keep it.
         """
 
-    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+    def put_folder(
+        self, prefix: str, folder: Path, last: str, data: bytes, hashes: Mapping[str, str] | None = None
+    ) -> None:
         """Write all files of a local folder to `prefix/…`, and then `data` to `prefix/last` with `if_absent`.
 
-        The files' objects have their xxh3-128 in their metadata (METADATA_NAME) if the store keeps metadata.
-        So a reader that finds `prefix/last` finds all files. Raises ObjectExistsError if `prefix/last`
-        exists. A store on the same disk may move the local folder instead of copying it.
+        `hashes` are the xxh3-128 of files by their names in the folder, which become metadata (METADATA_NAME)
+        of their objects if the store keeps metadata. So a reader that finds `prefix/last` finds all files.
+        Raises ObjectExistsError if `prefix/last` exists. A store on the same disk may move the local folder
+        instead of copying it.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -342,15 +344,18 @@ class BaseStore:
     ) -> ObjectInfo:
         raise NotImplementedError
 
-    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+    def put_folder(
+        self, prefix: str, folder: Path, last: str, data: bytes, hashes: Mapping[str, str] | None = None
+    ) -> None:
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        keys = [f"{prefix}/{path.relative_to(folder).as_posix()}" for path in files]
 
-        def put(key: str, file: Path) -> None:
-            self.put(key, file, metadata={METADATA_NAME: hash_file(file, [_HASH])[_HASH]})
+        def put(file: Path) -> None:
+            name = file.relative_to(folder).as_posix()
+            metadata = {METADATA_NAME: hashes[name]} if hashes and name in hashes else None
+            self.put(f"{prefix}/{name}", file, metadata=metadata)
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(put, keys, files))
+            list(pool.map(put, files))
         self.put(f"{prefix}/{last}", data, if_absent=True)
 
     def close(self) -> None:

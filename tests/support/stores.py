@@ -124,8 +124,10 @@ class WrappedStore:
             "put", key, lambda: self.below.put(key, data, if_absent=if_absent, metadata=metadata)
         )
 
-    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
-        BaseStore.put_folder(cast(BaseStore, self), prefix, folder, last, data)
+    def put_folder(
+        self, prefix: str, folder: Path, last: str, data: bytes, hashes: Mapping[str, str] | None = None
+    ) -> None:
+        BaseStore.put_folder(cast(BaseStore, self), prefix, folder, last, data, hashes)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         yield from self.request("list", prefix, lambda: [*self.below.list(prefix)])

@@ -199,7 +199,8 @@ class Work:
             theirs = self._stored(task.key)
             while theirs is None:
                 try:
-                    self.store.put_folder(task.key, temporary, COMMIT_NAME, record)
+                    hashes = {name: output.xxh3_128 for name, output in commit.outputs.items()}
+                    self.store.put_folder(task.key, temporary, COMMIT_NAME, record, hashes)
                     self._keep(task.key, record)
                     return commit
                 except ObjectExistsError:
