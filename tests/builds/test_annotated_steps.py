@@ -289,7 +289,7 @@ def test_a_changed_filter_repeats_no_pass_whose_documents_stay_the_same(folder: 
     keys = {"outputs": [{"path": "last/rows"}, {"path": "last/text", "format": "jsonl"}]}
     last = run(folder, "out", steps, **keys)
     ran = {stage.stage for stage in last.stages if stage.tasks > stage.tasks_reused}
-    assert "tokenize" in ran, "tokens of the other split went after packing"
+    assert {"filter_left-2", "join_annotations"} <= ran
     assert not {"clean", "filter_left", "signatures"} & ran
     run(folder, "once", steps)
     assert tree(folder / "last") == tree(folder / "once")

@@ -254,6 +254,8 @@ class Runner:
         self.seconds: dict[str, float] = {}
         self.tasks = self.tasks_reused = 0
         self._meters: dict[str, _Meter] = {}
+        self._made: Counter[str] = Counter()  # tasks of this build that ran, by stage, also in earlier passes
+        self._earlier: Counter[str] = Counter()  # those of earlier passes that this one has not found yet
         self._start = 0.0
         self._files = FoundFiles(journal.work)
         self._compares_runs = False  # whether a task met a damaged run, so that there may be more
@@ -283,6 +285,7 @@ class Runner:
                 self._files.add(commit)
                 self.journal.record(commit)
                 self._meters[task.stage].reuse(task)
+        reused = sum(self._not_of_earlier_passes(stage, meter) for stage, meter in self._meters.items())
         read = (file for task in missing for file in files_in(task.args))
         self._check(self._files.lost(read, with_runs=self._compares_runs))
         self._count_readers(tasks, missing)
@@ -300,6 +303,7 @@ class Runner:
             commits[task.stage][task.name] = commit
             self.journal.record(commit)
             self._meters[task.stage].add(task, commit)
+            self._made[task.stage] += 1
             self._report(task.stage)
             self._consume(task)
 
@@ -309,9 +313,16 @@ class Runner:
         self.journal.end_stages([*self._meters, *stage_of])
         self._meters = {}
         self.tasks += len(tasks)
-        self.tasks_reused += len(tasks) - len(missing)
+        self.tasks_reused += reused
         made = [[commits[task.stage][task.name] for task in group] for group in groups]
         return [[commit for commit in group if isinstance(commit, Commit)] for group in made]
+
+    def _not_of_earlier_passes(self, stage: str, meter: _Meter) -> int:
+        """Count found tasks that an earlier pass of this build ran as made; return how many are reused."""
+        made = min(meter.reused, self._earlier[stage])
+        self._earlier[stage] -= made
+        meter.made, meter.reused = meter.made + made, meter.reused - made
+        return meter.reused
 
     def _find(self, tasks: Sequence[Task]) -> Sequence[Commit | None]:
         found = self.journal.find(tasks)
@@ -353,6 +364,7 @@ class Runner:
                 self.journal.work.forget(key)
                 self._files.discard(key)
             self._kept = set()
+            self._earlier = self._made.copy()  # none of them is forgotten: no task is lost twice
             self.tasks = self.tasks_reused = 0
 
     def _count_readers(self, tasks: Sequence[Task], missing: Sequence[Task]) -> None:
