@@ -12,6 +12,7 @@ import random
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from shardkit.writers.estimate import (
     most_bytes,
     rehearse,
 )
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, work_of
 from shardkit.writers.input_sample import Piece, choose_pieces, copy_start, put_pieces
@@ -274,9 +276,15 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
 
 
 @pytest.mark.extended
-def test_an_estimate_has_what_joined_splits_take_though_a_sample_is_of_few_files(
-    texts_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("least", "stages"), [(1 << 30, ["exact-keys-merge-1", "pack-tokens-addresses"]), (32, ["gather"])]
+)
+def test_an_estimate_has_what_exchanges_and_joined_splits_take_though_a_sample_is_of_few_files(
+    texts_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, stages: list[str]
 ) -> None:
+    for module in ("inputs", "needs"):  # from `least` small splits on, they are joined
+        limits = replace(DEFAULT_LIMITS, gather_splits=least)
+        monkeypatch.setattr(f"shardkit.writers.stages.{module}.DEFAULT_LIMITS", limits)
     lines = (texts_folder / "plain-0.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "files").mkdir()
     for number in range(100):
@@ -288,8 +296,9 @@ def test_an_estimate_has_what_joined_splits_take_though_a_sample_is_of_few_files
     found = rehearse(look(recipe), 1, sample_bytes=1 << 16)
     build(recipe, workers=1, progress=False)
     work = Work.at(tmp_path / "work")
-    made = sum(commit.bytes for _, commit in work.commits("gather"))
-    assert made <= found.stages["gather"] <= 1.5 * made
+    for stage in stages:
+        made = sum(commit.bytes for _, commit in work.commits(stage))
+        assert made <= found.stages[stage] <= 1.5 * made, stage
 
 
 @pytest.mark.extended

@@ -452,8 +452,14 @@ def test_a_second_cluster_is_refused_while_connected(connected: RayCluster) -> N
 
 
 @extended
-def test_a_killed_node_costs_only_its_tasks(
-    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fate", ["kill", "suspend"])
+def test_a_node_that_is_killed_or_falls_silent_costs_only_its_tasks(
+    tasks: ModuleType,
+    work: Work,
+    place: Path,
+    connected: RayCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    fate: str,
 ) -> None:
     quick_retries(monkeypatch)
     number = connected.add()
@@ -461,36 +467,17 @@ def test_a_killed_node_costs_only_its_tasks(
         make_task(tasks, "meet", place, n, 7, number=n) for n in range(7)
     ]  # six run at once, one waits
 
-    def kill() -> None:
+    def end() -> None:
+        getattr(connected, fate)(number)
+        (place / "here-ended").touch()
+
+    thread = _when(lambda: len(list(place.glob("here-*"))) == 6, end)
+    told = pytest.warns(RuntimeWarning, match=r"its node \S+ died; it runs again \(retry 1 of 4\)")
+    with engine() as ray, told:
+        commits = run_all(ray, planned, work)
+    thread.join()
+    if fate == "suspend":
         connected.kill(number)
-        (place / "here-killed").touch()
-
-    thread = _when(lambda: len(list(place.glob("here-*"))) == 6, kill)
-    told = pytest.warns(RuntimeWarning, match=r"its node \S+ died; it runs again \(retry 1 of 4\)")
-    with engine() as ray, told:
-        commits = run_all(ray, planned, work)
-    thread.join()
-    assert len(commits) == 7
-
-
-@extended
-def test_a_node_that_falls_silent_costs_only_its_tasks(
-    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quick_retries(monkeypatch)
-    number = connected.add()
-    planned = [make_task(tasks, "meet", place, n, 7, number=n) for n in range(7)]
-
-    def suspend() -> None:
-        connected.suspend(number)
-        (place / "here-suspended").touch()
-
-    thread = _when(lambda: len(list(place.glob("here-*"))) == 6, suspend)
-    told = pytest.warns(RuntimeWarning, match=r"its node \S+ died; it runs again \(retry 1 of 4\)")
-    with engine() as ray, told:
-        commits = run_all(ray, planned, work)
-    thread.join()
-    connected.kill(number)
     assert len(commits) == 7
 
 

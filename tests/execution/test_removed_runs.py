@@ -16,8 +16,8 @@ from shardkit.writers.execution.artifacts import RUN_SUFFIX
 from shardkit.writers.execution.work import COMMIT_NAME, Work
 from support.small_build import tree
 
-KEPT = {"keys.run", "url_keys.run"}
-"""Small runs of texts' keys, which stay for changed settings and added inputs."""
+KEPT = {"keys.run", "url_keys.run", "duplicates.run"}
+"""Small runs of tasks that read or judge texts: of their keys, and of removed documents (`Table.stays`)."""
 
 
 class Finished(NamedTuple):
