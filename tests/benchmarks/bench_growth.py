@@ -186,7 +186,7 @@ def measure(
 
 
 def quality(corpus: Corpus, output: Path) -> dict[str, Any]:
-    """What became of planted near copies: recall, and removals for a document that is not as alike."""
+    """Measure what became of near copies: recall, and removals for a document that is not as alike."""
     random = np.random.default_rng(0)
     gone, near, kept = np.zeros(corpus.count, np.bool_), [], []
     for file in sorted(output.glob("d*/part-*.parquet")):  # dropped/ and duplicates/

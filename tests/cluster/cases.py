@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Row:
-    """What a case came to, as a line of the table."""
+    """Holds what a case came to, as a line of the table."""
 
     case: str
     seconds: float = 0.0

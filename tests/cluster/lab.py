@@ -92,7 +92,7 @@ class Lab:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What all programs on the machines are told."""
+        """Return the environment of all programs on the machines."""
         nvme = self.head.nvme
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         secrets = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}

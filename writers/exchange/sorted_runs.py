@@ -44,9 +44,7 @@ _MAGIC = b"shardrun"
 _LEAST_TASKS = 64  # number of tasks that a small build should have, for machines of many cores
 _MANY_TASKS = 4096  # number of tasks that a build of 128 GB to 16 TB should have; a larger one has more
 _DOCUMENT_BYTES = 2048
-_BLOCKS_IN_PLACE = (
-    4  # blocks of a table that is read in place, per usual block: readers of ranges read fewer others
-)
+_BLOCKS_IN_PLACE = 4  # blocks per usual block, if a table is read in place: fewer rows of other ranges
 
 _GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
 

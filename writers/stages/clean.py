@@ -134,7 +134,7 @@ def read_and_filter(documents: Documents, build: Build) -> Documents:
 
 @dataclass(slots=True)
 class _Found:
-    """What later steps need of the results of all splits: by split, except `hashes`, by part of a split."""
+    """Holds what later steps need of the results of all splits: by split; `hashes` by part of a split."""
 
     kept: list[Count] = field(default_factory=list)
     languages: list[tuple[str, ...] | None] = field(default_factory=list)
