@@ -503,7 +503,7 @@ def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
 
 # Made by others: sizes and hashes are stated right, the content is not.
 
-LARGE = (-1, 1 << 20, -(1 << 31))
+EXTREMES = (-1, 0, -(1 << 31), 1 << 20)  # of these, the second and the fourth go into every other row
 TABLES = {DOCUMENTS_FILE: INDEXED, WORDS.file: WORDS.dtype, BANDS_OF_INDEX.file: BANDS_OF_INDEX.dtype}
 RUNS = {table.file: table for table in (WORDS, BANDS_OF_INDEX)}
 COMPARE = """
@@ -578,8 +578,8 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
     made = 0
     for name, table in TABLES.items():
         for field in table.names or ():
-            for number, value in enumerate(LARGE):
-                rows = slice(9, 10) if number % 2 else slice(None)
+            for number, value in enumerate(EXTREMES):
+                rows = slice(None, None, 1 + number % 2)
                 with_field(original, tmp_path / f"{name} {field} {number}", name, field, value, rows)
                 made += 1
     found = compared(dump, tmp_path)
@@ -590,10 +590,10 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
         if said != "compared":
             assert name in said
             refused[name].add(field)
-    assert refused == {  # what becomes an address, and the order that follows from keys
+    assert refused == {  # what becomes an address; a key of a band that is wrong finds too many or too few
         DOCUMENTS_FILE: {"start", "size", "stored", "distinct", "total"},
         WORDS.file: {"key", "number"},
-        BANDS_OF_INDEX.file: {"key", "number"},
+        BANDS_OF_INDEX.file: {"number"},
     }
 
 
