@@ -165,23 +165,33 @@ def test_ray_loses_a_worker_and_a_node_and_gives_up_the_split_that_processes_her
     expected_bytes = tree(expected.output)
     monkeypatch.setattr(engine_ray, "FIRST_PAUSE_SECONDS", 0.1)
 
-    def kill(stage: str, act: Callable[[list[int]], None], node: int) -> threading.Thread:
+    def kill(stage: str, act: Callable[[list[int]], bool], node: int) -> threading.Thread:
+        """Try `act` with the processes that are at a task of the stage until it says that it has struck."""
+
         def watch() -> None:
             deadline = time.monotonic() + 200
-            while not (processes := cluster.running(node, f"{stage}/")) and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
+                if (processes := cluster.running(node, f"{stage}/")) and act(processes):
+                    return
                 time.sleep(0.005)
-            act(processes)
 
         thread = threading.Thread(target=watch)
         thread.start()
         return thread
 
-    def kill_workers(processes: list[int]) -> None:
-        for pid in processes:
-            os.kill(pid, signal.SIGKILL)
+    def kill_node(_: list[int]) -> bool:
+        cluster.kill(0)
+        return True
+
+    def kill_worker(processes: list[int]) -> bool:
+        [pid] = processes
+        os.kill(pid, signal.SIGSTOP)
+        at_it = pid in cluster.running(1, "tokenize/")  # else its task ended just before
+        os.kill(pid, signal.SIGKILL if at_it else signal.SIGCONT)
+        return at_it
 
     with RayCluster(nodes=2) as cluster:
-        threads = [kill("clean", lambda _: cluster.kill(0), 0), kill("tokenize", kill_workers, 1)]
+        threads = [kill("clean", kill_node, 0), kill("tokenize", kill_worker, 1)]
         on_ray = {"engine": "ray", "ray_address": cluster.address, "output": tmp_path / "by-ray"}
         with pytest.warns(RuntimeWarning) as told:
             made = make(recipe, ONE, "work=ray-work", **on_ray)

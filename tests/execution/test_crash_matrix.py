@@ -100,6 +100,7 @@ def test_an_operation_of_a_store_may_fail(stores: StoreCrashes, fault: str) -> N
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_a_drawn_part_of_the_matrix_keeps_all_promises(crashes: Crashes) -> None:
     entries = list(grid(["inline"], steps=crashes.steps("out"), all_steps=crashes.steps("."), stride=3))
     drawn = sample(entries, SEED, faults_each=1)

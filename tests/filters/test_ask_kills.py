@@ -141,7 +141,7 @@ def test_processes_that_run_at_the_same_time_send_no_request_twice(tmp_path: Pat
         recipe = recipe_in(tmp_path, server)
         processes = [started(_ask_alone, str(tmp_path), recipe) for _ in range(3)]
         for process in processes:
-            process.join(60)
+            process.join(180)
             assert process.exitcode == 0
         seen = server.counts()
     assert {*seen["answers"].values()} == {1}

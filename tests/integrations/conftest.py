@@ -43,6 +43,9 @@ def ray_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     for name, value in RAY_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    # "local": a cluster of another test, which Ray would find by a file in /tmp, is not this one.
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000
+    )
     yield
     ray.shutdown()

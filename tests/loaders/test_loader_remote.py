@@ -257,7 +257,8 @@ def test_faults_of_the_store_change_nothing_but_the_counters(
 ) -> None:
     how, least = FAULTS[fault]
     around = partial(FaultyStore, rules=how, seed=7) if isinstance(how, list) else how
-    policy = quick_policy(answer_seconds=0.3, floor_bytes_per_second=1000.0, window_seconds=0.1)
+    waits = 0.3 if fault in ("hang", "hang_for_good", "stall") else 10.0
+    policy = quick_policy(answer_seconds=waits, floor_bytes_per_second=1000.0, window_seconds=0.1)
     with make(datasets[kind][0]) as local:
         expected = sample_ids(local, 2 * EPOCH)
     below = MemoryStore(datasets[kind][1])
