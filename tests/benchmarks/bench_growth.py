@@ -208,10 +208,8 @@ def quality(corpus: Corpus, output: Path) -> dict[str, Any]:
     near_copies = np.zeros(corpus.count, np.bool_)
     near_copies[removed] = True
     tries = random.integers(0, corpus.count, 20 * SAMPLE)
-    kinds, families = (
-        np.concatenate(parts) for parts in zip(*map(corpus.placed, tries.tolist()), strict=True)
-    )
-    first_kinds = np.concatenate([corpus.placed(one)[0] for one in families.tolist()])
+    kinds, families = corpus.placed(tries)
+    first_kinds, _ = corpus.placed(families)
     usable = (
         (kinds == NEAR_COPY)
         & (first_kinds == ORIGINAL)

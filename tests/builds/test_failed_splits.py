@@ -152,6 +152,7 @@ def test_hanging_and_dying_give_the_same_bytes_with_any_number_of_workers(
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_ray_loses_a_worker_and_a_node_and_gives_up_the_split_that_processes_here_give_up(
     tmp_path: Path, poison: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

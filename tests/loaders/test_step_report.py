@@ -219,11 +219,11 @@ def assert_within_half_a_point(measure: Callable[[], tuple[float, float]]) -> No
 
 
 def test_the_loss_of_mfu_by_a_slow_source_is_the_injected_one() -> None:
-    """A batch takes 20 ms and begins when the previous one is taken; training takes 10: the loop waits 10."""
+    """A batch takes 40 ms and begins when the previous one is taken; training takes 20: the loop waits 20."""
 
     def measure() -> tuple[float, float]:
-        ahead = CudaPrefetcher(Slow(0.02, 60), "cpu", depth=2)
-        seconds, slept = train(ahead, 0.01)
+        ahead = CudaPrefetcher(Slow(0.04, 60), "cpu", depth=2)
+        seconds, slept = train(ahead, 0.02)
         # A step without waits uses the GPU in full: then a share of the time is the same share of MFU.
         full = Accelerators(
             flops_per_token=1.0, peak_flops=60 / slept, dollars_per_hour=3600, tokens_per_step=1
@@ -253,7 +253,7 @@ def test_the_loss_of_mfu_by_a_slow_store_is_what_the_loop_itself_saw(path: Path)
 
     def measure() -> tuple[float, float]:
         with Remote.open(store).loader(run=Run(prefetch_batches=0, connections=1)) as loader:
-            seconds, slept = train(loader, 0.01)
+            seconds, slept = train(loader, 0.02)
             report = Accelerators().report(loader.stats())
         assert report.wait_seconds > 0.1
         return 100 * report.lost_share, 100 * (1 - slept / seconds)

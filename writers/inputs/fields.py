@@ -71,11 +71,13 @@ def column_at(batch: pa.RecordBatch, path: str) -> pa.Array:
 
 def field_text(value: object) -> str | None:
     """Return a value as text, or as JSON if not a string; None for null, MISSING and invalid values."""
-    if not isinstance(value, str | int | float | dict | list | tuple):
-        value = None if value is MISSING or value is None else _plain(value)
+    if value is None or value is MISSING:
+        return None
+    if not isinstance(value, (str, int, float, dict, list, tuple)):
+        value = _plain(value)
     if isinstance(value, str):
         return value if _is_unicode(value) else None
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()

@@ -32,7 +32,7 @@ _TOO_DEEP = ("depth limit exceeded", "Recursion limit reached")
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _BETWEEN = re.compile(rb"(?:[ \t\r\n,]|\xef\xbb\xbf)*+")  # joined files have byte order marks inside
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # anything but a string, array or object; may be invalid
-_EXACT = (str, int, bool, type(None), type(MISSING))  # types that orjson reads without loss
+_EXACT = frozenset({str, int, bool, type(None), type(MISSING)})  # types that orjson reads without loss
 _STARTS = (b"{", b"[", b'"', b"}", b"]")
 _BRACKETS = re.compile(rb"[^\"\[\]{}]*+([\"\[\]{}])")
 _STRING = re.compile(rb"[^\"\\]*+(?:\\.[^\"\\]*+)*+(\"|\\?\Z)", re.DOTALL)
@@ -63,8 +63,13 @@ def read_values(sink: RecordSink, config: InputConfig, pieces: Iterator[bytes]) 
 
 def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     """Parse one JSON object and pass it to the sink."""
+    refused = None
     try:
-        fields, refused = _parse(sink, config, line)
+        try:
+            fields = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            refused = error
+            fields = _parse(sink, line, refused)
     except orjson.JSONDecodeError as error:
         reason, problem = _json_problem(line, error, sink.charset)
         sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
@@ -73,62 +78,68 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         problem = f"the record is a JSON {_kind(fields)}, but an object is expected"
         sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
         return
-    fields_of_chat = (config.messages, config.prompt, config.completion, config.tools)
-    masked = (*fields_of_chat, config.chat_template_kwargs)
-    texts = [path for path in masked if path] if config.is_masked else [config.text]
-    if refused is not None and not all(_is_exact(field_at(fields, path)) for path in texts):
+    if refused is not None and not all(_is_exact(field_at(fields, path)) for path in _texts(config)):
         sink.bad(*_json_problem(line, refused, sink.charset), head=line)
         return
-    if config.is_masked:
+    if sink.is_masked:
         sink.add_masked(fields, bytes=len(line), head=line)
         return
-    text = field_at(fields, config.text)
+    text = field_at(fields, sink.text_path)
     if not isinstance(text, str):
-        if text is not MISSING:
-            problem = f"field {config.text!r} holds {_kind(text)}, not text"
-        else:
-            known = ", ".join(sorted(fields)[:20]) or "none"
-            problem = f"no field {config.text!r}; its fields: {known}"
-            if not sink.records:
-                key = f"inputs[{sink.split.source}]"
-                problem += (
-                    f"; set {key}.text to the field with the text, or leave the file out ({key}.exclude)"
-                )
-        sink.bad("no_text", problem, head=line)
+        sink.bad("no_text", _no_text(sink, fields, text), head=line)
         return
-    carried = [value for path in sink.carried if type(value := field_at(fields, path)) not in _EXACT]
-    if carried and refused is None and any(map(_holds_large_number, carried)):
-        # orjson reads integers of more than 64 bits as floats. Python's json keeps them, unless nested too
-        # deeply.
-        with suppress(RecursionError):
-            fields = json.loads(line)
+    for path in sink.carried:
+        value = field_at(fields, path)
+        if type(value) not in _EXACT and refused is None and _holds_large_number(value):
+            # orjson reads integers of more than 64 bits as floats. Python's json keeps them, unless nested
+            # too deeply.
+            with suppress(RecursionError):
+                fields = json.loads(line)
+            break
     sink.add(text, fields, bytes=len(line))
 
 
-def _parse(sink: RecordSink, config: InputConfig, line: bytes) -> tuple[Any, orjson.JSONDecodeError | None]:
-    """Return the value of a line, and the error of orjson if only Python's parser accepts the line.
+def _texts(config: InputConfig) -> list[str]:
+    """Return the paths of the fields that texts are made of."""
+    fields_of_chat = (config.messages, config.prompt, config.completion, config.tools)
+    masked = (*fields_of_chat, config.chat_template_kwargs)
+    return [path for path in masked if path] if config.is_masked else [config.text]
+
+
+def _no_text(sink: RecordSink, fields: dict[str, Any], value: object) -> str:
+    if value is not MISSING:
+        return f"field {sink.text_path!r} holds {_kind(value)}, not text"
+    known = ", ".join(sorted(fields)[:20]) or "none"
+    problem = f"no field {sink.text_path!r}; its fields: {known}"
+    if not sink.records:
+        key = f"inputs[{sink.split.source}]"
+        problem += f"; set {key}.text to the field with the text, or leave the file out ({key}.exclude)"
+    return problem
+
+
+def _parse(sink: RecordSink, line: bytes, refused: orjson.JSONDecodeError) -> Any:
+    """Return the value of a line that orjson refused, if Python's parser accepts it.
 
     Python's parser also reads NaN, infinities, numbers of any size and halves of surrogate pairs, which many
-    programs write. Values nested too deeply for both parsers become null. Raises orjson.JSONDecodeError if
-    the line is not JSON, or not UTF-8 and the recipe does not replace bad text.
+    programs write. Values nested too deeply for both parsers become null. Raises `refused` if the line is not
+    JSON, or not UTF-8 and the recipe does not replace bad text.
     """
-    try:
-        return orjson.loads(line), None
-    except orjson.JSONDecodeError as error:
-        refused = error
     if refused.msg.startswith(_OUT_OF_MEMORY):
         raise MemoryError(refused.msg)
     try:
         text = sink.decode(line)
         value = json.loads(text, parse_int=_integer)
-        return (sink.check_value(value) if sink.replaces else value), refused
+        return sink.check_value(value) if sink.replaces else value
     except ValueError:
         raise refused from None
     except RecursionError:
         line, cut = text.encode(), _cut_deep(text.encode())
-        if config.is_masked or cut == line:  # a conversation must not be rendered without its deep values
+        if sink.is_masked or cut == line:  # a conversation must not be rendered without its deep values
             raise refused from None
-        return _parse(sink, config, cut)[0], refused
+    try:
+        return orjson.loads(cut)
+    except orjson.JSONDecodeError as error:
+        return _parse(sink, cut, error)
 
 
 def _integer(digits: str) -> int | float:

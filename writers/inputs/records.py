@@ -106,7 +106,7 @@ class RecordSink:
         self.columns: Sequence[str] | None = None  # fields of all records, if the file is a table
         extract: str | ExtractConfig = config.extract or _EXTRACTS.get(split.format, "none")
         self._extract = None if extract == "none" else main_text_by(extract)
-        self.text_path = config.text
+        self.text_path, self.is_masked = config.text, config.is_masked
         self.extracts = self._extract is not None
         self.content = look(b"")  # kind of the file; set by `look_at` and `pieces`
         self.compression = split.compression
@@ -195,7 +195,7 @@ class RecordSink:
             self._ledger.read += Count(0, replaced)
             self._ledger.drop("text/replaced", 0, replaced)
         self._bytes += bytes
-        id, url = (field_text(field_at(fields, path)) for path in self.carried[:2])
+        id, url = field_text(field_at(fields, self.carried[0])), field_text(field_at(fields, self.carried[1]))
         metadata = None
         if config.metadata or self._of_path:
             found = {path: field_at(fields, path) for path in config.metadata}
