@@ -28,7 +28,6 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, StoreError
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS, partition_bounds
-from shardkit.writers.dedup.hubs import print_bytes
 from shardkit.writers.dedup.index import (
     BANDS_OF_INDEX,
     BLOCKS_FILE,
@@ -40,16 +39,16 @@ from shardkit.writers.dedup.index import (
 )
 from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
 from shardkit.writers.dedup.population import (
+    BANDS_FILE,
     DOCUMENT,
     DOCUMENTS_FILE,
     INDEXED,
     PARTS,
     PRINTS_FILE,
-    SIGNATURES_FILE,
     STARTS_FILE,
 )
 from shardkit.writers.dedup.shingle_store import distinct_sets
-from shardkit.writers.dedup.signatures import band_keys, bands_and_rows
+from shardkit.writers.dedup.signatures import bands_and_rows
 from shardkit.writers.dedup.sketches import INDEXED_LIMIT, SketchWriter
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
@@ -111,14 +110,12 @@ def write_index(
     tasks: dict[str, Task] = {}
     for split, part, removed in zip(documents.files, near.parts, near.removed, strict=True):
         weight, texts = split.outputs[TEXTS_FILE].bytes, split.file(TEXTS_FILE)
-        settings = config.minhash, *bands_and_rows(config)
-        args = texts, part.files, removed, *settings, sketch, memory_bytes, target
+        args = texts, part.files, removed, config.minhash, sketch, memory_bytes, target
         named = partial(INDEX.task, split.name, weight, *args)
         name = f"part-{named('').digest}"  # the name is not in the digest
         tasks[name] = named(name)
     [parts] = run(list(tasks.values()))
-    bands, _ = bands_and_rows(config)
-    tables = index_tables(run, parts, bands, target, limits=limits)
+    tables = index_tables(run, parts, bands_and_rows(config)[0], target, limits=limits)
     return IndexFiles(dict(zip(tasks, parts, strict=True)), tables)
 
 
@@ -191,8 +188,6 @@ def index_split(
     part: Artifact,
     removed: SplitTable,
     minhash: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
-    bands: Annotated[int, RecipeKey("dedup.near.bands")],
-    rows: Annotated[int, RecipeKey("dedup.near.rows")],
     sketch: int,
     memory_bytes: MemoryBytes,
     target: StoreTarget | None,
@@ -200,9 +195,7 @@ def index_split(
 ) -> IndexPart:
     """Write a split's part of an index into `folder`; if `target` is set, upload it there as part `name`."""
     gone = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
-    made = index_part(
-        documents, part, gone, minhash, sketch, folder, banding=(bands, rows), memory_bytes=memory_bytes
-    )
+    made = index_part(documents, part, gone, minhash, sketch, folder, memory_bytes=memory_bytes)
     if target is not None:
         target.put(name, folder, made.files)
     return made
@@ -219,18 +212,17 @@ def index_part(
     sketch: int,
     folder: Path,
     *,
-    banding: tuple[int, int],
     memory_bytes: int = 512 << 20,
 ) -> IndexPart:
     """Write a split's part of an index into `folder`, and the runs of its keys.
 
     `documents` is the split's Arrow file, and `part` the output of `sign_documents` for it. `removed` are the
     rows of the Arrow file to leave out, in any order; rows that are not in the part are ignored. The `sketch`
-    smallest hashes of each set of n-grams are kept, or all if it is 0. `banding` is (bands, rows).
+    smallest hashes of each set of n-grams are kept, or all if it is 0.
     """
     removed = np.sort(removed)
     keys_bytes = min(_KEYS_MEMORY_BYTES, memory_bytes // 4)
-    gone = _write_signatures(part, removed, minhash.permutations, banding, folder, memory_bytes)
+    gone = _write_signatures(part, removed, folder, memory_bytes)
     _filter_keys(part / KEYS.file, gone, folder / OWN_WORDS.file, keys_bytes)
     piece_bytes = max(1, min(_PIECE_BYTES, memory_bytes // 2 // _NGRAM_BYTES))
     texts = _texts(documents, part, removed, piece_bytes)
@@ -250,35 +242,30 @@ def _described(folder: Path, names: Iterable[str]) -> Mapping[str, Mapping[str, 
 
 
 def _write_signatures(
-    part: Artifact,
-    removed: npt.NDArray[np.int64],
-    width: int,
-    banding: tuple[int, int],
-    folder: Path,
-    memory_bytes: int,
+    part: Artifact, removed: npt.NDArray[np.int64], folder: Path, memory_bytes: int
 ) -> npt.NDArray[np.int64]:
     """Write the prints and band keys of a part without `removed`; return the rows of these in the part."""
-    bands, rows = banding
-    row_bytes = 3 * (DOCUMENT.itemsize + 4 * width) + 64 * bands
+    table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
+    prints, bands = RowFile(part / PRINTS_FILE), RowFile(part / BANDS_FILE)
+    assert len(table) == prints.rows == bands.rows, part
+    [width], [count_bands] = prints.row_shape, bands.row_shape
+    row_bytes = 3 * (DOCUMENT.itemsize + width) + 64 * count_bands
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
-    table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
-    assert len(table) == values.rows, part
     gone, count = [np.zeros(0, np.int64)], 0
     with (
-        RowsWriter(folder / PRINTS_FILE, np.uint8, width=width) as prints,
+        RowsWriter(folder / PRINTS_FILE, np.uint8, width=width) as kept,
         RunWriter(folder / OWN_BANDS.file, OWN_BANDS, memory_bytes=memory_bytes // 4) as keys,
     ):
         for start in range(0, len(table), most):
             stays = _stays(table.read(start, min(start + most, len(table)))["row"], removed)
             gone.append(start + np.flatnonzero(~stays))
-            signatures = values.read(start + np.flatnonzero(stays))
-            prints.write(print_bytes(signatures))
-            found = band_keys(signatures, bands, rows)
-            entries = np.empty(found.size, OWN_BANDS.dtype)
-            entries["key"], entries["part"] = found.reshape(-1), -1
-            entries["row"] = np.repeat(np.arange(count, count + len(found)), bands)
+            some = start + np.flatnonzero(stays)
+            kept.write(prints.read(some))
+            entries = np.empty(len(some) * count_bands, OWN_BANDS.dtype)
+            entries["key"], entries["part"] = bands.read(some).reshape(-1), -1
+            entries["row"] = np.repeat(np.arange(count, count + len(some)), count_bands)
             keys.write(entries)
-            count += len(found)
+            count += len(some)
     return np.concatenate(gone)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from figures import Heads, benchmark_parser, give, in_turns
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.outcomes import SplitRemovals
-from shardkit.writers.dedup.signatures import SIGN
+from shardkit.writers.dedup.signatures import SIGN, bands_and_rows
 from shardkit.writers.execution.engine import Engine, InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.work import Work
@@ -63,9 +63,9 @@ def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]
         runner = Runner(journal, engine, listener)
         build = Build(inputs, runner.run)
         documents = clean.read_and_filter(Documents(recipe, inputs.splits), build)
-        signing = []
+        how, signing = (near.minhash, *bands_and_rows(near), near.scope), []
         for split in documents.described():
-            args = split.documents, SplitRemovals(), near.minhash, near.scope, None, build.memory_bytes
+            args = split.documents, SplitRemovals(), *how, None, build.memory_bytes
             signing.append(SIGN.task(split.name, split.bytes, *args))
         runner.run(signing)
         runner.run(tokenize.tasks(recipe, documents, inputs.tokenizer, "gigatoken", ()))

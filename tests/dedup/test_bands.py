@@ -9,7 +9,7 @@ import pytest
 from shardkit.errors import RecipeError
 from shardkit.writers.dedup.bands import BANDS, partitions_for
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
+from shardkit.writers.dedup.population import BANDS_FILE, Part
 from shardkit.writers.dedup.signatures import LOST, band_keys, write_bands
 from shardkit.writers.exchange.exchange import Exchanged, RunWriter
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
@@ -20,23 +20,18 @@ GLOBAL = NearDedupConfig(minhash=MinHashConfig(permutations=12), bands=3, rows=4
 BY_SOURCE = NearDedupConfig(minhash=MinHashConfig(permutations=12), bands=3, rows=4, scope="source")
 
 
-def make_part(folder: Path, count: int) -> tuple[Part, npt.NDArray[np.uint32], npt.NDArray[np.void]]:
+def make_part(folder: Path, count: int) -> tuple[Part, npt.NDArray[np.uint64]]:
     rng = np.random.default_rng(count)
-    values = rng.integers(0, 3, (count, 12)).astype(np.uint32)
-    described = np.zeros(count, DOCUMENT)
-    described["source"] = rng.integers(0, 2, count)
-    for name, table in ((SIGNATURES_FILE, values), (DOCUMENTS_FILE, described)):
-        np.save(folder / name, table)
-    return Part(Artifact(folder), count), values, described
+    keys = band_keys(rng.integers(0, 3, (count, 12)).astype(np.uint32), 3, 4)
+    np.save(folder / BANDS_FILE, keys)
+    return Part(Artifact(folder), count), keys
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("config", [GLOBAL, BY_SOURCE])
 @pytest.mark.parametrize("memory_bytes", [3000, 1 << 20])
 def test_entries_are_those_of_documents_that_did_not_lose_to_equal_words(
-    tmp_path: Path, config: NearDedupConfig, memory_bytes: int
+    tmp_path: Path, memory_bytes: int
 ) -> None:
-    part, values, described = make_part(tmp_path, 500)
+    part, keys = make_part(tmp_path, 500)
     gone, other = {0, 7, 250, 499}, {3, 8}
     with RunWriter(tmp_path / LOST.file, LOST, memory_bytes=1 << 20) as run:
         lost = [4 << 32 | row for row in gone] + [5 << 32 | row for row in other]
@@ -44,10 +39,8 @@ def test_entries_are_those_of_documents_that_did_not_lose_to_equal_words(
     [exchanged] = [Exchanged(LOST, slice_of(tmp_path / LOST.file, LOST).runs, DEFAULT_LIMITS)]
     first = 1 << 33
     lost_of_part = exchanged.slice(4 << 32, 5 << 32)
-    write_bands(tmp_path, part, first, lost_of_part, 3, 4, config.scope, memory_bytes)
-    sources = described["source"] if config.scope == "source" else None
-    keys = band_keys(values, 3, 4, sources).tolist()
-    expected = sorted((key, first + row) for row in set(range(500)) - gone for key in keys[row])
+    write_bands(tmp_path, part, first, lost_of_part, memory_bytes)
+    expected = sorted((key, first + row) for row in set(range(500)) - gone for key in keys[row].tolist())
     assert read_run(tmp_path / BANDS.file, BANDS).tolist() == expected
     assert len(expected) == 3 * 496
 

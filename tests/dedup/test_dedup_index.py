@@ -28,7 +28,6 @@ from shardkit.writers import index_build, index_files
 from shardkit.writers.dedup.blocks import PLACES
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.hubs import print_bytes
 from shardkit.writers.dedup.index import (
     BANDS_OF_INDEX,
     INDEX_FILE,
@@ -45,13 +44,12 @@ from shardkit.writers.dedup.population import (
     DOCUMENTS_FILE,
     INDEXED,
     PRINTS_FILE,
-    SIGNATURES_FILE,
     Part,
     priority,
 )
 from shardkit.writers.dedup.shingle_store import TEXTS as TEXTS_RUN
 from shardkit.writers.dedup.shingle_store import Sets, distinct_sets, indexed_rows, write_texts
-from shardkit.writers.dedup.signatures import SIGN, sign_documents
+from shardkit.writers.dedup.signatures import SIGN, bands_and_rows, print_bytes, sign_batch, sign_documents
 from shardkit.writers.dedup.sketches import SKETCHES_FILE, read_sketches
 from shardkit.writers.dedup.tables import RowFile, Rows, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter
@@ -98,7 +96,8 @@ def signed(
     part.mkdir()
     rows, copies = (np.array(list(column), np.int64) for column in (copied.keys(), copied.values()))
     removed = Removed({"exact_duplicate": np.array([1, 2])}, rows, copies)
-    sign_documents(Artifact(documents), removed, config.minhash, config.scope, part)
+    how = config.minhash, bands_and_rows(config), config.scope
+    sign_documents(Artifact(documents), removed, *how, part)
     return documents, part
 
 
@@ -150,7 +149,7 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     documents, part = signed(tmp_path / "all", TEXTS)
     alone = write_records(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
     (tmp_path / "signed").mkdir()
-    sign_documents(Artifact(alone), Removed(), CONFIG.minhash, "global", tmp_path / "signed")
+    sign_documents(Artifact(alone), Removed(), CONFIG.minhash, (8, 4), "global", tmp_path / "signed")
     made = []
     for name, file, signatures, removed, memory in (
         ("made", documents, part, NEAR, memory_bytes),
@@ -158,9 +157,7 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     ):
         (folder := tmp_path / name).mkdir()
         args = removed, CONFIG.minhash, sketch, folder
-        made.append(
-            index_part(Artifact(file), Artifact(signatures), *args, banding=(8, 4), memory_bytes=memory)
-        )
+        made.append(index_part(Artifact(file), Artifact(signatures), *args, memory_bytes=memory))
     assert tree(tmp_path / "made") == tree(tmp_path / "alone")
     assert replaced(made[0], removed=0) == made[1]
     assert (made[0].documents, made[0].removed) == (len(STAYED), len(NEAR))
@@ -172,7 +169,7 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     assert rows["stored"].tolist() == np.minimum(sets.rows["distinct"], sketch or 1 << 30).tolist()
     assert made[0].sketches == int((rows["stored"] < rows["distinct"]).sum())
     assert bool(made[0].sketches) == bool(sketch)
-    values = np.load(tmp_path / "signed" / SIGNATURES_FILE)
+    values = sign_batch(texts, CONFIG.minhash).values
     assert np.array_equal(np.load(tmp_path / "made" / PRINTS_FILE), print_bytes(values))
 
 

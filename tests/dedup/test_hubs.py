@@ -19,6 +19,7 @@ from shardkit.writers.dedup.hubs import (
     thresholds,
 )
 from shardkit.writers.dedup.population import Kind, Population
+from shardkit.writers.dedup.signatures import print_bytes
 from support.default_cases import cases
 from support.near_parts import Made, clusters, near_signature, write_parts
 
@@ -49,7 +50,7 @@ def made(signatures: npt.NDArray[np.uint32], seed: int = 0) -> list[Made]:
 def test_equal_values_are_counted_over_a_byte_of_each(permutations: int) -> None:
     rng = np.random.default_rng(permutations)
     signatures = rng.integers(0, 3, (300, permutations), np.uint32) * np.uint32(1_000_003)
-    prints = make_prints(signatures)
+    prints = make_prints(print_bytes(signatures))
     found = np.zeros(400, np.uint64)
     count_matches(prints[7], np.ascontiguousarray(prints.T), 300, found)
     expected = (signatures == signatures[7]).sum(axis=1) + -permutations % 8
@@ -60,7 +61,7 @@ def test_equal_values_are_counted_over_a_byte_of_each(permutations: int) -> None
 def test_bytes_of_different_values_are_equal_once_in_256_times_however_small_the_values() -> None:
     rng = np.random.default_rng(1)
     for most in (1 << 12, 1 << 32):
-        prints = make_prints(rng.integers(0, most, (2, 1 << 18), np.uint32)).view(np.uint8)
+        prints = make_prints(print_bytes(rng.integers(0, most, (2, 1 << 18), np.uint32))).view(np.uint8)
         assert 900 < (prints[0] == prints[1]).sum() < 1200  # 1,024 and 64 of equal values at 2^12
 
 

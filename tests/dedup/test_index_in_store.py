@@ -48,7 +48,7 @@ def make_files(folder: Path, count: int = 2, first: int = 0) -> tuple[Files, Fil
         texts = texts_of(first + 10 * number, 10)
         records = range(first + 10 * number, first + 10 * number + 10)
         documents = write_documents(folder / f"{number}.arrow", texts, records=records)
-        sign_documents(Artifact(documents), Removed(), CONFIG.minhash, "global", signed)
+        sign_documents(Artifact(documents), Removed(), CONFIG.minhash, (8, 2), "global", signed)
         splits.append((documents, signed, NOTHING))
     return write_files(folder, splits, CONFIG, 64)
 

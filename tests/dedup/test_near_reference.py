@@ -19,7 +19,7 @@ from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import find_near_duplicates, remove_near
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SplitDocuments
-from shardkit.writers.dedup.signatures import sign_documents
+from shardkit.writers.dedup.signatures import bands_and_rows, sign_documents
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Task
@@ -103,7 +103,8 @@ def make_index(folder: Path, texts: list[Text], config: NearDedupConfig, sketch:
     folder.mkdir()
     write_texts(folder / "texts.arrow", texts, random.Random(0))
     (folder / "part").mkdir()
-    sign_documents(Artifact(folder / "texts.arrow"), Removed(), config.minhash, config.scope, folder / "part")
+    how = config.minhash, bands_and_rows(config), config.scope
+    sign_documents(Artifact(folder / "texts.arrow"), Removed(), *how, folder / "part")
     return index_of(folder, [(folder / "texts.arrow", folder / "part", NOTHING)], config, sketch)
 
 
@@ -158,7 +159,7 @@ def test_arguments_of_tasks_do_not_grow_with_the_number_of_splits(tmp_path: Path
     [
         ({"scope": "source"}, "signatures"),
         ({"minhash": MinHashConfig(permutations=32, seed=2)}, "signatures"),
-        ({"bands": 4, "rows": 8}, "bands"),
+        ({"bands": 4, "rows": 8}, "signatures"),
         ({"similarity": 0.9}, "candidates"),
         ({"containment": 0.9}, "verify"),
         ({"small_shingles": 3}, "verify"),

@@ -21,10 +21,11 @@ from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers, write_line
 from shardkit.writers.dedup.near import find_equal
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import (
+    BANDS_FILE,
     DOCUMENT,
     DOCUMENTS_FILE,
     PARTS_FILE,
-    SIGNATURES_FILE,
+    PRINTS_FILE,
     STARTS_FILE,
     Kind,
     Part,
@@ -64,22 +65,19 @@ def keys_of(path: Path, documents: int, copies: int) -> Slice:
 
 
 def bands(folder: Path, documents: int) -> Work:
-    with (
-        RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT) as table,
-        RowsWriter(folder / SIGNATURES_FILE, "<u4", width=32) as values,
-    ):
-        table.write(np.zeros(documents, DOCUMENT))
-        values.write(np.random.default_rng(1).integers(0, 1 << 32, (documents, 32), dtype=np.uint32))
+    with RowsWriter(folder / BANDS_FILE, "<u8", width=8) as keys:
+        keys.write(np.random.default_rng(1).integers(0, 1 << 64, (documents, 8), dtype=np.uint64))
     lost = run_of(folder / LOST.file, LOST, np.arange(0, documents, 3, dtype=np.uint64).view(LOST.dtype))
     part = Part(Artifact(folder), documents)
-    return lambda made: write_bands(made, part, 0, lost.within(0, 1 << 32), 8, 4, "global", MEMORY)
+    return lambda made: write_bands(made, part, 0, lost.within(0, 1 << 32), MEMORY)
 
 
 def signatures(folder: Path, documents: int) -> Work:
     texts = [f"word{at} a b c d e" for at in range(documents)]
     path = write_documents(folder / "documents.arrow", texts, batch_rows=256)
     removed = Removed({"exact_duplicate": np.arange(0, documents, 50)})
-    return lambda made: sign_documents(Artifact(path), removed, MINHASH, "global", made, memory_bytes=MEMORY)
+    source, banding = Artifact(path), (8, 4)
+    return lambda made: sign_documents(source, removed, MINHASH, banding, "global", made, memory_bytes=MEMORY)
 
 
 def equal(folder: Path, documents: int, copies: int) -> Work:
@@ -143,12 +141,12 @@ def hub_peak(folder: Path, parts: int, documents: int) -> int:
         part.path.mkdir(parents=True)
         with (
             RowsWriter(part.path / DOCUMENTS_FILE, DOCUMENT) as table,
-            RowsWriter(part.path / SIGNATURES_FILE, "<u4", width=32) as values,
+            RowsWriter(part.path / PRINTS_FILE, np.uint8, width=32) as prints,
         ):
             rows = np.zeros(documents // parts, DOCUMENT)
             rows["id"] = rng.integers(0, 256, (len(rows), 16))
             table.write(rows)
-            values.write(rng.integers(0, 1 << 32, (len(rows), 32), dtype=np.uint32))
+            prints.write(rng.integers(0, 256, (len(rows), 32), dtype=np.uint8))
         found.append(Part(part, len(rows)))
     population, numbers = Population.of(found), np.arange(documents, dtype=np.uint64)
     tracemalloc.start()

@@ -43,10 +43,7 @@ def write_files(
     for number, (documents, part, removed) in enumerate(splits):
         place = folder / f"indexed-{number}"
         place.mkdir(parents=True)
-        made = index_part(
-            *(Artifact(documents), Artifact(part), removed, config.minhash, sketch, place),
-            banding=bands_and_rows(config),
-        )
+        made = index_part(Artifact(documents), Artifact(part), removed, config.minhash, sketch, place)
         parts.append((place, made))
         commits.append(commit_folder(place, "index", f"{number:05d}", INDEX.recorded(made)))
     tables = index_tables(TaskFolders(folder / "tables"), commits, bands_and_rows(config)[0])

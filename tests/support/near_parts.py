@@ -12,17 +12,16 @@ import numpy as np
 from reference.near import ReferenceDocument
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.bands import BANDS
-from shardkit.writers.dedup.hubs import print_bytes
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
     PRINTS_FILE,
-    SIGNATURES_FILE,
     Kind,
     Part,
     Population,
     priority,
 )
+from shardkit.writers.dedup.signatures import print_bytes
 from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 
@@ -105,7 +104,6 @@ def write_part(folder: Path, documents: Sequence[Made], permutations: int, first
     rows = [one.row() for one in documents]
     np.save(folder / DOCUMENTS_FILE, np.concatenate([np.zeros(0, DOCUMENT), *rows]))
     table = np.array([one.signature for one in documents], np.uint32).reshape(-1, permutations)
-    np.save(folder / SIGNATURES_FILE, table)
     np.save(folder / PRINTS_FILE, print_bytes(table))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=1 << 20) as run:
         for number, one in enumerate(documents, first):

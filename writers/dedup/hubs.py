@@ -54,7 +54,6 @@ from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kerne
 from shardkit.writers.dedup.population import (
     DOCUMENTS_FILE,
     PRINTS_FILE,
-    SIGNATURES_FILE,
     Population,
     priority,
 )
@@ -75,17 +74,11 @@ _PAIRS = np.uint64(0x00FF00FF00FF00FF)
 _ONES = np.uint64(0x0001000100010001)
 
 
-def print_bytes(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
-    """Return one byte per value of signatures, uint8[n, permutations], as an index stores them."""
-    # The product's upper byte depends on all bits of the value, also of small values (Fibonacci hashing).
-    return (signatures * np.uint32(0x9E3779B1) >> np.uint32(24)).astype(np.uint8)
-
-
-def make_prints(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Return the prints, uint64[n, words], of signatures or of their `print_bytes`."""
-    count, permutations = values.shape
+def make_prints(stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """Return the prints, uint64[n, words], of the `print_bytes` of signatures."""
+    count, permutations = stored.shape
     prints = np.zeros((count, -(-permutations // 8) * 8), np.uint8)
-    prints[:, :permutations] = values if values.dtype == np.uint8 else print_bytes(values)
+    prints[:, :permutations] = stored
     return prints.view("<u8")
 
 
@@ -337,7 +330,7 @@ class HubSearch:
         self._limits = limits
         self._memory_bytes = memory_bytes
         parts = len(population.parts)
-        self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, SIGNATURES_FILE, PRINTS_FILE)}
+        self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, PRINTS_FILE)}
 
     def pairs(self, numbers: Numbers) -> Iterator[Pairs]:
         """Yield arrays (a, b), a < b, of pairs among these ascending document numbers; pairs may repeat."""
@@ -365,8 +358,7 @@ class HubSearch:
         order = np.argsort(numbers)
         found: npt.NDArray[np.uint64] | None = None
         for part, rows, places in self._by_part(numbers[order]):
-            is_input = self._population.parts[part].kind == "input"
-            prints = make_prints(self._file(part, SIGNATURES_FILE if is_input else PRINTS_FILE).read(rows))
+            prints = make_prints(self._file(part, PRINTS_FILE).read(rows))
             if found is None:
                 found = np.empty((len(numbers), prints.shape[1]), np.uint64)
             found[order[places]] = prints
@@ -376,7 +368,7 @@ class HubSearch:
     def permutations(self, number: np.uint64) -> int:
         """Return the number of values in the signature of an input, which is the same for all documents."""
         part = int(self._population.locate(np.array([number]))[0][0])
-        return self._file(part, SIGNATURES_FILE).row_shape[0]
+        return self._file(part, PRINTS_FILE).row_shape[0]
 
     def _by_part(self, numbers: Numbers) -> Iterator[tuple[int, Ranks, slice]]:
         """Yield (part, rows in the part, their slice of `numbers`) for ascending document numbers."""

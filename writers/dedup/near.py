@@ -114,9 +114,9 @@ def remove_near(
     `memory_bytes` limits the memory of one task; `limits` apply to exchanges.
     """
     known = find_known(run, splits, removals, config.minhash, indexes, memory_bytes, limits)
-    minhash, scope, tasks = config.minhash, config.scope, []
+    how, tasks = (config.minhash, *bands_and_rows(config), config.scope), []
     for split, gone in zip(splits, known.removals, strict=True):
-        args = split.documents, gone, minhash, scope, split.languages, memory_bytes
+        args = split.documents, gone, *how, split.languages, memory_bytes
         tasks.append(SIGN.task(split.name, split.bytes, *args))
     [signed] = run(tasks)
     described = [SIGN.result(commit) for commit in signed]
@@ -186,13 +186,12 @@ def _pair(
 
     `names` are the names of the tasks of each part.
     """
-    (bands, rows), parts = bands_and_rows(config), population.parts[: population.inputs]
+    (bands, _), parts = bands_and_rows(config), population.parts[: population.inputs]
     lost = exchange(run, MAKE_BANDS, LOST, equal, readers=len(parts), end=len(parts) << 32, limits=limits)
     tasks = []
     for number, part in enumerate(parts):
         first, own = int(population.starts[number]), lost.slice(number << 32, number + 1 << 32)
-        made = part, first, own, bands, rows, config.scope, memory_bytes
-        tasks.append(MAKE_BANDS.task(names[number], part.documents, *made))
+        tasks.append(MAKE_BANDS.task(names[number], part.documents, part, first, own, memory_bytes))
     [keys] = run(tasks)
     end = population.count("input")
     partitions = band_partitions(end * bands, memory_bytes)

@@ -7,12 +7,12 @@ Priority decides: documents of an index come before all others, then the lowest 
 lowest content rank (rows/documents.py).
 
     documents.npy    DOCUMENT, one row per document of the part
-    signatures.npy   uint32[n, permutations]
+    prints.npy       uint8[n, permutations]: a byte of each value of the signature, for hubs (hubs.py)
+    bands.npy        uint64[n, bands]: the keys of the signature's bands, which differ between groups (scope)
     keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
-    groups.npy       uint64[n], if the scope is a language or field: only documents of one group are compared
 
-A part of an index has other files, which index.py describes: documents.npy with rows of INDEXED, prints.npy
-and sketches.bin. Only the rows of documents in candidate pairs are read of them.
+A part of an index has documents.npy with rows of INDEXED, prints.npy and sketches.bin (index.py). Only the
+rows of documents in candidate pairs are read of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.stage import Stage
 
 DOCUMENTS_FILE = "documents.npy"
-SIGNATURES_FILE = "signatures.npy"
 PRINTS_FILE = "prints.npy"
-GROUPS_FILE = "groups.npy"
+BANDS_FILE = "bands.npy"
 
 DOCUMENT = np.dtype(
     [

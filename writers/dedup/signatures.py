@@ -10,18 +10,19 @@ A band is some neighboring values; its key is a 64-bit hash of them, of the band
 any word have no signature: they are similar to nothing. From UTF-8 to signatures takes about 2 ns per byte
 with 112 functions on a core with AVX-512.
 
-A part of the population holds the documents of one split that can be near-duplicates, with their signatures.
-It leaves out documents that were removed before (for example by equal texts), and texts without any word. Its
-files are described in `population.py`; rows keep the order of the split's documents. Once it is known which
-of them lose to equal words, `write_bands` makes the band keys of the others. Memory is one batch of documents
-and the buffers in which runs are sorted; it does not grow with the split.
+A part of the population holds the documents of one split that can be near-duplicates, with what is read of
+their signatures: the keys of the bands, and a byte of each value (`print_bytes`). It leaves out documents
+that were removed before (for example by equal texts), and texts without any word. Its files are described in
+`population.py`; rows keep the order of the split's documents. Once it is known which of them lose to equal
+words, `write_bands` sorts the band keys of the others. Memory is one batch of documents and the buffers in
+which runs are sorted; it does not grow with the split.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -39,14 +40,14 @@ from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupCo
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import (
+    BANDS_FILE,
     DOCUMENT,
     DOCUMENTS_FILE,
-    GROUPS_FILE,
-    SIGNATURES_FILE,
+    PRINTS_FILE,
     LanguageLabels,
     Part,
 )
-from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
+from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
@@ -210,6 +211,12 @@ def _hash_bands(signatures: UInt32s, groups: Int64s, rows: int, keys: UInt64s) -
             keys[text, band] = value ^ value >> _U29
 
 
+def print_bytes(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+    """Return one byte per value of signatures, uint8[n, permutations], as PRINTS_FILE has them."""
+    # The product's upper byte depends on all bits of the value, also of small values (Fibonacci hashing).
+    return (signatures * np.uint32(0x9E3779B1) >> np.uint32(24)).astype(np.uint8)
+
+
 LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # key: document_keys(part, row), removed for equal words
 
 
@@ -218,11 +225,6 @@ def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
     if config.bands is not None and config.rows is not None:
         return config.bands, config.rows
     return optimal_parameters(config.similarity, config.minhash.permutations)
-
-
-def _has_groups(scope: Scope) -> bool:
-    """Return whether the scope is language or a field, so that each document's group must be stored."""
-    return scope not in ("global", "source")
 
 
 def value_groups(values: Sequence[object]) -> npt.NDArray[np.uint64]:
@@ -274,14 +276,16 @@ def sign_split(
     documents: Artifact,
     removed: SplitRemovals,
     minhash: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
+    bands: Annotated[int, RecipeKey("dedup.near.bands")],
+    rows: Annotated[int, RecipeKey("dedup.near.rows")],
     scope: Annotated[Scope, RecipeKey("dedup.near.scope")],
     languages: LanguageLabels | None,
     memory_bytes: MemoryBytes,
 ) -> SignedPart:
     """Write the tables of a split's part into `folder`; `languages` are needed if the scope is language."""
-    gone = removed.load()
+    gone, how = removed.load(), (minhash, (bands, rows), scope)
     groups = None if languages is None else value_groups(languages.labels)[languages.read()]
-    return sign_documents(documents, gone, minhash, scope, folder, memory_bytes=memory_bytes, groups=groups)
+    return sign_documents(documents, gone, *how, folder, memory_bytes=memory_bytes, groups=groups)
 
 
 SIGN = Stage("signatures", "near-duplicates", sign_split, cost=14)
@@ -291,6 +295,7 @@ def sign_documents(
     documents: Artifact,
     removed: Removed,
     minhash: MinHashConfig,
+    banding: tuple[int, int],
     scope: Scope,
     folder: Path,
     *,
@@ -299,8 +304,8 @@ def sign_documents(
 ) -> SignedPart:
     """Write the tables of the part with these documents (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
-    Documents in `removed` are left out; documents that represent them keep their copy counts. `groups` are
-    the groups of all rows if they cannot be read from the documents.
+    Documents in `removed` are left out; documents that represent them keep their copy counts. `banding` is
+    (bands, rows). `groups` are the groups of all rows if they cannot be read from the documents.
     """
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     start = wordless = unspaced = 0
@@ -308,10 +313,9 @@ def sign_documents(
         source = stack.enter_context(documents.open_arrow())
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = minhash.permutations
-        values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
+        prints = stack.enter_context(RowsWriter(folder / PRINTS_FILE, np.uint8, width=width))
+        bands = stack.enter_context(RowsWriter(folder / BANDS_FILE, "<u8", width=banding[0]))
         keys = stack.enter_context(RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2))
-        stored = RowsWriter(folder / GROUPS_FILE, "<u8") if _has_groups(scope) else nullcontext()
-        written = stack.enter_context(stored)
         fields = [0, 1, 4, 7] if isinstance(scope, FieldScope) else [0, 1, 4]
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
@@ -327,41 +331,24 @@ def sign_documents(
             start += batch.num_rows
             wordless += len(kept) - len(described)
             keys.write(_key_rows(signed, described, own, table.rows))
-            values.write(signed.values.astype("<u4", copy=False))
+            prints.write(print_bytes(signed.values))
+            bands.write(band_keys(signed.values, *banding, own).astype("<u8", copy=False))
             table.write(described)
-            if written is not None and own is not None:
-                written.write(own)
     return SignedPart(table.rows, wordless, unspaced)
 
 
-def write_bands(
-    folder: Path,
-    part: Part,
-    first: int,
-    lost: Slice,
-    bands: Annotated[int, RecipeKey("dedup.near.bands")],
-    rows: Annotated[int, RecipeKey("dedup.near.rows")],
-    scope: Annotated[Scope, RecipeKey("dedup.near.scope")],
-    memory_bytes: MemoryBytes,
-) -> None:
+def write_bands(folder: Path, part: Part, first: int, lost: Slice, memory_bytes: MemoryBytes) -> None:
     """Write the band keys of a part whose first document has number `first`, without documents in LOST."""
-    described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
-    signatures = RowFile(part.folder / SIGNATURES_FILE)
-    gone = StepReader(lost, memory_bytes // 8)
-    # A chunk is held as signatures, as keys, and twice as entries, within a quarter of the memory.
-    row_bytes = 8 * signatures.row_shape[0] + 64 * bands
-    most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
+    stored, gone = RowFile(part.folder / BANDS_FILE), StepReader(lost, memory_bytes // 8)
+    [bands] = stored.row_shape
+    # A chunk is held as keys, and twice as entries, within a quarter of the memory.
+    most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // ((8 + 2 * BANDS.dtype.itemsize) * bands)))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes // 2) as run:
         for start in range(0, part.documents, most):
             stop = min(start + most, part.documents)
             losers = (gone.before(lost.start + stop)["key"] - np.uint64(lost.start)).astype(np.int64)
             kept = start + kept_rows(losers, start, stop - start)
-            groups = None
-            if scope == "source":
-                groups = described.read(start, stop)["source"][kept - start]
-            elif scope != "global":
-                groups = Rows(part.folder / GROUPS_FILE, "<u8").read(start, stop)[kept - start]
-            keys = band_keys(signatures.read(kept), bands, rows, groups)
+            keys = stored.read(kept)
             entries = np.empty(keys.size, BANDS.dtype)
             entries["key"], entries["number"] = keys.reshape(-1), np.repeat(first + kept, bands)
             run.write(entries)

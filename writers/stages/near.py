@@ -82,7 +82,8 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
     )
 
 
-_SIGNATURE_BYTES = 520  # bytes per document for its signature and keys
+_SIGNED_BYTES = 184  # bytes per document for its print and the key of its words
+_BAND_BYTES = 8
 _PAIRS = 0.6  # candidate pairs per document (shares of web text; families that grow have more)
 _PAIR_BYTES = 4.0  # bytes per pair in files, without the fields of a document's row
 _PAIRED = 0.2  # documents in pairs; each is sent to one block, with few exceptions
@@ -92,7 +93,7 @@ _SECONDS = 0.13  # documents with earlier partners
 def needs(n: Needs) -> None:
     """Add the requests and bytes of all stages, from signatures to decisions."""
     c = n.corpus
-    text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
+    text, stored = c.text_bytes * DOCUMENTS, c.documents * c.bands * _BAND_BYTES
     readers = c.limits.partitions(c.documents, KEYS.dtype)
     if c.shape.has_indexes:
         n.add(HASH_WORDS, c.gathered, *n.scans(text, c.gathered), files=1)
@@ -100,12 +101,12 @@ def needs(n: Needs) -> None:
         words = n.exchange(FIND_KNOWN, WORD_KEYS, c.gathered, c.documents, ranges)
         n.add(FIND_KNOWN, ranges, *n.slices(words, ranges), files=2)
         n.by_split(KNOWN_REMOVED, OUTCOMES, ranges, c.documents * LOSERS)
-    n.add(SIGN, c.gathered, *n.scans(text, c.gathered), files=3, written=signatures)
+    n.add(SIGN, c.gathered, *n.scans(text, c.gathered), files=4, written=c.documents * _SIGNED_BYTES + stored)
     n.add(PARTS, 1, 0, files=2)
     keys = n.exchange(EQUAL_WORDS, KEYS, c.gathered, c.documents, readers)
     n.add(EQUAL_WORDS, readers, *n.slices(keys, readers), files=2)
     lost = n.exchange(MAKE_BANDS, LOST, readers, c.documents * LOSERS, c.gathered)
-    gets, read = n.scans(signatures, c.gathered)
+    gets, read = n.scans(stored, c.gathered)
     more, also = n.slices(lost, c.gathered)
     entries = c.documents * c.bands
     size = entries * BANDS.dtype.itemsize
