@@ -9,7 +9,7 @@ text) is replicated with mutations (texts.py). The recipe has quality filters, e
 duplicates, and rows of 2,048 tokens. A small build before it compiles the kernels.
 
 With --kind the corpus is recombined from units of it (scale_corpus.py), with families of copies that grow
-with it. `web`: 2.5 kB a document, the same recipe. `short`: 350 bytes a document, exact and near duplicates,
+with it. `web`: 2.5 kB a document, a recipe as FineWeb's. `short`: 350 bytes a document, exact and near duplicates,
 and what stays as text. Then planted near copies tell the quality: of `SAMPLE` copies of a document that
 stays, as alike as the recipe asks for, how many were removed (recall); of `SAMPLE` removals, how many are
 less like the document they were removed for (needless). With --kill-after the largest build is killed
@@ -73,7 +73,16 @@ dedup: {exact: {}, near: {}, max_removed_fraction: 1}
 output: {path: OUT/out, format: parquet}
 work: OUT/work
 """
-RECIPES = {"grown": RECIPE, "web": RECIPE.replace("*.jsonl", "*.jsonl.zst"), "short": SHORT}
+WEB = f"""\
+inputs: [{{path: "TEXTS/*.jsonl.zst", source: texts}}]
+filters: [{{profile: fineweb}}]
+dedup: {{exact: {{}}, near: {{}}, max_removed_fraction: 1}}
+tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
+pack: {{sequence_length: 2048}}
+output: {{path: OUT/out}}
+work: OUT/work
+"""
+RECIPES = {"grown": RECIPE, "web": WEB, "short": SHORT}
 SIMILARITY, SAMPLE = 0.8, 20_000
 FILE_TEXT_BYTES = 64_000_000  # of a corpus of a kind
 HEADS: Heads = {
