@@ -11,9 +11,9 @@ duplicates, and rows of 2,048 tokens. A small build before it compiles the kerne
 With --kind the corpus is recombined from units of it (scale_corpus.py), with families of copies that grow
 with it. `web`: 2.5 kB a document, a recipe as FineWeb's. `short`: 350 bytes a document, exact and near
 duplicates, and what stays as text. Then planted near copies tell the quality: of `SAMPLE` copies of a
-document that stays, as alike as the recipe asks for, how many were removed (recall); of `SAMPLE` removals, how many are
-less like the document they were removed for (needless). With --kill-after the largest build is killed
-(SIGKILL, to all its processes) after so many seconds of each try, and goes on.
+document that stays, as alike as the recipe asks for, how many were removed (recall); of `SAMPLE` removals,
+how many are less like the document they were removed for (needless). With --kill-after the largest build is
+killed (SIGKILL, to all its processes) after so many seconds of each try, and goes on.
 
 Seconds and CPU (of the build's process and its workers) are of the time in which a stage had tasks to do; the
 checks of the tokenizer, which run beside `clean` and `tokenize`, are counted there. Memory is that of the
