@@ -427,6 +427,7 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
     assert {stage.stage: stage.tasks for stage in needs.stages} == merged
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.extended
 @pytest.mark.parametrize(("splits", "more"), [(31, False), (122, True)])
 def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int, more: bool) -> None:
