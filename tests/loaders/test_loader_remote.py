@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Callable[[Store], Store] | list[FaultRule], dict[str, in
     "every_other_500": ([FaultRule(fault="error", probability=0.5)], {"retries": 2}),
     "refused": ([FaultRule(fault="refuse", count=5)], {"retries": 5}),
     "reset": (body("reset", after_bytes=100, count=3), {"resumed_bodies": 3}),
-    "truncated": (body("truncate", after_bytes=150, count=3), {"resumed_bodies": 3}),
+    "truncated": (body("truncate", after_bytes=50, count=3), {"resumed_bodies": 3}),
     "hang": ([FaultRule(fault="hang", count=3, seconds=0.2)], {"retries": 3}),
     "hang_for_good": ([FaultRule(fault="hang", count=3)], {"retries": 3}),
     "stall": (body("stall", after_bytes=10, count=3, seconds=0.2), {"resumed_bodies": 3}),
