@@ -67,7 +67,7 @@ def make_pool(kind: str, texts: Sequence[tuple[str, str | None]]) -> Pool:
             others.setdefault(language, []).extend(part for part in found if 60 < len(part) < 1500)
     groups = [found for found in others.values() if len(found) >= 50]
     menu = [" ".join(one.split()[:3]) for one in sentences]
-    share = [0.12 / len(groups)] * len(groups)
+    share = [0.12 / max(1, len(groups))] * len(groups)
     return _pool([sentences, menu, *groups], [0.95 - sum(share), 0.05, *share], 5, (6, 14.0, 60))
 
 
