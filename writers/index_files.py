@@ -246,10 +246,10 @@ def _write_signatures(
 ) -> npt.NDArray[np.int64]:
     """Write the prints and band keys of a part without `removed`; return the rows of these in the part."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
-    prints, bands = RowFile(part / PRINTS_FILE), RowFile(part / BANDS_FILE)
-    assert len(table) == prints.rows == bands.rows, part
-    [width], [count_bands] = prints.row_shape, bands.row_shape
-    row_bytes = 3 * (DOCUMENT.itemsize + width) + 64 * count_bands
+    prints, stored = RowFile(part / PRINTS_FILE), RowFile(part / BANDS_FILE)
+    assert len(table) == prints.rows == stored.rows, part
+    [width], [bands] = prints.row_shape, stored.row_shape
+    row_bytes = 3 * (DOCUMENT.itemsize + width) + 64 * bands
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
     gone, count = [np.zeros(0, np.int64)], 0
     with (
@@ -261,9 +261,9 @@ def _write_signatures(
             gone.append(start + np.flatnonzero(~stays))
             some = start + np.flatnonzero(stays)
             kept.write(prints.read(some))
-            entries = np.empty(len(some) * count_bands, OWN_BANDS.dtype)
-            entries["key"], entries["part"] = bands.read(some).reshape(-1), -1
-            entries["row"] = np.repeat(np.arange(count, count + len(some)), count_bands)
+            entries = np.empty(len(some) * bands, OWN_BANDS.dtype)
+            entries["key"], entries["part"] = stored.read(some).reshape(-1), -1
+            entries["row"] = np.repeat(np.arange(count, count + len(some)), bands)
             keys.write(entries)
             count += len(some)
     return np.concatenate(gone)

@@ -58,14 +58,21 @@ from support.disk_meter import peak_bytes
 from support.rss_meter import RssMeter, process_tree
 from texts import EOS, documents, put_tokenizer, similarity, sources_by_language, write_corpus
 
-RECIPE = f"""\
-inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
-filters: [{{length: {{min_words: 20}}}}, {{gopher_repetition: {{}}}}]
-dedup: {{exact: {{}}, lines: {{}}, near: {{}}, max_removed_fraction: 1}}
+ROWS = f"""\
 tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 pack: {{sequence_length: 2048}}
 output: {{path: OUT/out}}
 work: OUT/work
+"""
+GROWN = """\
+inputs: [{path: "TEXTS/*.jsonl", source: texts}]
+filters: [{length: {min_words: 20}}, {gopher_repetition: {}}]
+dedup: {exact: {}, lines: {}, near: {}, max_removed_fraction: 1}
+"""
+WEB = """\
+inputs: [{path: "TEXTS/*.jsonl.zst", source: texts}]
+filters: [{profile: fineweb}]
+dedup: {exact: {}, near: {}, max_removed_fraction: 1}
 """
 SHORT = """\
 inputs: [{path: "TEXTS/*.jsonl.zst", source: texts, id: id}]
@@ -73,16 +80,7 @@ dedup: {exact: {}, near: {}, max_removed_fraction: 1}
 output: {path: OUT/out, format: parquet}
 work: OUT/work
 """
-WEB = f"""\
-inputs: [{{path: "TEXTS/*.jsonl.zst", source: texts}}]
-filters: [{{profile: fineweb}}]
-dedup: {{exact: {{}}, near: {{}}, max_removed_fraction: 1}}
-tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
-pack: {{sequence_length: 2048}}
-output: {{path: OUT/out}}
-work: OUT/work
-"""
-RECIPES = {"grown": RECIPE, "web": WEB, "short": SHORT}
+RECIPES = {"grown": GROWN + ROWS, "web": WEB + ROWS, "short": SHORT}
 SIMILARITY, SAMPLE = 0.8, 20_000
 FILE_TEXT_BYTES = 64_000_000  # of a corpus of a kind
 HEADS: Heads = {

@@ -4,20 +4,34 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
 from shardkit.errors import RecipeError
 from shardkit.writers.dedup.bands import BANDS, partitions_for
-from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.config import MinHashConfig, Scope
+from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.dedup.population import BANDS_FILE, Part
-from shardkit.writers.dedup.signatures import LOST, band_keys, write_bands
+from shardkit.writers.dedup.signatures import LOST, band_keys, sign_batch, sign_documents, write_bands
 from shardkit.writers.exchange.exchange import Exchanged, RunWriter
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
+from support.documents import write_documents
 from support.task_folders import read_run, slice_of
 
-GLOBAL = NearDedupConfig(minhash=MinHashConfig(permutations=12), bands=3, rows=4)
-BY_SOURCE = NearDedupConfig(minhash=MinHashConfig(permutations=12), bands=3, rows=4, scope="source")
+MINHASH = MinHashConfig(permutations=12)
+
+
+@pytest.mark.parametrize("scope", ["global", "source"])
+def test_a_part_has_the_keys_of_its_documents_groups(tmp_path: Path, scope: Scope) -> None:
+    texts, sources = [f"w{n} a b c d e f" for n in range(20)] * 2, [0] * 20 + [1] * 20
+    documents = Artifact(write_documents(tmp_path / "texts.arrow", texts, source=sources))
+    sign_documents(documents, Removed(), MINHASH, (3, 4), scope, tmp_path)
+    signed = sign_batch(pa.array(texts, pa.large_string()), MINHASH).values
+    groups = np.array(sources) if scope == "source" else None
+    keys = np.load(tmp_path / BANDS_FILE)
+    assert keys.tolist() == band_keys(signed, 3, 4, groups).tolist()
+    assert (keys[:20] == keys[20:]).all() == (scope == "global")
 
 
 def make_part(folder: Path, count: int) -> tuple[Part, npt.NDArray[np.uint64]]:
