@@ -2,7 +2,8 @@
 
 Python blocks of a page run in their order and in one namespace, in a folder that has what the pages name: the
 datasets "out", "annotated", "web" and so on, a recipe, lists of exclusions, and a store for s3://bucket.
-Pages of trainers have tests of their own, and so have the pages for those who come from other tools.
+Pages of trainers have tests of their own, and so have the tutorial and the pages for those who come from
+other tools.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from support.small_build import EOS, make_corpus
 
 TRAINERS = ROOT / "docs" / "trainers"
 GUIDES = ROOT / "docs" / "guides"
-ELSEWHERE = (TRAINERS, GUIDES / "migrate.md", GUIDES / "replace_streaming.md")
+ELSEWHERE = (TRAINERS, *(GUIDES / f"{name}.md" for name in ("migrate", "replace_streaming", "tutorial")))
 BLOCKS = [
     block
     for page in PAGES
