@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -335,9 +336,36 @@ def tutorial(palette: Palette) -> Drawing:
     return drawing
 
 
+def dump(palette: Palette) -> Drawing:
+    """What the stages keep of a dump, by the command on the page of fifty terabytes."""
+    page = (DOCS / "guides" / "fifty_terabytes.md").read_text()
+    [left] = map(float, re.findall(r"--raw ([\d.]+)TB", page))
+    kept = [(name, float(share)) for name, share in re.findall(r"--retention (\w+)=([\d.]+)", page)]
+    names = {
+        "extract": "main text of pages", "language": "in English", "quality": "behind the quality rules",
+        "duplicates": "without duplicates",
+    }  # fmt: skip
+    rows = [("compressed WARC", left)]
+    for name, share in kept:
+        left *= share
+        rows.append((names[name], left))
+    rows.append(("tokens of 2 bytes", left / 4 * 2))  # of 4 bytes of text each
+    drawing = Drawing(640, 20 + 34 * len(rows), "What is left of a dump after each stage", palette)
+    most = rows[0][1]
+    for place, (name, terabytes) in enumerate(rows):
+        y = 10 + 34 * place
+        drawing.text(190, y + 19, name, anchor="end")
+        last = place == len(rows) - 1
+        width = max(2.0, 340 * terabytes / most)
+        drawing.rect(200, y + 3, width, 22, fill=palette.second if last else palette.accent, radius=3)
+        drawing.text(208 + width, y + 19, f"{terabytes:.3g} TB", anchor="start")
+    return drawing
+
+
 FIGURES: dict[str, Callable[[Palette], Drawing]] = {
     "batches": batches,
     "cache": cache,
+    "dump": dump,
     "loaders": loaders,
     "order": order,
     "pipeline": pipeline,
