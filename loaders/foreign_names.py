@@ -2,7 +2,8 @@
 
 The other loaders are torch's DataLoader, MosaicML Streaming, litdata and webdataset.
 
-Errors about unknown options quote these tables, and docs/guides/migrate.md shows them.
+Errors about unknown options quote these tables, and the pages docs/guides/migrate.md and replace_streaming.md
+show them.
 """
 
 from __future__ import annotations
