@@ -23,6 +23,7 @@ __all__ = [
     "CutOptions",
     "Dataset",
     "Layout",
+    "MdsWriter",
     "Order",
     "OutputOptions",
     "Recipe",
@@ -35,6 +36,7 @@ __all__ = [
     "convert",
     "download",
     "load_recipe",
+    "merge",
     "open",
     "open_dataset",
     "pack",
@@ -52,6 +54,7 @@ _PLACES = {
     "CutOptions": "shardkit.tools.convert",
     "Dataset": "shardkit.datasets.dataset",
     "Layout": "shardkit.loaders.config",
+    "MdsWriter": "shardkit.formats.mds",
     "Order": "shardkit.loaders.config",
     "OutputOptions": "shardkit.tools.convert",
     "Recipe": "shardkit.writers.recipe.recipe",
@@ -63,6 +66,7 @@ _PLACES = {
     "convert": "shardkit.tools.convert",
     "download": "shardkit.publish",
     "load_recipe": "shardkit.writers.recipe.recipe",
+    "merge": "shardkit.formats.mds",
     "open": "shardkit.datasets.dataset:open_dataset",
     "open_dataset": "shardkit.datasets.dataset",
     "pack": "shardkit.writers.token_store:pack_store",
@@ -76,6 +80,7 @@ if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset, open_dataset, trace
     from shardkit.datasets.dataset import open_dataset as open
     from shardkit.datasets.verify import verify
+    from shardkit.formats.mds import MdsWriter, merge
     from shardkit.loaders import Layout, Order, Run, Stream, StreamingLoader
     from shardkit.publish import download, upload
     from shardkit.storage.store import StorageOptions
