@@ -3,8 +3,9 @@
     import shardkit as sk
 
     result = sk.build("recipe.yaml")                  # or a dict of the same keys, or a Recipe
+    sk.build(documents, output="out", tokenizer="gpt2")  # dicts, a DataFrame, files: without a recipe
     ds = sk.open("out")                               # or a URL: any MDS or WebDataset
-    ds[17], ds[3:9], ds.sample(5).to_pandas()         # rows
+    ds[17], ds[3:9], ds.head().to_pandas()            # rows
     ds.text(17), ds.documents(17)                     # the decoded text of a row, and its documents
     ds.trace(url="example.org/*")                     # the rows that hold a document or site
     for batch in sk.StreamingLoader(ds, batch_size=8):
