@@ -13,12 +13,12 @@ speed of the disk, much faster than building).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as dataclass_replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from shardkit.card import DatasetCard, Histogram, RepeatFacts
 from shardkit.errors import BuildError, RecipeError, ShardError
@@ -71,9 +71,19 @@ from shardkit.writers.stages.tokenize import TOKENIZE, Tokenized
 from shardkit.yaml_file import plain_settings
 
 
+class ArrowTable(Protocol):
+    """A table of any library with Arrow's PyCapsule interface: pandas, polars, pyarrow, DuckDB."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+# Sequences and iterators, not any iterable, which a dict is, too: type checkers could not infer its keys.
+Data: TypeAlias = Sequence[object] | Iterator[object] | ArrowTable
+
+
 @not_for_everyone()
 def build(
-    recipe: Recipe | Mapping[str, object] | str | PathLike[str] | Iterable[object],
+    recipe: Recipe | Mapping[str, object] | str | PathLike[str] | Data,
     *,
     output: str | PathLike[str] | None = None,
     tokenizer: str | PathLike[str] | Mapping[str, object] | None = None,
@@ -242,7 +252,7 @@ def _publish_all(
 
 
 def _with_data(
-    given: Recipe | Mapping[str, object] | str | PathLike[str] | Iterable[object],
+    given: Recipe | Mapping[str, object] | str | PathLike[str] | Data,
     documents: object,
     output: str | PathLike[str] | None,
     settings: Mapping[str, Any],

@@ -37,6 +37,7 @@ RowChoice: TypeAlias = slice | Sequence[int] | npt.NDArray[np.integer[Any]]
 
 _SHOWN = 6  # maximum number of row numbers in a repr
 _PROBED = 100  # number of rows from which the memory of all rows is estimated
+_STRIDE = 16  # of later rows, each 16th is measured, because measuring takes a third as long as reading
 _FREE_PARTS = 4  # a conversion may read a quarter of the free memory: it holds rows and columns at a time
 
 
@@ -174,10 +175,12 @@ class Rows:
         limit = available_bytes() // _FREE_PARTS if max_bytes is None else parse_bytes(max_bytes)
         samples: list[dict[str, object]] = []
         held = 0
-        for number in self.numbers:
+        for place, number in enumerate(self.numbers):
             sample = self.dataset.row(int(number), wanted)
             samples.append(sample)
-            held += _memory_of(sample)
+            if place >= _PROBED and place % _STRIDE:
+                continue
+            held += _memory_of(sample) * (1 if place < _PROBED else _STRIDE)
             projected = held * len(self) // len(samples)
             if held > limit or (len(samples) == _PROBED and projected > 2 * limit):
                 may = "a quarter of the free memory" if max_bytes is None else "max_bytes"

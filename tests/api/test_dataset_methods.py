@@ -108,9 +108,9 @@ def test_a_conversion_that_would_take_too_much_memory_ends_and_says_what_to_do(
     assert "1,000 rows would take about 4 MB, more than 1 MB (max_bytes)" in str(refused.value)
     assert 'dataset[:1000], or fewer columns (columns=["…"]), or give max_bytes' in str(refused.value)
     read.clear()
-    with pytest.raises(ShardkitError, match="would take about 4 MB, more than 3 MB"):
+    with pytest.raises(ShardkitError, match=r"would take about 4\.\d+ MB, more than 3 MB"):
         CONVERSIONS[kind](dataset, "3MB")
-    assert len(read) == 751, "rows are counted to the limit if the estimate is near it"
+    assert 750 <= len(read) < 766, "rows are counted to the limit if the estimate is near it"
     CONVERSIONS[kind](dataset, "4MB")
     CONVERSIONS[kind](dataset, None)
 

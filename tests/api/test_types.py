@@ -34,6 +34,7 @@ sk.MdsWriter("out", columns={"text": "str"}, size_limit=5)
 sk.merge(["out"])
 sk.build({}, sequence_length="long")
 sk.load_recipe(5)
+sk.build(5, output="out")
 """
 WRONG_LINES = {number for number, line in enumerate(MISTAKES.splitlines(), 1) if line.startswith("sk.")}
 

@@ -21,6 +21,8 @@ def prepare(folder: Path) -> sk.BuildResult:
         for_documents=True,
     )
     assert recipe.pack.sequence_length == 65
+    keys: dict[str, Any] = {"inputs": "plain-*.jsonl", "output": "other"}
+    assert sk.load_recipe({**keys, "tokenizer": {"path": "tokenizer.json", "eos": "x"}}).seed == 17
     documents = [{"text": f"document {number} has words"} for number in range(200)]
     tokenizer = folder / "tokenizer.json"
     return sk.build(
