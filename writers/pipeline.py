@@ -84,8 +84,8 @@ Data: TypeAlias = Sequence[object] | Iterator[object] | ArrowTable
 @not_for_everyone()
 def build(
     recipe: Recipe | Mapping[str, object] | str | PathLike[str] | Data,
-    *,
     output: str | PathLike[str] | None = None,
+    *,
     tokenizer: str | PathLike[str] | Mapping[str, object] | None = None,
     sequence_length: int | None = None,
     text: str | None = None,

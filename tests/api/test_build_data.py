@@ -110,7 +110,7 @@ def test_the_rows_have_the_length_that_init_would_write_and_the_field_that_is_na
 
 
 def test_a_folder_is_built_whole(corpus: Path) -> None:
-    sk.build("tables", output="out", **SHORT, **RUN)
+    sk.build("tables", "out", **SHORT, **RUN)
     [table] = (corpus / "tables").iterdir()
     assert documents_of("out") == sorted(pandas.read_parquet(table)["text"])
 
