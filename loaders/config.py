@@ -2,7 +2,8 @@
 
 Common options are keyword arguments; all others are in three groups: `Layout`, `Order` and `Run`.
 `LoaderConfig` holds all options with their defaults and checks them. `LoaderOptions` repeats the names as a
-TypedDict, because type checkers and editors need one; a test ensures that the two agree.
+TypedDict, because type checkers and editors need one, and the signature of `StreamingLoader` lists those that
+most people use, because tooltips and `help()` show no names of a TypedDict; a test ensures that all agree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Rational
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.files import local_path
 from shardkit.formats.mds.images import IMAGE_WORDS, pixel_decoder
@@ -45,6 +46,7 @@ Transform: TypeAlias = "Callable[[dict[str, Any]], dict[str, Any]] | RandomTrans
 RandomTransform: TypeAlias = "Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]"
 Collate: TypeAlias = "Callable[[list[dict[str, Any]]], Any] | RandomCollate"
 RandomCollate: TypeAlias = "Callable[[list[dict[str, Any]], np.random.Generator], Any]"
+DataSource: TypeAlias = "str | os.PathLike[str] | Dataset | Sequence[Stream]"
 Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction]"
 """Weights of all streams in stream order, or by name; streams that are not named get 0."""
 
@@ -71,13 +73,28 @@ BUSY_SECONDS = 200e-6
 _MOSAICML_NAMES = {"proportion": "weight", "remote": "path", "local": "path"}
 
 
+class _Named:
+    """Settings whose unknown keywords are refused with a suggestion, which a generated __init__ lacks."""
+
+    __slots__ = ()
+    _renamed: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *values: object, **named: object) -> _Named:
+            refuse_unknown(f"{cls.__name__}()", named, [field.name for field in fields(cls)], cls._renamed)
+            return object.__new__(cls)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Stream:
+class Stream(_Named):
     """A dataset and its share of a mixture.
 
     Of every `sum of weights` consecutive samples, exactly `weight` come from this stream. Each pass over a
     stream is shuffled differently.
     """
+
+    _renamed: ClassVar[Mapping[str, str]] = _MOSAICML_NAMES
 
     path: str | os.PathLike[str] | Dataset
     weight: float | Fraction = 1
@@ -93,13 +110,6 @@ class Stream:
     """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
     mask: MaskedTokens = None
     """Tokens whose labels are -100: (row, first, end) spans or a file of them (`TokenMask.read`)."""
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *values: object, **named: object) -> Stream:
-            """Raise TypeError for an unknown keyword, with the suggestion that a generated __init__ lacks."""
-            refuse_unknown("Stream()", named, cls.__slots__, _MOSAICML_NAMES)
-            return object.__new__(cls)
 
     def __repr__(self) -> str:
         """Return the path and all fields that differ from their defaults."""
@@ -157,7 +167,7 @@ def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
             object.__setattr__(settings, name, int(value))
 
 
-class _Group:
+class _Group(_Named):
     """Options that are given together, such as layout=Layout(cu_seqlens=True)."""
 
     _given: frozenset[str]
@@ -165,9 +175,7 @@ class _Group:
     if not TYPE_CHECKING:
 
         def __new__(cls, **named: object) -> _Group:
-            """Raise TypeError for an unknown keyword, with the suggestion that a generated __init__ lacks."""
-            refuse_unknown(f"{cls.__name__}()", named, [field.name for field in fields(cls)])
-            group = object.__new__(cls)
+            group = super().__new__(cls, **named)
             group.__dict__["_given"] = frozenset(named)
             return group
 
@@ -331,26 +339,15 @@ def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-class LoaderOptions(TypedDict, total=False):
-    """Further keyword arguments of `StreamingLoader`; `LoaderConfig` documents them and sets the defaults."""
+class FurtherOptions(TypedDict, total=False):
+    """Keyword arguments of `StreamingLoader` that its signature does not list; see `LoaderConfig`."""
 
-    labels: bool | Literal["shifted"]
-    layout: Layout
-    order: Order
-    run: Run
     eos_id: int | None
     bos_id: int | None
     pad_id: int | None
-    columns: Sequence[str] | None
-    decode: bool | str
-    transform: Transform | None
     collate_fn: Collate | None
-    endless: bool
     restart: bool
-    cache_dir: str | os.PathLike[str] | None
-    cache_bytes: int | str | None
     storage: StorageOptions | None
-    sequence_length: int | None
     tokenizer: TokenizerChoice | None
     pack: Pack
     token_dtype: str | None
@@ -358,6 +355,22 @@ class LoaderOptions(TypedDict, total=False):
     usage_log: str | os.PathLike[str] | None
     mesh: DeviceMesh | None
     group: ProcessGroup | None
+
+
+class LoaderOptions(FurtherOptions, total=False):
+    """All options of a loader as keyword arguments; `LoaderConfig` documents them and sets the defaults."""
+
+    labels: bool | Literal["shifted"]
+    columns: Sequence[str] | None
+    sequence_length: int | None
+    decode: bool | str
+    transform: Transform | None
+    endless: bool
+    cache_dir: str | os.PathLike[str] | None
+    cache_bytes: int | str | None
+    layout: Layout
+    order: Order
+    run: Run
 
 
 class RunOptions(LoaderOptions, total=False):

@@ -1,36 +1,19 @@
-"""Values derived from datasets and options: the id that ends documents, the table of row costs."""
+"""Values derived from datasets and options: the id that ends documents, row costs, the maker of batches."""
 
 from __future__ import annotations
 
 from shardkit.cache import CacheOptions
 from shardkit.cache.shards import SharedCache
 from shardkit.datasets import segments
-from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.row_costs import open_row_costs
-from shardkit.errors import warn_user
+from shardkit.loaders.batch import BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.document_values import document_values
+from shardkit.loaders.gather import OutputMemory
+from shardkit.loaders.sources import SourceInfo
 from shardkit.loaders.streams import Streams
 from shardkit.order.balance import DocumentIds, WorkBalance, cost_model
-from shardkit.order.order import OrderSpec
-from shardkit.units import format_bytes
-
-
-def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None:
-    """Warn if the cache cannot hold the shards that `served` lanes of the order use at the same time."""
-    assert dataset.shards is not None
-    capacity = dataset.shards.cache.capacity
-    sizes = dataset.manifest.raw_bytes.clip(0)
-    total, largest = int(sizes.sum()), int(sizes.max(initial=0))
-    # A window may begin and end inside a shard, so each lane may use two more shards.
-    window = min(order.window or len(dataset), -(-len(dataset) // order.lanes))
-    window_bytes = window * total // max(1, len(dataset))
-    needed = min(served * (window_bytes + 2 * largest), total)
-    if capacity < needed:
-        warn_user(
-            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, which {served:,} "
-            f"lanes use at a time: about {100 * (1 - capacity / needed):.0f}% of rows will be read one by "
-            "one; raise cache_bytes, or use a smaller window, fewer lanes or smaller shards"
-        )
+from shardkit.order.token_mask import TokenMask
 
 
 def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -> int | None:
@@ -69,3 +52,36 @@ def may_be_padded(streams: Streams, config: LoaderConfig) -> bool:
     """Return False if the cards of all streams record zero padding and no eos_id is given, else True."""
     cards = [dataset.card for dataset in streams.datasets]
     return config.eos_id is not None or any(card is None or card.data.get("padding") != 0 for card in cards)
+
+
+def batch_maker(
+    streams: Streams,
+    source: SourceInfo,
+    config: LoaderConfig,
+    output: OutputMemory,
+    *,
+    batch_size: int,
+    return_ids: bool,
+    mark_padding: bool = False,
+    mask: TokenMask | None = None,
+) -> BatchMaker:
+    """Return what makes batches of the columns of `source`; arguments are as in `BatchMaker`."""
+    key = source.token_key
+    return BatchMaker(
+        batch_size=batch_size,
+        config=config,
+        columns=source.columns,
+        tokens=TokenColumn(
+            key,
+            find_eos_id(streams.once, config, key),
+            source.token_dtype,
+            may_be_padded(streams.once, config),
+            mask,
+            source.may_overflow,
+        ),
+        output=output,
+        return_ids=return_ids,
+        mark_padding=mark_padding,
+        split_ids=streams.split_ids if len(streams) > 1 else None,
+        values=document_values(streams, config.document_values),
+    )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any, TypeAlias, Unpack
 
@@ -38,10 +38,10 @@ with naming_extras("ShardDataModule"):
 
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import (
+    DataSource,
     LoaderConfig,
     LoaderOptions,
     RunOptions,
-    Stream,
     Weights,
     flattened,
     grouped,
@@ -185,8 +185,6 @@ def _placement(trainer: Trainer | None) -> dict[str, Any]:
     rank, world_size = find_replica(trainer)
     return {"rank": rank, "world_size": world_size}
 
-
-DataSource: TypeAlias = "str | os.PathLike[str] | Dataset | Sequence[Stream]"
 
 EvaluationSource: TypeAlias = "DataSource | Mapping[str, DataSource]"
 

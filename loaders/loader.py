@@ -23,17 +23,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Never, Self, SupportsIndex, Unpack
+from typing import Literal, Never, Self, SupportsIndex, Unpack
 
-from shardkit.cache.planner import Pace
-from shardkit.cache.run import PlanRequest
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.agreement import RankAgreement
-from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
-from shardkit.loaders.defaults import find_eos_id, may_be_padded, open_work_balance, warn_of_small_cache
-from shardkit.loaders.document_values import document_values, source_labels
+from shardkit.loaders.batch import Batch
+from shardkit.loaders.config import (
+    DataSource,
+    FurtherOptions,
+    Layout,
+    LoaderConfig,
+    LoaderOptions,
+    Order,
+    Run,
+    Stream,
+    TokenDtype,
+    Transform,
+    Weights,
+)
+from shardkit.loaders.defaults import batch_maker, open_work_balance
+from shardkit.loaders.document_values import source_labels
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
@@ -46,33 +56,44 @@ from shardkit.loaders.placement import (
     replicas_on_machine,
 )
 from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Portion, Prefetcher
+from shardkit.loaders.shard_uses import ShardUses
 from shardkit.loaders.sources import open_source
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import open_usage_log
 from shardkit.order.arrangement import Arrangement
 from shardkit.order.batches import BatchPlan, Cursor, StepSizes
 from shardkit.order.order import MAX_POSITION, Shuffle
-from shardkit.order.residency import lanes_of_ranks
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.state import LoaderState, OnMismatch, resume
 from shardkit.units import parse_bytes
+
+_LAYOUT, _ORDER, _RUN = Layout(), Order(), Run()  # immutable, so they can be defaults of arguments
 
 
 class StreamingLoader:
     """Iterates over a dataset's batches: {"tokens": int64[batch_size, length], …}, one epoch per `for`.
 
     `dataset`: a path or URL (MDS, tars, row or token files: `shardkit.open`), an open `Dataset` or a list
-    of `Stream`, which are mixed by weight. `batch_size`: sequences per rank and step. `shuffle`: "window"
-    (within a bounded window of each lane), "global" or "none". `tail`: what happens at the end of an epoch:
+    of `Stream`, which are mixed by weight. `batch_size`: sequences per rank and step. `shuffle`, by `seed`:
+    "window" (in a bounded window of each lane), "global" or "none". `tail`: what happens at an epoch's end:
     "carry" fills the last batch from the next epoch, "drop" leaves it out, "pad" fills it with padding rows.
     `rank` and `world_size` are data-parallel. They default to the values of `mesh` or `group`, else of
     torch.distributed, else of torchrun, else rank 0 of 1 (`shardkit.loaders.placement`). `dtype`: type of the
     delivered tokens; None keeps the stored type. `return_ids` adds `sample_id`, the row number in the
-    dataset, and in a mixture `stream_id`, the number of each sample's stream. `LoaderConfig` describes all
-    other options. Options in its groups are passed as `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
+    dataset, and in a mixture `stream_id`, the number of each sample's stream.
 
-    Other columns become tensors if they hold numbers or arrays of constant shape, and lists otherwise; see
-    `LoaderConfig.transform` for images.
+    `labels`: True adds labels equal to the tokens, for models that shift them; "shifted" the next tokens.
+    `columns`: deliver these columns only. `sequence_length`: tokens per row of flat token files, and of texts
+    with `tokenizer`. `decode`: how images and members of tars are decoded, as in `shardkit.open`.
+    `transform`: function of a sample, a dict, that returns the sample to deliver. `endless`: continue with
+    the next epoch instead of ending the `for`. `cache_dir`: folder that caches shards of remote datasets for
+    all processes of the machine; None: memory. `cache_bytes`: maximum size of the cache, such as "200GB".
+    Groups of options: `layout`, the form of a batch; `order`, the order of samples; `run`, how batches are
+    fetched and waited for. `shardkit.loaders.config.LoaderConfig` describes all of them and the rest: eos_id,
+    bos_id, pad_id, collate_fn, restart, storage, tokenizer, pack, token_dtype, per_file, usage_log, mesh and
+    group.
+
+    Columns besides the tokens become tensors if they hold numbers or arrays of constant shape, else lists.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
     """
 
@@ -88,75 +109,96 @@ class StreamingLoader:
         world_size: int | None = None,
         dtype: TokenDtype = "int64",
         return_ids: bool = False,
-        **options: Unpack[LoaderOptions],
+        labels: bool | Literal["shifted"] = False,
+        columns: Sequence[str] | None = None,
+        sequence_length: int | None = None,
+        decode: bool | str = True,
+        transform: Transform | None = None,
+        endless: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        layout: Layout = _LAYOUT,
+        order: Order = _ORDER,
+        run: Run = _RUN,
+        **options: Unpack[FurtherOptions],
     ) -> None:
-        self.config = LoaderConfig.of(options)
+        self.config = LoaderConfig.of(
+            LoaderOptions(
+                labels=labels,
+                columns=columns,
+                sequence_length=sequence_length,
+                decode=decode,
+                transform=transform,
+                endless=endless,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+                layout=layout,
+                order=order,
+                run=run,
+                **options,
+            )
+        )
         self._place = find_place(rank, world_size, mesh=self.config.mesh, group=self.config.group)
         self.machine_ranks: tuple[int, ...] | None = None
         """The data-parallel ranks that share this machine; None until `learn_machine_ranks` is called."""
-        self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
         self._running: Prefetcher | None = None
         self._iteration: object = None
         self._stop_together = StopTogether(
             self, on_peer_error=StreamingLoader._interrupt, grace_seconds=self.config.stop_grace_seconds
         )
         self._watch_peers()
-        self._opened = open_streams(dataset, self.config, local_processes(self._place), place=self._place)
-        streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
-        self.sources = source_labels(streams)
-        """The labels that `Layout(document_values=["source"])` numbers: those of all inputs, each once."""
-        self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
-        self.output = OutputMemory()
-        """Reusable memory that rows are written to."""
-        self._source = open_source(
-            streams,
-            self.config.columns,
-            dtype,
-            self.output,
-            mixed_lengths=self.config.mixed_lengths,
-            keep_stored=self.config.reads_tokens,
-            changes=self.config.changes_samples,
-        )
+        self._open(dataset, batch_size, tail, dtype)
         self._cursor = (0, 0)
-        timeout_seconds = self.config.timeout_seconds
-        self._agreement = RankAgreement(self._place, self._stop_together, timeout_seconds=timeout_seconds)
-        self._balance = open_work_balance(
-            streams, self.config, self.world_size, processes=local_processes(self._place)
-        )
         self._step_sizes: StepSizes | None = None
         if (sizes := self.config.global_batch) is not None:
             if tail != "carry":
                 raise ValueError(f"global_batch needs tail='carry', not {tail!r}: steps may span two epochs")
             self._adopt_step_sizes(StepSizes.of(sizes))
         self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
-        self._warn_of_small_caches(is_starting=False)
-        self._maker = self._batch_maker(return_ids=return_ids, mark_padding=tail == "pad")
+        self.shard_uses().warn_of_small_caches(is_starting=False)
+        self._begin_delivery(return_ids=return_ids, mark_padding=tail == "pad")
+
+    def _open(self, dataset: DataSource, batch_size: int, tail: Tail, dtype: TokenDtype) -> None:
+        """Open the streams, the source that reads their rows, and what compares and balances ranks."""
+        config, processes = self.config, local_processes(self._place)
+        self._opened = open_streams(dataset, config, processes, place=self._place)
+        streams, samples = self._opened.streams, self._opened.epoch_samples(config)
+        self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
+        self.sources = source_labels(streams)
+        """The labels that `Layout(document_values=["source"])` numbers: those of all inputs, each once."""
+        self.output = OutputMemory()
+        """Reusable memory that rows are written to."""
+        self._source = open_source(
+            streams,
+            config.columns,
+            dtype,
+            self.output,
+            mixed_lengths=config.mixed_lengths,
+            keep_stored=config.reads_tokens,
+            changes=config.changes_samples,
+        )
+        self._agreement = RankAgreement(
+            self._place, self._stop_together, timeout_seconds=config.timeout_seconds
+        )
+        self._balance = open_work_balance(streams, config, self.world_size, processes=processes)
+
+    def _begin_delivery(self, *, return_ids: bool, mark_padding: bool) -> None:
+        """Make what turns rows into batches, and what counts and logs them."""
+        streams = self._opened.streams
+        self._maker = batch_maker(
+            streams,
+            self._source,
+            self.config,
+            self.output,
+            batch_size=self.batch_size,
+            return_ids=return_ids,
+            mark_padding=mark_padding,
+            mask=self._opened.token_mask,
+        )
         self._telemetry = Telemetry(self.batch_size, shards=streams.remote, ranks=self.world_size)
         self.usage = open_usage_log(self.config.usage_log, streams, self._place, batch_size=self.batch_size)
         if self.usage is not None:
             self.usage.begin(self._settings, 0)
-
-    def _batch_maker(self, *, return_ids: bool, mark_padding: bool) -> BatchMaker:
-        streams, key = self._opened.streams, self._source.token_key
-        column = TokenColumn(
-            key,
-            find_eos_id(streams.once, self.config, key),
-            self._source.token_dtype,
-            may_be_padded(streams.once, self.config),
-            self._opened.token_mask,
-            self._source.may_overflow,
-        )
-        return BatchMaker(
-            batch_size=self.batch_size,
-            config=self.config,
-            columns=self._source.columns,
-            tokens=column,
-            output=self.output,
-            return_ids=return_ids,
-            mark_padding=mark_padding,
-            split_ids=streams.split_ids if len(streams) > 1 else None,
-            values=document_values(streams, self.config.document_values),
-        )
 
     def __iter__(self) -> Iterator[Batch]:
         if (workers := dataloader_workers()) > 1:
@@ -221,7 +263,7 @@ class StreamingLoader:
             )
         if not self.config.endless:
             raise ValueError("steps() needs endless=True, because an epoch may end in the middle of a step")
-        self._check_steps(self._step_sizes)
+        self._step_sizes.check_whole(self.position, self._plan.global_batch)
         batches = iter(self)
         return self._deliver_steps(batches, self._iteration)
 
@@ -241,15 +283,6 @@ class StreamingLoader:
                 raise
             yield step
 
-    def _check_steps(self, sizes: StepSizes) -> None:
-        """Raise ValueError if a step at or after the current position is not a whole number of batches."""
-        batch = self._plan.global_batch
-        if uneven := [size for size in sizes.sizes_from(self.position) if size % batch]:
-            raise ValueError(
-                f"a step of {uneven[0]:,} sequences is not a multiple of batch_size * world_size "
-                f"= {batch:,}: choose another batch_size"
-            )
-
     def _announce_limit(self) -> None:
         """Warn if a stream's `repeat` or `choose` limit will end this run."""
         limit = self._arrangement.limit
@@ -259,14 +292,14 @@ class StreamingLoader:
 
     def _start(self, portion: Portion = WHOLE) -> Prefetcher:
         """Start producing batches from the current cursor, and start fetching their shards."""
-        config = self.config
+        config, most_bytes = self.config, parse_bytes(self.config.prefetch_bytes)
         maker = GroupMaker(
             self._opened.streams,
             self._arrangement,
             self._plan,
             self._source,
             self._maker,
-            most_bytes=self._prefetch_bytes,
+            most_bytes=most_bytes,
             balance=self._balance,
             makes_batches=portion.makes_batches,
         )
@@ -276,7 +309,7 @@ class StreamingLoader:
             maker.groups(cursor, endless=config.endless, first=portion.first, every=portion.every),
             maker.describe,
             most_batches=config.prefetch_batches if portion.reads_ahead and not maker.needs_loop else 0,
-            most_bytes=self._prefetch_bytes,
+            most_bytes=most_bytes,
             timeout_seconds=config.timeout_seconds,
         )
         return self._running
@@ -286,23 +319,18 @@ class StreamingLoader:
         streams = self._opened.streams
         if not streams.remote:
             return
-        self._warn_of_small_caches(is_starting=True)
-        requests, ranks = self.plan_requests(), self.machine_ranks
+        uses = self.shard_uses()
+        uses.warn_of_small_caches(is_starting=True)
+        requests, ranks = uses.requests(), self.machine_ranks
         replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
         others = self._balance is not None
         streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
 
-    def plan_requests(self) -> list[PlanRequest]:
-        """Return the order in which this machine's ranks need the shards of remote datasets, by cache."""
-        requests = []
-        for parts in self._opened.streams.by_cache():
-            cache = parts[0][0].cache
-            lanes = {who: self._lanes_read(who, cache.is_shared) for _, who in parts}
-            uses = self._arrangement.uses(lanes, cache.capacity)
-            sharers = len(self.learn_machine_ranks()) if cache.is_shared else 1
-            pace = Pace.of_rank(self.rank, sharers=sharers)
-            requests.append(PlanRequest([shards for shards, _ in parts], *uses, pace))
-        return requests
+    def shard_uses(self) -> ShardUses:
+        """Return which shards of remote datasets this machine's ranks use, and when, in the present order."""
+        streams, is_balanced = self._opened.streams, self._balance is not None
+        ranks = self.learn_machine_ranks
+        return ShardUses(streams, self._settings, self._arrangement, self._plan, is_balanced, ranks)
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
         """Return the data-parallel ranks that share this machine's cache folder; find them on first call."""
@@ -334,37 +362,15 @@ class StreamingLoader:
         if any(shards.cache.is_shared for shards in remote):
             self.learn_machine_ranks()
 
-    def _warn_of_small_caches(self, *, is_starting: bool) -> None:
-        """Warn of caches that are too small. `is_starting`: check caches shared by ranks, else all others."""
-        streams = self._opened.streams
-        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
-            if dataset.shards is not None and is_starting == (
-                dataset.shards.cache.is_shared and self.world_size > 1
-            ):
-                order = self._settings.order_of(who[0])
-                lanes = self._lanes_read(who, dataset.shards.cache.is_shared)
-                warn_of_small_cache(dataset, order, order.lanes if lanes is None else len(lanes))
-
-    def _lanes_read(self, streams: Sequence[int], is_shared: bool) -> list[int] | None:
-        """Return the lanes of a dataset that this process, or all processes sharing its cache, may read.
-
-        Returns None, which means all lanes, if the `streams` of the dataset have different lanes, or if
-        `balance` may move rows of any lane to this rank and the dataset cannot fetch single rows.
-        """
-        shards = self._opened.streams.datasets[streams[0]].shards
-        if self._balance is not None and shards is not None and not shards.reads_single_rows:
-            return None
-        ranks = self.learn_machine_ranks() if is_shared else (self.rank,)
-        orders = [self._settings.order_of(stream) for stream in streams]
-        if any(order.lanes != orders[0].lanes for order in orders):
-            return None
-        return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
-
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         check, at = self._stop_together.check, self._opened.streams.run.at
         try:
             self._check_live(iteration)
-            while (group := self._next_group(running)) is not None:
+            while True:
+                began = time.perf_counter()
+                if (group := running.get()) is None:
+                    break
+                self._telemetry.step(time.perf_counter() - began, running.ready_batches)
                 for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
                     check()
                     if number:
@@ -396,13 +402,6 @@ class StreamingLoader:
                 "state loaded"
             )
         return self._running
-
-    def _next_group(self, running: Prefetcher) -> Group | None:
-        began = time.perf_counter()
-        group = running.get()
-        if group is not None:
-            self._telemetry.step(time.perf_counter() - began, running.ready_batches)
-        return group
 
     def _stop(self) -> None:
         self._iteration = None
@@ -505,7 +504,7 @@ class StreamingLoader:
         if self._step_sizes is None:
             raise ValueError("set_global_batch() needs a loader made with order=Order(global_batch=…)")
         changed = self._step_sizes.changed(self._undelivered(at_position, "global_batch"), sequences)
-        self._check_steps(changed)
+        changed.check_whole(self.position, self._plan.global_batch)
         self._adopt_step_sizes(changed)
         if self._balance is not None:
             self._replan()  # batches planned ahead are balanced over steps of the old size

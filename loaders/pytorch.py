@@ -49,9 +49,9 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import Dataset as TorchDataset
 
 
-from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
+from shardkit.loaders.batch import Batch, BatchMaker, tensor_maker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened, refuse_unknown
-from shardkit.loaders.defaults import find_eos_id, may_be_padded
+from shardkit.loaders.defaults import batch_maker
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.producer import LoaderTimeoutError
@@ -181,20 +181,8 @@ class MapDataset(TorchDataset[Sample]):
         source = open_source(
             streams, self._config.columns, self._dtype, output, keep_stored=self._config.reads_tokens
         )
-        maker = BatchMaker(
-            batch_size=1,  # each sample gets its own memory
-            config=self._config,
-            columns=source.columns,
-            tokens=TokenColumn(
-                source.token_key,
-                find_eos_id(streams, self._config, source.token_key),
-                source.token_dtype,
-                may_be_padded(streams, self._config),
-                may_overflow=source.may_overflow,
-            ),
-            output=output,
-            return_ids=self._return_ids,
-        )
+        # With a batch size of 1, each sample gets its own memory.
+        maker = batch_maker(streams, source, self._config, output, batch_size=1, return_ids=self._return_ids)
         return source, maker
 
     def __getstate__(self) -> dict[str, Any]:

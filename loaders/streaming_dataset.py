@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import errno
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -53,6 +54,8 @@ class StreamingDataset(IterableDataset[Batch]):
     Give the DataLoader `batch_size=None`; otherwise it would make batches of batches. Pickled copies are
     independent.
     """
+
+    __signature__ = inspect.signature(StreamingLoader)  # so that help() and notebooks show every argument
 
     def __init__(
         self,

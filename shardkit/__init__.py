@@ -3,8 +3,9 @@
     import shardkit as sk
 
     result = sk.build("recipe.yaml")                  # or a dict of the same keys, or a Recipe
+    sk.build(documents, output="out", tokenizer="gpt2")  # dicts, a DataFrame, files: without a recipe
     ds = sk.open("out")                               # or a URL: any MDS or WebDataset
-    ds[17], ds[3:9], ds.sample(5).to_pandas()         # rows
+    ds[17], ds[3:9], ds.head().to_pandas()            # rows
     ds.text(17), ds.documents(17)                     # the decoded text of a row, and its documents
     ds.trace(url="example.org/*")                     # the rows that hold a document or site
     for batch in sk.StreamingLoader(ds, batch_size=8):
@@ -23,6 +24,7 @@ __all__ = [
     "CutOptions",
     "Dataset",
     "Layout",
+    "MdsWriter",
     "Order",
     "OutputOptions",
     "Recipe",
@@ -35,6 +37,7 @@ __all__ = [
     "convert",
     "download",
     "load_recipe",
+    "merge",
     "open",
     "open_dataset",
     "pack",
@@ -52,6 +55,7 @@ _PLACES = {
     "CutOptions": "shardkit.tools.convert",
     "Dataset": "shardkit.datasets.dataset",
     "Layout": "shardkit.loaders.config",
+    "MdsWriter": "shardkit.formats.mds",
     "Order": "shardkit.loaders.config",
     "OutputOptions": "shardkit.tools.convert",
     "Recipe": "shardkit.writers.recipe.recipe",
@@ -63,6 +67,7 @@ _PLACES = {
     "convert": "shardkit.tools.convert",
     "download": "shardkit.publish",
     "load_recipe": "shardkit.writers.recipe.recipe",
+    "merge": "shardkit.formats.mds",
     "open": "shardkit.datasets.dataset:open_dataset",
     "open_dataset": "shardkit.datasets.dataset",
     "pack": "shardkit.writers.token_store:pack_store",
@@ -76,6 +81,7 @@ if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset, open_dataset, trace
     from shardkit.datasets.dataset import open_dataset as open
     from shardkit.datasets.verify import verify
+    from shardkit.formats.mds import MdsWriter, merge
     from shardkit.loaders import Layout, Order, Run, Stream, StreamingLoader
     from shardkit.publish import download, upload
     from shardkit.storage.store import StorageOptions

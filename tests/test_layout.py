@@ -25,6 +25,9 @@ MODULE_LINES = 650  # a module is one concept; nine in ten stay below LONG_MODUL
 LONG_MODULE = 450
 FUNCTION_LINES = 60
 INIT_ARGUMENTS = 10
+# Editors and help() show only arguments that a signature lists, so the class that everyone types lists those
+# that most people use. Others are in its groups (Layout, Order, Run) or a TypedDict.
+WRITTEN_OUT = {SOURCES["shardkit.loaders"] / "loader.py": 20}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -95,7 +98,8 @@ def check_function(node: ast.FunctionDef | ast.AsyncFunctionDef, file: Path) -> 
     assert lines <= FUNCTION_LINES, f"{file}:{node.lineno}: {node.name} has {lines} lines"
     if node.name == "__init__":
         arguments = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) - 1
-        assert arguments <= INIT_ARGUMENTS, f"{file}:{node.lineno}: __init__ takes {arguments} arguments"
+        most = WRITTEN_OUT.get(file, INIT_ARGUMENTS)
+        assert arguments <= most, f"{file}:{node.lineno}: __init__ takes {arguments} arguments"
 
 
 def test_every_module_says_what_it_guarantees() -> None:

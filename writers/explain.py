@@ -28,8 +28,8 @@ from shardkit.writers.execution.stage import Task, base_name
 from shardkit.writers.execution.work import Work, with_fallbacks
 from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
-from shardkit.writers.pipeline import default_work, names_no_files, with_overrides
-from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.pipeline import default_work, names_no_files
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages.given import find_given
 from shardkit.writers.stages.graph import run_build, stages_of
 from shardkit.writers.stages.inputs import BuildInputs
@@ -252,7 +252,7 @@ def explain_build(
     errors that `build` would raise before it runs tasks.
     """
     is_given = names_no_files(recipe, overrides)
-    recipe = with_overrides(recipe, overrides, for_documents=is_given)
+    recipe = load_recipe(recipe, overrides, for_documents=is_given)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     return explain_work(recipe, work, storage, is_given=is_given)
 
@@ -330,7 +330,7 @@ def clean_work(
     build's driver in a store is ignored.
     """
     is_given = names_no_files(recipe, overrides)
-    recipe = with_overrides(recipe, overrides, for_documents=is_given)
+    recipe = load_recipe(recipe, overrides, for_documents=is_given)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     if work.is_empty():
         return CleanReport(work.place, (), 0, 0, dry_run)

@@ -61,8 +61,8 @@ from shardkit.writers.index_files import (
 )
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
-from shardkit.writers.pipeline import refuse_own_files, with_overrides
-from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.pipeline import refuse_own_files
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.recipe.steps import SAMPLE, GlobalStep
 from shardkit.writers.stages.flow import Build, Documents
 from shardkit.writers.stages.graph import find_survivors
@@ -110,7 +110,7 @@ def build_dedup_index(
     call to continue. Raises BuildError, or RecipeError, as for a recipe without dedup.near.
     """
     start = time.perf_counter()
-    recipe = with_overrides(recipe, overrides)
+    recipe = load_recipe(recipe, overrides)
     config = _indexable(recipe, sketch)
     target = _target_of(index, storage)
     execution = Execution(workers=workers, engine=engine, ray_address=ray_address)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from statistics import fmean
 from typing import NamedTuple
@@ -25,7 +26,8 @@ from typing import NamedTuple
 import yaml
 
 from shardkit.encodings import encoding_of
-from shardkit.errors import RecipeError
+from shardkit.errors import RecipeError, warn_user
+from shardkit.formats.tokenizer_file import end_token, find_tokenizer, stated_tokens
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
@@ -44,10 +46,16 @@ from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, dec
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, XML_FORMATS, FirstBytes, compression_in, look
 from shardkit.writers.inputs.scan import SEEKING, TEXTUAL, guess_format
-from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 
-__all__ = ["Draft", "DraftInput", "Fields", "draft_recipe"]
+__all__ = ["Draft", "DraftInput", "Fields", "draft_recipe", "names_data", "recipe_of_data", "tokenizer_keys"]
 
+DEFAULT_EOS = "<|endoftext|>"
+SEQUENCE_LENGTH = 2049  # tokens of a row: 2,048 to train on, and the label of the last one
+
+_TEXT_KEYS = ("text", "messages", "prompt", "completion", "tools")  # of an input: where its texts are
+_PATH_CHARACTERS = 4096
+_SIGNS = "*?[{"  # of patterns
 _TRIED_FILES = 256  # number of files per extension to examine; all others are assumed to be like these
 
 
@@ -94,6 +102,117 @@ def draft_recipe(
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:5])
         raise RecipeError(f"{' '.join(data)}: no file has documents ({reasons})")
     return Draft(inputs, left_out, _yaml_of(inputs, tokenizer, eos, bos))
+
+
+def tokenizer_keys(given: str, folder: Path) -> dict[str, str]:
+    """Return the keys path, eos and, if documents begin with it, bos of a recipe in `folder`.
+
+    `given`: a file, a folder or the name of a model, relative to the current folder. Raises RecipeError if
+    there is none.
+    """
+    file = find_tokenizer(Path.cwd(), given)
+    path = given
+    if Path(given).exists():
+        absolute = Path(given).absolute()
+        path = str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
+    bos = stated_tokens(file).get("adds_bos")
+    return {"path": path, "eos": end_token(file) or DEFAULT_EOS} | ({} if bos is None else {"bos": bos})
+
+
+def names_data(given: object, *, has_settings: bool) -> bool:
+    """Return whether what `build` was given is data and no recipe.
+
+    `has_settings`: settings came with it that only data needs. Otherwise a path that may be a recipe is one.
+    """
+    if isinstance(given, (Recipe, Mapping)):
+        return False
+    if not isinstance(given, (str, os.PathLike)):
+        return True
+    name = os.fspath(given)
+    suffix = Path(name).suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return False
+    is_named = suffix not in (".json", ".txt") and guess_format(name) is not None
+    return has_settings or is_named or any(sign in name for sign in _SIGNS) or Path(name).is_dir()
+
+
+def recipe_of_data(
+    data: object,
+    *,
+    output: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | Mapping[str, object] | None,
+    sequence_length: int | None,
+    text: str | None,
+    storage: StorageOptions | None,
+) -> tuple[dict[str, object], object]:
+    """Return (recipe, documents or None) for data without a recipe: files, or documents in Python.
+
+    The recipe has the inputs that `draft_recipe` finds, and no steps. Raises RecipeError if `output` or
+    `tokenizer` is missing, or if no file has documents.
+    """
+    files, documents = _files_or_documents(data)
+    asked = {"output": 'output="out"', "tokenizer": 'tokenizer="tokenizer.json" (or a model, such as "gpt2")'}
+    given = {"output": output, "tokenizer": tokenizer}
+    if missing := [name for name in asked if given[name] is None]:
+        advice = " and ".join(asked[name] for name in missing)
+        raise RecipeError(f"{missing[0]}: is missing; a build of data without a recipe needs {advice}")
+    keys: Mapping[str, object]
+    if isinstance(tokenizer, Mapping):
+        keys = tokenizer
+    else:
+        keys = tokenizer_keys(os.fspath(tokenizer or ""), Path.cwd())
+    length = SEQUENCE_LENGTH if sequence_length is None else sequence_length
+    made: dict[str, object] = {"tokenizer": keys, "pack": {"sequence_length": length}, "output": output}
+    if files is None:
+        return made | ({} if text is None else {"inputs": {"text": text}}), documents
+    draft = draft_recipe(files, Path.cwd(), tokenizer="", eos="", storage=storage)
+    for name, why in draft.left_out.items():
+        warn_user(f"{name} is not read: {why}")
+    inputs = yaml.safe_load(draft.text)["inputs"]
+    if text is not None:
+        inputs = [
+            {key: value for key, value in entry.items() if key not in _TEXT_KEYS} | {"text": text}
+            for entry in inputs
+        ]
+    return made | {"inputs": inputs}, None
+
+
+def _files_or_documents(data: object) -> tuple[list[str] | None, object]:
+    """Return (paths, None), or (None, documents); an iterator is looked into, and its documents are whole."""
+    if isinstance(data, (str, os.PathLike)):
+        return [os.fspath(data)], None
+    if data is None or isinstance(data, (int, float)):
+        raise RecipeError(
+            f"recipe: {data!r} is neither a recipe nor data; give a YAML file, a dict of the same keys, "
+            "files, or documents as dicts"
+        )
+    if not isinstance(data, (list, tuple, Iterator)):
+        return None, data
+    rest = iter(data)
+    first = list(islice(rest, 1))
+    if not first:
+        raise RecipeError("inputs: there are no files and no documents")
+    if not isinstance(first[0], (str, os.PathLike)):
+        return None, data if isinstance(data, (list, tuple)) else chain(first, rest)
+    paths = [*first, *rest]
+    if other := [one for one in paths if not isinstance(one, (str, os.PathLike))]:
+        kind = type(other[0]).__name__
+        raise RecipeError(f"inputs: a {kind} is no path; give only paths, or only documents as dicts")
+    named = [os.fspath(one) for one in paths]
+    if texts := list(filter(_is_text, named)):
+        raise RecipeError(
+            f"inputs: {readable_text(texts[0])!r} is no file; give texts as dicts: {{'text': …}}"
+        )
+    return named, None
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a name in a list of files looks like a text."""
+    if "\n" in name or len(name) > _PATH_CHARACTERS:
+        return True
+    return " " in name and not (
+        is_remote(name) or any(sign in name for sign in _SIGNS) or Path(name).exists()
+    )
 
 
 def _with_globs(data: Sequence[str]) -> list[str]:
@@ -280,6 +399,7 @@ def _head(file: InputFile, compression: str | None = None) -> bytes:
 
 
 def _yaml_of(inputs: Sequence[DraftInput], tokenizer: str, eos: str, bos: str | None) -> str:
+    trained = f"{SEQUENCE_LENGTH - 1:,}"
     begin = "" if bos is None else f"  bos: {_scalar(bos)}  # begins every document (add_bos_token)\n"
     entries = [_yaml_of_input(entry, source) for entry, source in zip(inputs, _sources(inputs), strict=True)]
     short = fmean(entry.fields.short for entry in inputs)
@@ -306,7 +426,7 @@ tokenizer:
   eos: {_scalar(eos)}  # ends every document
 {begin}
 pack:
-  sequence_length: 2049  # tokens of a row: 2,048 to train on, and the label of the last one
+  sequence_length: {SEQUENCE_LENGTH}  # tokens of a row: {trained} to train on, and the label of the last one
 
 output:
   path: out

@@ -12,14 +12,13 @@ speed of the disk, much faster than building).
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as dataclass_replace
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias, cast
 
 from shardkit.card import DatasetCard, Histogram, RepeatFacts
 from shardkit.errors import BuildError, RecipeError, ShardError
@@ -46,8 +45,7 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
-from shardkit.writers.recipe.inputs import with_documents
-from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
@@ -70,14 +68,27 @@ from shardkit.writers.stages.publish import (
 )
 from shardkit.writers.stages.text import TEXT
 from shardkit.writers.stages.tokenize import TOKENIZE, Tokenized
-from shardkit.yaml_file import apply_override, load_yaml
+from shardkit.yaml_file import plain_settings
+
+
+class ArrowTable(Protocol):
+    """A table of any library with Arrow's PyCapsule interface: pandas, polars, pyarrow, DuckDB."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+# Sequences and iterators, not any iterable, which a dict is, too: type checkers could not infer its keys.
+Data: TypeAlias = Sequence[object] | Iterator[object] | ArrowTable
 
 
 @not_for_everyone()
 def build(
-    recipe: Recipe | Mapping[str, object] | str | Path,
+    recipe: Recipe | Mapping[str, object] | str | PathLike[str] | Data,
+    output: str | PathLike[str] | None = None,
     *,
-    output: str | Path | None = None,
+    tokenizer: str | PathLike[str] | Mapping[str, object] | None = None,
+    sequence_length: int | None = None,
+    text: str | None = None,
     workers: int | None = None,
     overrides: Sequence[str] = (),
     engine: EngineName = "local",
@@ -97,11 +108,16 @@ def build(
     `output` replaces output.path: a folder, relative to the current one, or a URL; `overrides`, such as
     "seed=5", replace other keys. The arguments `engine` to `speculate` control how tasks run (`Execution`)
     and never change a byte, as long as the same splits fail. If the output has another dataset, `replace` is
-    needed to replace it. Raises RecipeError, BuildError, MissingExtraError.
+    needed to replace it.
+
+    Data may take the place of a recipe: a glob, a folder, a list of files, or such documents. Then `output`
+    and `tokenizer` (a file, a model's name, or a mapping of the recipe's keys) are needed. `sequence_length`:
+    tokens per row (default: 2,049). `text`: field with the text (default: found in files, "text" in
+    documents). No document is removed: filters and duplicate removal are keys of a recipe, or `overrides`.
+    Raises RecipeError, BuildError, MissingExtraError.
     """
-    start = time.perf_counter()
-    recipe = with_overrides(recipe, overrides, for_documents=documents is not None)
-    targets = destinations_of(recipe, output, storage)
+    settings = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text": text}
+    recipe, documents = _with_data(recipe, documents, output, settings, storage)
     execution = Execution(
         workers=workers,
         engine=engine,
@@ -110,6 +126,25 @@ def build(
         retry_failed=retry_failed,
         speculate=speculate,
     )
+    checked = load_recipe(recipe, overrides, for_documents=documents is not None)
+    return _build(
+        checked, documents, execution, output=output, progress=progress, replace=replace, storage=storage
+    )
+
+
+def _build(
+    recipe: Recipe,
+    documents: object,
+    execution: Execution,
+    *,
+    output: str | PathLike[str] | None,
+    progress: bool | Callable[[StageProgress], None],
+    replace: bool,
+    storage: StorageOptions | None,
+) -> BuildResult:
+    """Build all datasets of a checked recipe that their targets do not have yet."""
+    start = time.perf_counter()
+    targets = destinations_of(recipe, output, storage)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
     given = _given(documents, recipe, work, execution, progress)
     splits, cuts = _scan(recipe, work, targets, storage, given, progress=progress is True)
@@ -125,9 +160,9 @@ def build(
         with clock as listener, open_runner(recipe, work, execution, listener) as runner:
             runner.seconds["scan"] = scanned
             _keep_cuts(cuts, runner.journal.work)
-            documents, built = _run_steps(inputs, runner)
+            remaining, built = _run_steps(inputs, runner)
             _publish_all(built, targets, runner, listener, replace=replace)
-            ran = _ran(runner, clock, documents)
+            ran = _ran(runner, clock, remaining)
             if recipe.work is None:
                 runner.journal.remove()
         found = [dataset.facts for dataset in built]
@@ -216,59 +251,44 @@ def _publish_all(
     runner.seconds["publish"] = time.perf_counter() - begin
 
 
-def with_overrides(
-    recipe: Recipe | Mapping[str, object] | str | Path,
-    overrides: Sequence[str],
-    *,
-    for_documents: bool = False,
-) -> Recipe:
-    """Return a recipe, given as Recipe, dict or YAML file, with the keys in `overrides` replaced.
+def _with_data(
+    given: Recipe | Mapping[str, object] | str | PathLike[str] | Data,
+    documents: object,
+    output: str | PathLike[str] | None,
+    settings: Mapping[str, Any],
+    storage: StorageOptions | None,
+) -> tuple[Recipe | Mapping[str, object] | str | PathLike[str], object]:
+    """Return (recipe, documents or None) of a build: as given, or made for data that has no recipe."""
+    named = [name for name, value in settings.items() if value is not None]
+    if isinstance(given, (Recipe, Mapping)) and not named:
+        return given, documents
+    from shardkit.writers.init_recipe import names_data, recipe_of_data
 
-    With `for_documents`, its only input are documents given in Python (`with_documents`).
-    """
-    if isinstance(recipe, Recipe) and not overrides and not for_documents:
-        return recipe
-    data, folder, name = _plain(recipe, overrides)
-    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
+    if names_data(given, has_settings=bool(named)):
+        if documents is not None:
+            raise RecipeError("documents: the first argument is data, too; give a recipe, or leave one out")
+        return recipe_of_data(given, output=output, storage=storage, **settings)
+    if named:
+        key = {"sequence_length": "pack.sequence_length", "text": "inputs[0].text"}.get(named[0], named[0])
+        raise RecipeError(
+            f"{named[0]}: is for data without a recipe; set {key} in the recipe, or in `overrides`"
+        )
+    return cast(Recipe | Mapping[str, object] | str | PathLike[str], given), documents
 
 
-def names_no_files(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> bool:
+def names_no_files(
+    recipe: Recipe | Mapping[str, object] | str | PathLike[str], overrides: Sequence[str]
+) -> bool:
     """Return whether a recipe has no input with a path: it was written for documents given in Python."""
     if isinstance(recipe, Recipe):
         return False
-    given = _plain(recipe, overrides)[0].get("inputs") or {}
+    given = plain_settings(recipe, overrides)[0].get("inputs") or {}
     entry = given[0] if isinstance(given, list) and len(given) == 1 else given
     return isinstance(entry, Mapping) and "path" not in entry
 
 
-def _plain(
-    recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]
-) -> tuple[dict[str, Any], Path, str]:
-    """Return a recipe as plain data with overrides, the folder of its relative paths, its name in errors."""
-    name = "recipe"
-    if isinstance(recipe, Recipe):
-        data, folder = recipe.model_dump(mode="json"), recipe.folder
-    elif isinstance(recipe, (str, Path)):
-        path = local_path(recipe)
-        data, folder, name = load_yaml(path), path.absolute().parent, str(path)
-    else:  # convert a dict to plain data: it may have Paths
-        data, folder = json.loads(json.dumps(dict(recipe), default=_as_path)), Path.cwd()
-    for override in overrides:
-        data = apply_override(data, override)
-    return data, folder, name
-
-
-def _as_path(value: object) -> str:
-    if isinstance(value, PathLike):
-        return str(fspath(value))
-    raise RecipeError(
-        f"recipe: a {type(value).__name__} is no setting; give documents as build(recipe, documents=…), and "
-        "name files and functions by text"
-    )
-
-
 def destinations_of(
-    recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
+    recipe: Recipe, output: str | PathLike[str] | None, storage: StorageOptions | None
 ) -> list[Path | RemoteOutput]:
     """Return the destination of each dataset of the recipe; raises RecipeError if one cannot be used.
 
@@ -294,7 +314,7 @@ def destinations_of(
     return found
 
 
-def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOptions | None) -> str:
+def default_work(recipe: Recipe, output: str | PathLike[str] | None, storage: StorageOptions | None) -> str:
     """Return the default work folder: next to the output, or in the recipe's folder for a remote output."""
     target = destinations_of(recipe, output, storage)[0]
     if isinstance(target, Path):

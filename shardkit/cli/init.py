@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardkit.writers.init_recipe import Draft
 
 
-_DEFAULT_TOKENIZER, _DEFAULT_EOS = "gpt2", "<|endoftext|>"
+_DEFAULT_TOKENIZER = "gpt2"
 _SHOWN = 5
 
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None, str | None]:
     """Return (tokenizer path for the recipe, eos, bos or None, reason why it is not usable yet or None)."""
-    from shardkit.formats.tokenizer_file import end_token, find_tokenizer, stated_tokens
+    from shardkit.writers.init_recipe import DEFAULT_EOS, tokenizer_keys
 
     given = arguments.tokenizer
     if given is None:
@@ -96,16 +96,12 @@ def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, s
         found = [place / "tokenizer.json" for place in near if (place / "tokenizer.json").is_file()]
         given = str(found[0]) if found else _DEFAULT_TOKENIZER
     try:
-        file = find_tokenizer(Path.cwd(), given)
+        keys = tokenizer_keys(given, folder)
     except RecipeError as error:
         if arguments.tokenizer is not None:
             raise
-        return given, _DEFAULT_EOS, None, str(error)
-    path = given
-    if Path(given).exists():
-        absolute = Path(given).absolute()
-        path = str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
-    return path, end_token(file) or _DEFAULT_EOS, stated_tokens(file).get("adds_bos"), None
+        return given, DEFAULT_EOS, None, str(error)
+    return keys["path"], keys["eos"], keys.get("bos"), None
 
 
 def _show(draft: Draft, output: Path, missing: str | None) -> None:

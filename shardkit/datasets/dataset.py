@@ -11,13 +11,13 @@ from __future__ import annotations
 import operator
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from os import PathLike
-from typing import TYPE_CHECKING, SupportsIndex, Unpack, overload
+from typing import TYPE_CHECKING, SupportsIndex, Unpack, cast, overload
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from shardkit.cache import CacheOptions
 from shardkit.card import block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, TextRowsOf, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
-from shardkit.datasets.rows import RowChoice, Rows, is_single
+from shardkit.datasets.rows import RowChoice, Rows, is_single, no_rows
 from shardkit.datasets.text_packer import Pack, TokenizerChoice
 from shardkit.datasets.text_rows import TextCut, TextRows, find_text_rows
 from shardkit.datasets.token_rows import RowCut
@@ -40,6 +40,10 @@ from shardkit.storage.store import StorageOptions
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
+    import pandas
+    import pyarrow as pa
+    import tokenizers
+
     from shardkit.cache.indexes import TarIndexes
     from shardkit.cache.shards import CachedShards, SharedCache
     from shardkit.datasets.provenance.documents import Document, Question, Trace
@@ -49,13 +53,43 @@ if TYPE_CHECKING:
 _MAX_THREADS = 16
 _UNREMEMBERED_BYTES = 1 << 30  # total size of tars above which scanning them at every start causes a warning
 
+_FILTERS = (
+    "filters of a recipe remove documents in a build, and sk.Stream(dataset, exclude=[…]) rows of a loader"
+)
+_INSTEAD = {
+    "column_names": "list(dataset.features)",
+    "filter": "sk.Stream(dataset, exclude=[…]) leaves rows out, and filters of a recipe documents of a build",
+    "map": "sk.StreamingLoader(dataset, transform=…) changes samples as they are read",
+    "num_rows": "len(dataset)",
+    "remove_columns": "sk.open(path, columns=[…]) names those to keep",
+    "select_columns": "sk.open(path, columns=[…])",
+    "shuffle": "sk.StreamingLoader shuffles by its seed, and dataset.sample(n) draws rows",
+    "take": "dataset.head(n)",
+    "to_dict": "dataset[:].to_numpy()",
+    "to_list": "list(dataset)",
+    "to_numpy": "dataset[:].to_numpy()",
+    "to_torch": "dataset[:].to_torch()",
+    "train_test_split": "the key `split` of a recipe, or ranges such as dataset[:1000]",
+}
+"""What to use instead of methods that datasets of other libraries have."""
+
 
 class Dataset(OpenDataset, Described):
     """The samples of a dataset, by number, in the order of its manifest.
 
     `dataset[17]` is one sample as {column: value}; `dataset[3:9]`, `dataset[[1, 5]]` and `dataset[:]` are
-    `Rows`, which convert to columns for NumPy, PyTorch, Arrow and pandas.
+    `Rows`, which convert to columns for NumPy, PyTorch, Arrow and pandas. Columns are chosen when a dataset
+    is opened, or by the `columns` of a conversion.
     """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, with what to use instead of a method of other libraries' datasets."""
+            message = f"'Dataset' object has no attribute {name!r}"
+            if (instead := _INSTEAD.get(name)) is not None:
+                message += f": {instead}"
+            raise AttributeError(message, name=name, obj=self)
 
     @overload
     def __getitem__(self, index: RowChoice) -> Rows: ...  # type: ignore[overload-overlap]  # arrays
@@ -66,12 +100,62 @@ class Dataset(OpenDataset, Described):
 
         Negative numbers count from the end.
         """
+        if isinstance(index, str):
+            raise no_rows([index])
         if not is_single(index):
             return Rows(self, range(len(self)))[index]
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.location}: no sample {number}; the dataset has {len(self)}")
         return self.row(number % len(self))
+
+    def head(self, count: int = 5) -> Rows:
+        """Return the first `count` rows; a negative number leaves out as many at the end, as in pandas."""
+        return self[:count]
+
+    def select(self, rows: RowChoice | Iterable[int]) -> Rows:
+        """Return the rows with these numbers, in this order: `select` of Hugging Face datasets.
+
+        Numbers may be any iterable. To select columns, give `columns` to `shardkit.open` or to a conversion.
+        """
+        if isinstance(rows, str):
+            raise no_rows([rows])
+        is_choice = isinstance(rows, (slice, Sequence, np.ndarray))
+        return self[cast(RowChoice, rows) if is_choice else list(cast(Iterable[int], rows))]
+
+    def to_arrow(
+        self, columns: Sequence[str] | None = None, *, max_bytes: int | str | None = None
+    ) -> pa.Table:
+        """Return all rows as an Arrow table with the row numbers as column `row`.
+
+        Raises ShardkitError if the rows take more than `max_bytes` (default: a quarter of the free memory).
+        """
+        return self[:].to_arrow(columns, max_bytes=max_bytes)
+
+    def to_pandas(
+        self, columns: Sequence[str] | None = None, *, max_bytes: int | str | None = None
+    ) -> pandas.DataFrame:
+        """Return all rows as a data frame, whose index is the row numbers.
+
+        Raises ShardkitError if the rows take more than `max_bytes` (default: a quarter of the free memory).
+        """
+        return self[:].to_pandas(columns, max_bytes=max_bytes)
+
+    @property
+    def features(self) -> dict[str, str]:
+        """The columns of a row and how they are stored: {"tokens": "ndarray:uint16:2049", "url": "str"}."""
+        selected = self.selected
+        return {c.name: c.encoding for c in self.columns if selected is None or c.name in selected}
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer that `text` uses, by default that of the card, as an object of `tokenizers`.
+
+        Raises ShardkitError if its file is not found, or if the card names none.
+        """
+        from shardkit.datasets.provenance.documents import tokenizer_of
+
+        return tokenizer_of(self)
 
     def sample(self, count: int, *, seed: int = 0) -> Rows:
         """Return `count` distinct random rows in ascending order, or all if fewer; `seed` determines them."""

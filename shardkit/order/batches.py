@@ -260,6 +260,14 @@ class StepSizes:
         start, after = self.step_at(end)
         return sorted({end - position, after - start, *(size for at, size in self.changes if at > end)})
 
+    def check_whole(self, position: int, batch: int) -> None:
+        """Raise ValueError if a step at or after `position` is not a whole number of global batches."""
+        if uneven := [size for size in self.sizes_from(position) if size % batch]:
+            raise ValueError(
+                f"a step of {uneven[0]:,} sequences is not a multiple of batch_size * world_size "
+                f"= {batch:,}: choose another batch_size"
+            )
+
     def changed(self, position: int, sequences: SupportsIndex) -> StepSizes:
         """Return these sizes before `position`, with steps of `sequences` from there on."""
         return StepSizes((*self._before(position), (position, operator.index(sequences))))

@@ -109,7 +109,7 @@ def warm(
             loader.load_state_dict(state)
         elif step:
             loader.seek(step * batch_size * world_size)
-        requests = loader.plan_requests()
+        requests = loader.shard_uses().requests()
         if not requests:
             raise ValueError(f"{loader.dataset.location} is on this machine and needs no cache")
         return _fill(requests, loader, limit, began, progress=progress)

@@ -107,7 +107,8 @@ def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
     assert {tuple(batch["tokens"].shape) for batch in mixed} == {(8, 8)}
     mixed.close()
     run(writer)
-    assert list(open_dataset("written")) == [{"text": "hello", "label": 1}]
+    texts = [f"hello from part-{part}" for part in range(2)]
+    assert list(open_dataset("written")) == [{"label": 1, "text": text} for text in texts]
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # theirs

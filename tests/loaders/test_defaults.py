@@ -19,7 +19,8 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import LoaderConfig, Order, Stream
-from shardkit.loaders.defaults import find_eos_id, warn_of_small_cache
+from shardkit.loaders.defaults import find_eos_id
+from shardkit.loaders.shard_uses import warn_of_small_cache
 from shardkit.loaders.streams import Streams, open_streams
 from shardkit.order.order import OrderSpec
 from shardkit.storage.memory import MemoryStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
@@ -23,7 +24,15 @@ from torch.utils.data import DataLoader
 
 from shardkit.errors import ShardError
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import BUSY_SECONDS, GROUPS, LoaderConfig, LoaderOptions, Order, grouped
+from shardkit.loaders.config import (
+    BUSY_SECONDS,
+    GROUPS,
+    FurtherOptions,
+    LoaderConfig,
+    LoaderOptions,
+    Order,
+    grouped,
+)
 from support.loader_data import EOS, LENGTH, make_dataset, saved_bytes, token_rows, write_card
 
 SAMPLES = 53
@@ -461,6 +470,16 @@ def test_planning_and_counting_need_no_torch() -> None:
 
 def test_keyword_options_and_config_are_the_same_names_and_types() -> None:
     options = {name: kind.__forward_arg__ for name, kind in LoaderOptions.__annotations__.items()}
+    written = {
+        name: argument
+        for name, argument in inspect.signature(StreamingLoader).parameters.items()
+        if name in options
+    }
+    assert {*written} == options.keys() - FurtherOptions.__annotations__.keys()
+    assert {name: argument.annotation for name, argument in written.items()}.items() <= options.items()
+    config = LoaderConfig.of({})
+    for name, argument in written.items():
+        assert argument.default == (GROUPS[name]() if name in GROUPS else getattr(config, name))
     groups = {name: kind.__name__ for name, kind in GROUPS.items()}
     in_groups = {field.name for kind in GROUPS.values() for field in fields(kind)}  # type: ignore[arg-type]
     alone = {field.name: field.type for field in fields(LoaderConfig) if field.name not in in_groups}

@@ -90,7 +90,7 @@ def read(topology: Topology, rank: int, url: str, folder: Path) -> dict[str, Any
             "rank": loader.rank,
             "world_size": loader.world_size,
             "ranks_of_machine": loader.machine_ranks,
-            "lanes": loader._lanes_read((0,), is_shared=True),
+            "lanes": loader.shard_uses().lanes_read((0,), is_shared=True),
             "logs": loader.usage is not None,
             "error": None,
         }

@@ -8,7 +8,8 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,7 +23,6 @@ from pydantic import (
 )
 
 from shardkit.errors import RecipeError
-from shardkit.files import local_path
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.settings import (
     TRAIN,
@@ -42,7 +42,7 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.recipe.inputs import GroupConfig, InputConfig
+from shardkit.writers.recipe.inputs import GroupConfig, InputConfig, with_documents
 from shardkit.writers.recipe.outputs import (
     AmountConfig,
     ChoiceConfig,
@@ -69,7 +69,7 @@ from shardkit.writers.recipe.steps import (
     removal_of,
     step_named,
 )
-from shardkit.yaml_file import apply_override, load_yaml
+from shardkit.yaml_file import plain_settings
 
 
 def _plain(section: StrictModel | tuple[StrictModel, ...]) -> Any:
@@ -623,16 +623,23 @@ def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> 
         raise RecipeError(describe_problems(name, error, Recipe)) from None
 
 
-def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read a YAML recipe; `overrides` such as "pack.sequence_length=512" replace keys, with values in YAML.
+def load_recipe(
+    recipe: Recipe | Mapping[str, object] | str | PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    for_documents: bool = False,
+) -> Recipe:
+    """Check a YAML file, a dict of the same keys, or a Recipe; raise RecipeError with all problems.
 
-    Relative paths, including paths in overrides, start at the recipe's folder.
+    `overrides` such as "pack.sequence_length=512" replace keys, with values in YAML. Relative paths start at
+    the file's folder, or for a dict at the current one. `for_documents`: the only input are those of Python.
     """
-    path = local_path(path)
-    data = load_yaml(path)
-    for override in overrides:
-        data = apply_override(data, override)
-    return recipe_from_mapping(data, folder=path.absolute().parent, name=str(path))
+    if isinstance(recipe, Recipe) and not overrides and not for_documents:
+        return recipe
+    given = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
+    data, folder, name = plain_settings(given, overrides)
+    folder = recipe.folder if isinstance(recipe, Recipe) else folder
+    return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
 
 
 def recipe_schema() -> dict[str, Any]:

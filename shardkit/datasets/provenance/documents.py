@@ -13,7 +13,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypedDict
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,6 +26,9 @@ from shardkit.files import local_path
 from shardkit.order.balance import Balance, DocumentIds
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.state import LoaderState
+
+if TYPE_CHECKING:
+    import tokenizers
 
 with naming_extras("reading text and provenance"):
     from shardkit.datasets.provenance.answers import (
@@ -184,6 +187,15 @@ def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None
     return decoder.text(tokens)
 
 
+def tokenizer_of(dataset: OpenDataset) -> tokenizers.Tokenizer:
+    """Implement `Dataset.tokenizer`. Raises ShardkitError if the card's tokenizer is not found."""
+    decoder = _decoder(dataset, None)
+    if decoder is None:
+        advice = 'copy it there, or load it by tokenizers.Tokenizer.from_file("tokenizer.json")'
+        raise ShardkitError(f"{dataset.location}: {_made_with(dataset)}: {advice}")
+    return decoder.tokenizer
+
+
 def documents_of(
     dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None
 ) -> list[Document]:
@@ -315,9 +327,12 @@ def _tracer(dataset: OpenDataset, tokenizer: _Path | None) -> Tracer:
 
 
 def _no_tokenizer(dataset: OpenDataset) -> str:
+    return f"{dataset.location}: {_made_with(dataset)}: give tokenizer= with the path of its tokenizer.json"
+
+
+def _made_with(dataset: OpenDataset) -> str:
+    """Say why the tokenizer of a dataset is not known."""
     stated = None if dataset.card is None else dataset.card.tokenizer
     if stated is None or stated.file is None:
-        made_with = "has no record of its tokenizer"
-    else:
-        made_with = f"its tokenizer {stated.file} (digest {stated.digest}) is not at the path in the recipe"
-    return f"{dataset.location}: {made_with}: give tokenizer= with the path of its tokenizer.json"
+        return "has no record of its tokenizer"
+    return f"its tokenizer {stated.file} (digest {stated.digest}) is not at the path in the recipe"

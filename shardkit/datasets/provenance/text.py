@@ -44,9 +44,9 @@ class Decoder:
             recipe = {} if card is None else card.data.get("recipe", {})
             encoding = Encoding.of(recipe.get("tokenizer", {}).get("encoding"))
             config = tokenizer_config(path, data, encoding)
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
-            if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
-                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else bytes appear as letters
+            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
+            if self.tokenizer.decoder is None and b'"ByteLevel"' in data:
+                self.tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else bytes appear as letters
         except BaseException as error:  # a panic of `tokenizers` is not an Exception
             raise ShardkitError(f"{path}: cannot be read as a tokenizer: {reason_of(error)}") from error
         self.eos_id, self.bos_id = stated.eos_id, stated.bos_id
@@ -77,14 +77,14 @@ class Decoder:
     def encode(self, text: str) -> list[int]:
         """Encode a text to tokens. Raises ShardkitError if the tokenizer cannot encode it."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:
             raise ShardkitError(f"{self.path}: cannot encode this text: {reason_of(error)}") from error
         return ids
 
     def _decoded(self, ids: list[int]) -> str:
         try:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+            return str(self.tokenizer.decode(ids, skip_special_tokens=False))
         except BaseException as error:
             raise ShardkitError(f"{self.path}: cannot decode these tokens: {reason_of(error)}") from error
 

@@ -2,10 +2,12 @@
 
 Files are compatible both ways: MosaicML reads the files written here, and all files that it writes are read
 here. The format and its checks are in `index` (index.json), `shard` (one file), `encodings` (one value) and
-`writer`. Damaged or hostile input raises ShardError with the file and, where known, the byte offset.
+`writer`; `merge` joins datasets. Damaged or hostile input raises ShardError with the file and, where known,
+the byte offset.
 """
 
 from shardkit.formats.mds.index import index_bytes, index_files, parse_index, read_index, write_index
+from shardkit.formats.mds.merge import merge
 from shardkit.formats.mds.shard import MdsShard, open_shard, shard_from_raw
 from shardkit.formats.mds.writer import (
     MdsWriter,
@@ -21,6 +23,7 @@ __all__ = [
     "array_bytes",
     "index_bytes",
     "index_files",
+    "merge",
     "open_shard",
     "parse_index",
     "read_index",

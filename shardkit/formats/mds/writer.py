@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,17 @@ DEFAULT_SHARD_BYTES = 1 << 26
 _PIECE_BYTES = 1 << 20  # a piece stays in the CPU's cache between hashing and writing
 
 _OFFSET_BYTES = 4  # size of a sample's offset in the header
+
+_IN_PARTS = "a finished dataset is not changed; to append, write a part into a new sub-folder and merge them"
+_THEIR_NAMES = {
+    "out": "the folder is the first argument, a path on this machine; shardkit.upload sends it to a store",
+    "size_limit": 'shard_bytes, such as shard_bytes="64MiB"',
+    "exist_ok": _IN_PARTS,
+    "keep_local": "shards are written into the folder, and shardkit.upload sends them to a store",
+    "progress_bar": "shards are written into the folder, and shardkit.upload shows its progress",
+    "max_workers": "each process writes a part of its own, and shardkit.merge joins them",
+}
+"""What to use instead of arguments of MosaicML's MDSWriter."""
 
 
 def write_rows_shard(
@@ -120,11 +131,27 @@ def _sample_pieces(columns: Sequence[Sequence[npt.NDArray[Any]]]) -> Iterator[me
             yield _as_bytes(array)
 
 
-class MdsWriter:
+class _TheirNames:
+    """Answers arguments of MosaicML's MDSWriter that have another name here, or none."""
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *values: object, **named: object) -> _TheirNames:
+            for name in named:
+                if (instead := _THEIR_NAMES.get(name)) is not None:
+                    raise TypeError(f"MdsWriter() has no argument {name!r}: {instead}")
+            return object.__new__(cls)
+
+
+class MdsWriter(_TheirNames):
     """Writes a dataset with any columns. `write` adds a sample, `write_rows` an array of rows if possible.
 
     Use it in a `with` block, or call `finish` at the end. The index is written last, and not at all if an
     exception leaves the block. Holds one shard in memory.
+
+    A finished dataset is not changed. To append, write a sub-folder of it, a part, and merge:
+    `MdsWriter("data/part-1", columns=…)`, then `shardkit.merge("data")`. Processes that write at the same
+    time write a part each.
     """
 
     def __init__(
@@ -151,7 +178,12 @@ class MdsWriter:
         self._limit = limit or MAX_SHARD_BYTES
         self._folder.mkdir(parents=True, exist_ok=True)
         if any(self._folder.iterdir()):
-            raise ShardError(self._folder, "is not empty; write the dataset into a new folder")
+            part = self._folder / "part-1"
+            raise ShardError(
+                self._folder,
+                f"is not empty; write the dataset into a new folder, or append to it: write {part}, then "
+                f"call shardkit.merge({str(self._folder)!r})",
+            )
         self._shards: list[ShardInfo] = []
         self._manifest: Manifest | None = None
         self._start_shard()

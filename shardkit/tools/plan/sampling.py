@@ -25,8 +25,8 @@ from shardkit.tools.plan.build import Measured, measured_from_cards
 from shardkit.writers.estimate import sample_recipe
 from shardkit.writers.input_sample import Piece, choose_pieces, put_pieces
 from shardkit.writers.inputs.scan import Split, scan_inputs
-from shardkit.writers.pipeline import build_unpublished, with_overrides
-from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.pipeline import build_unpublished
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages.needs import Shape
 
 DEFAULT_SHARE = Fraction(1, 100)
@@ -75,7 +75,7 @@ def measure_sample(
     Raises RecipeError for an invalid recipe, BuildError if a build fails, and ShardkitError if the sample is
     empty or no text is left after the build.
     """
-    recipe = with_overrides(recipe, overrides)
+    recipe = load_recipe(recipe, overrides)
     splits = scan_inputs(recipe, storage, split_bytes=_UNCUT)
     whole = sum(split.bytes for split in splits)
     wanted = sample_bytes if sample_bytes is not None else int((share or DEFAULT_SHARE) * whole)
