@@ -12,12 +12,10 @@ speed of the disk, much faster than building).
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as dataclass_replace
-from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from shardkit.progress import Listener, make_listener
 from shardkit.settings import ANNOTATIONS_FOLDER, TRAIN, Bounds
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
+from shardkit.synonyms import BUILD, answers_keywords
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
 from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
@@ -47,6 +46,7 @@ from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
 from shardkit.writers.recipe.inputs import with_documents
+from shardkit.writers.recipe.plain import plain_recipe
 from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
@@ -70,9 +70,14 @@ from shardkit.writers.stages.publish import (
 )
 from shardkit.writers.stages.text import TEXT
 from shardkit.writers.stages.tokenize import TOKENIZE, Tokenized
-from shardkit.yaml_file import apply_override, load_yaml
+from shardkit.yaml_file import apply_override
+
+_RECIPE_KEYS = {
+    key: f'a key of the recipe: {{"{key}": …}}, or overrides=["{key}=…"]' for key in Recipe.model_fields
+}
 
 
+@answers_keywords({**BUILD, **_RECIPE_KEYS})
 @not_for_everyone()
 def build(
     recipe: Recipe | Mapping[str, object] | str | Path,
@@ -245,26 +250,12 @@ def _plain(
     recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Path, str]:
     """Return a recipe as plain data with overrides, the folder of its relative paths, its name in errors."""
-    name = "recipe"
-    if isinstance(recipe, Recipe):
-        data, folder = recipe.model_dump(mode="json"), recipe.folder
-    elif isinstance(recipe, (str, Path)):
-        path = local_path(recipe)
-        data, folder, name = load_yaml(path), path.absolute().parent, str(path)
-    else:  # convert a dict to plain data: it may have Paths
-        data, folder = json.loads(json.dumps(dict(recipe), default=_as_path)), Path.cwd()
+    if not isinstance(recipe, Recipe):
+        return plain_recipe(recipe, overrides)
+    data = recipe.model_dump(mode="json")
     for override in overrides:
         data = apply_override(data, override)
-    return data, folder, name
-
-
-def _as_path(value: object) -> str:
-    if isinstance(value, PathLike):
-        return str(fspath(value))
-    raise RecipeError(
-        f"recipe: a {type(value).__name__} is no setting; give documents as build(recipe, documents=…), and "
-        "name files and functions by text"
-    )
+    return data, recipe.folder, "recipe"
 
 
 def destinations_of(

@@ -37,6 +37,7 @@ from shardkit.limits import usable_cores
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
+from shardkit.synonyms import DATASET, OPEN, answers_keywords, hint
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,6 +58,14 @@ class Dataset(OpenDataset, Described):
     `Rows`, which convert to columns for NumPy, PyTorch, Arrow and pandas.
     """
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, with what to use instead of an attribute that other tools have."""
+            said = "" if name.startswith("_") else hint(name, (), DATASET)
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{problem}; {said}" if said else problem, name=name, obj=self)
+
     @overload
     def __getitem__(self, index: RowChoice) -> Rows: ...  # type: ignore[overload-overlap]  # arrays
     @overload
@@ -66,6 +75,10 @@ class Dataset(OpenDataset, Described):
 
         Negative numbers count from the end.
         """
+        if isinstance(index, str):
+            raise TypeError(
+                f"rows have numbers: `dataset[0][{index!r}]`, or `dataset[:].to_pandas()[{index!r}]`"
+            )
         if not is_single(index):
             return Rows(self, range(len(self)))[index]
         number = operator.index(index)
@@ -132,6 +145,7 @@ class Dataset(OpenDataset, Described):
         return f"Dataset {self.location}", [*facts, ("fingerprint", self.fingerprint)]
 
 
+@answers_keywords(OPEN)
 def open_dataset(
     path: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,

@@ -8,7 +8,7 @@ recipe's digest and the ids of documents stay the same if the folder moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,7 +22,6 @@ from pydantic import (
 )
 
 from shardkit.errors import RecipeError
-from shardkit.files import local_path
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.settings import (
     TRAIN,
@@ -52,6 +51,7 @@ from shardkit.writers.recipe.outputs import (
     TokenizerConfig,
     short_split,
 )
+from shardkit.writers.recipe.plain import plain_recipe
 from shardkit.writers.recipe.problems import describe_problems
 from shardkit.writers.recipe.steps import (
     SAMPLE,
@@ -69,7 +69,6 @@ from shardkit.writers.recipe.steps import (
     removal_of,
     step_named,
 )
-from shardkit.yaml_file import apply_override, load_yaml
 
 
 def _plain(section: StrictModel | tuple[StrictModel, ...]) -> Any:
@@ -623,16 +622,15 @@ def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> 
         raise RecipeError(describe_problems(name, error, Recipe)) from None
 
 
-def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read a YAML recipe; `overrides` such as "pack.sequence_length=512" replace keys, with values in YAML.
+def load_recipe(
+    recipe: str | Path | Mapping[str, object], overrides: list[str] | tuple[str, ...] = ()
+) -> Recipe:
+    """Read a recipe from a YAML file, or check a dict; `overrides`, "pack.sequence_length=512", replace keys.
 
-    Relative paths, including paths in overrides, start at the recipe's folder.
+    Relative paths, including paths in overrides, start at the file's folder, or those of a dict here.
     """
-    path = local_path(path)
-    data = load_yaml(path)
-    for override in overrides:
-        data = apply_override(data, override)
-    return recipe_from_mapping(data, folder=path.absolute().parent, name=str(path))
+    data, folder, name = plain_recipe(recipe, overrides)
+    return recipe_from_mapping(data, folder=folder, name=name)
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
 from shardkit.hashing import Hasher, new_hash
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.synonyms import WRITER, answers_keywords
 from shardkit.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 1 << 26
@@ -127,6 +128,7 @@ class MdsWriter:
     exception leaves the block. Holds one shard in memory.
     """
 
+    @answers_keywords(WRITER)
     def __init__(
         self,
         folder: str | Path,
@@ -141,6 +143,10 @@ class MdsWriter:
         A new shard starts before `shard_bytes` would be exceeded; with None, before 4 GiB. Raises ValueError
         for bad settings and ShardError if `folder` exists and is not empty.
         """
+        if not isinstance(columns, Mapping):
+            raise TypeError(
+                f'columns must be a mapping such as {{"tokens": "ndarray:uint16"}}, not {columns!r:.80}'
+            )
         limit = None if shard_bytes is None else parse_bytes(shard_bytes)
         if limit is not None and not 0 < limit <= MAX_SHARD_BYTES:
             raise ValueError(f"shard_bytes must be above 0 and below 4 GiB, not {shard_bytes!r}")

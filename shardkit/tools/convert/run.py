@@ -144,6 +144,15 @@ class _Written:
         return int(shape) if shape.isdecimal() and np.dtype(dtype).kind in "ui" else None
 
 
+def _path_or_url(source: str | os.PathLike[str]) -> str:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"source must be a path or URL, not a {type(source).__name__}; `shardkit.formats.mds.MdsWriter` "
+            "writes records in memory, and `build(recipe, documents=…)` texts"
+        )
+    return os.fspath(source)
+
+
 @not_for_everyone()
 def convert(
     source: str | os.PathLike[str],
@@ -170,7 +179,7 @@ def convert(
     output, cut = output or OutputOptions(), cut or CutOptions()
     if is_remote(target):
         raise ShardError(target, "is a URL: convert into a local folder, then `shardkit upload` it")
-    name, folder = os.fspath(source), local_path(target)
+    name, folder = _path_or_url(source), local_path(target)
     if not is_remote(name) and folder.exists() and folder.resolve() == local_path(name).resolve():
         raise ShardError(folder, "is both source and target; choose another target")
     if holds_dataset(folder) and not replace:
