@@ -88,15 +88,9 @@ The exit status is 0 for success, 1 for failure, 2 for misuse (wrong arguments o
 COMPLETION = """\
 ## Completion
 
-`shardkit --completion SHELL` prints a script that completes verbs, options, choices and keys in `bash`, `zsh` or `fish`. Write it again after an
-update. In bash:
-
-```bash
-mkdir -p ~/.local/share/bash-completion/completions
-shardkit --completion bash > ~/.local/share/bash-completion/completions/shardkit
-```
-
-In zsh, add `eval "$(shardkit --completion zsh)"` to `~/.zshrc`; in fish, write the script to `~/.config/fish/completions/shardkit.fish`.
+`shardkit --completion SHELL` prints a script that completes verbs, options, choices and keys in bash, zsh or fish; write it again after an update.
+For bash, write it to `~/.local/share/bash-completion/completions/shardkit`, for fish to `~/.config/fish/completions/shardkit.fish`. In zsh, write
+it to a file that `~/.zshrc` reads with `source`.
 """
 
 

@@ -51,6 +51,12 @@ FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 class Parser(argparse.ArgumentParser):
     """A parser that answers wrong arguments with one line and a hint, not with the usage of all options."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; the options of every verb may stand anywhere, before the verb or behind it."""
+        if " " not in self.prog:
+            namespace, args = shared_parser().parse_known_args(args, namespace)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Print a message and exit with the status of misuse."""
         mistyped = re.match(
@@ -244,12 +250,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    shared, words = shared_parser().parse_known_args(argv)
+    words = shared_parser().parse_known_args(argv)[1]
     parser = make_parser(words[0] if words and words[0] in VERBS else None)
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(MISUSE)
-    arguments, unknown = parser.parse_known_args(words, shared)
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         arguments.parser.refuse_unknown(unknown)
     return arguments
