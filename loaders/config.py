@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedD
 
 from shardkit.files import local_path
 from shardkit.formats.mds.images import IMAGE_WORDS, pixel_decoder
+from shardkit.hints import refuse_unknown
 from shardkit.order.balance import Balance, DocumentIds, cost_model
 from shardkit.storage.store import StorageOptions
-from shardkit.synonyms import FOREIGN, STREAM, refuse_unknown
+from shardkit.synonyms import FOREIGN, STREAM
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:

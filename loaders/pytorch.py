@@ -49,6 +49,7 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import Dataset as TorchDataset
 
 
+from shardkit.hints import refuse_unknown
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
@@ -68,7 +69,7 @@ from shardkit.loaders.worker_waits import (
     kill_when_dropped,
 )
 from shardkit.order.state import LoaderState, OnMismatch
-from shardkit.synonyms import FOREIGN, refuse_unknown
+from shardkit.synonyms import FOREIGN
 from shardkit.units import parse_bytes
 
 __all__ = [

@@ -16,7 +16,8 @@ def imported(package: str, name: str, places: Mapping[str, str]) -> object:
     A place is "module", or "module:attribute" if the attribute has another name.
     """
     if name not in places:
-        from shardkit.synonyms import PACKAGE, hint
+        from shardkit.hints import hint
+        from shardkit.synonyms import PACKAGE
 
         said = "" if name.startswith("_") else hint(name, places, PACKAGE)
         problem = f"module {package!r} has no attribute {name!r}"

@@ -1,111 +1,15 @@
-"""Words of other tools, each with what to write in shardkit instead, and how a misspelt word is recognized.
+"""Words of other tools, each with what to write in shardkit instead, for the errors that `hints` words.
 
 The other tools are torch's DataLoader, MosaicML Streaming, litdata, webdataset, Hugging Face datasets,
-datatrove, Megatron-LM, Hydra and OmegaConf. There is a table for each place where a name can be wrong:
+datatrove, Megatron-LM, boto3, Hydra and OmegaConf. There is a table for each place where a name can be wrong:
 arguments of loaders and other functions, attributes, keys of a recipe, names of filters, verbs, options.
-
-Every error about an unknown name asks `hint`, which looks in the place's table before it guesses, and guesses
-only what is nearly the same word: a wrong guess sends the reader away from the answer. docs/guides/migrate.md
+A test compares what the sentences name with the verbs, options and keys that exist. docs/guides/migrate.md
 shows the tables of other loaders.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import ParamSpec, TypeVar
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-_LEAST_RATIO = 0.72  # of difflib, for a guess; "workers" and "work" have 0.727, "train" and "trace" 0.6
-_LISTED = 10  # maximum number of names that an error message lists
-_MOST_NAMESAKES = 5  # maximum number of names with a common word that a guess lists
-
-
-def hint(
-    word: str,
-    known: Iterable[str],
-    table: Mapping[str, str] | None = None,
-    spelled: Mapping[str, str] | None = None,
-) -> str:
-    """Return what to write instead of an unknown `word`, or "" if nothing is near enough for a guess.
-
-    `table` has sentences for words of other tools; `known` are the names that could have been meant, and
-    `spelled` says how to write those of them that are given in another form.
-    """
-    spelled = spelled or {}
-    sentence = (table or {}).get(word.strip("-").replace("-", "_"))
-    if sentence is not None and word not in spelled:
-        return f"in shardkit: {sentence}"
-    names = [word] if word in spelled else closest(word, known)
-    return f"did you mean {' or '.join(spelled.get(name, name) for name in names)}?" if names else ""
-
-
-def closest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that `word` may be a misspelling of, or has as a word of its own; often none."""
-    plain = {name: name.strip("-").replace("-", "_").lower() for name in known}
-    given = word.strip("-").replace("-", "_").lower()
-    namesakes = [name for name, text in plain.items() if given in text.split("_")]
-    if 0 < len(namesakes) <= _MOST_NAMESAKES:
-        return namesakes
-    like = difflib.get_close_matches(given, plain.values(), n=1, cutoff=_LEAST_RATIO)
-    like = like or [name for name in plain.values() if sorted(name) == sorted(given)]
-    like = like or [part for part in reversed(given.split("_")) if part in plain.values()]
-    return [next(name for name, text in plain.items() if text == like[0])] if like else []
-
-
-def refuse_unknown(
-    function: str,
-    given: Iterable[str],
-    known: Iterable[str],
-    table: Mapping[str, str] | None = None,
-    spelled: Mapping[str, str] | None = None,
-    listed_by: str = "",
-) -> None:
-    """Raise TypeError for a keyword in `given` that is not in `known`, with a hint at the right one.
-
-    `listed_by` names the object whose help lists the keywords (default: the function).
-    """
-    names = list(known)
-    for name in given:
-        if name not in names:
-            few = len(names) <= _LISTED
-            listed = (
-                f"the arguments are {', '.join(names)}"
-                if few
-                else f"help({listed_by or function[:-2]}) lists them"
-            )
-            said = f"{name!r}; {hint(name, names, table, spelled) or listed}"
-            raise TypeError(f"{function} got an unexpected keyword argument {said}")
-
-
-def answers_keywords(
-    table: Mapping[str, str],
-) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Make a function answer unknown keywords with `table`, and too many positions with names."""
-
-    def decorated(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        parameters = inspect.signature(function).parameters
-        named = [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
-        places = [name for name in parameters if name not in named and name != "self"]
-
-        @functools.wraps(function)
-        def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-            name = function.__qualname__.removesuffix(".__init__")
-            refuse_unknown(f"{name}()", kwargs, parameters, table)
-            if len(args) > len(parameters) - len(named):
-                raise TypeError(
-                    f"{name}() takes {', '.join(places)} by position; give other arguments by name, such as "
-                    f"{named[0]}=…"
-                )
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorated
+from collections.abc import Mapping
 
 
 def _for(words: str, sentence: str) -> dict[str, str]:
@@ -300,6 +204,35 @@ BUILD: Mapping[str, str] = {
     **_for("data dataset rows records", "`documents`, with a recipe without inputs"),
 }
 """Replacements for arguments of functions that process data, such as litdata's `optimize`."""
+
+_WORKER_WORDS = "num_workers workers max_workers num_proc processes jobs"
+
+TRANSFER: Mapping[str, str] = {
+    **_for(_WORKER_WORDS, "`threads`"),
+    **_for("force overwrite exist_ok", "`replace=True`"),
+    **_for("resume continue_", _GOES_ON),
+    **_for("quiet verbose", "`progress`"),
+    **_for("cache_dir cache_bytes", "`shardkit.warm` fills the cache of a run"),
+    **_for("endpoint_url region profile anonymous", _STORE),
+}
+"""Replacements for arguments of functions that copy or check files, such as `upload_folder`."""
+
+_NO_KEYS = "keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a `profile`, never from options"
+
+STORAGE: Mapping[str, str] = {
+    **_for("endpoint endpoint_uri s3_endpoint url", "`endpoint_url`"),
+    **_for("region_name aws_region", "`region`"),
+    **_for("profile_name aws_profile", "`profile`"),
+    **_for("key secret access_key secret_key aws_access_key_id aws_secret_access_key", _NO_KEYS),
+    **_for("token aws_session_token session_token", _NO_KEYS),
+    **_for("anon no_sign_request unsigned", "`anonymous`"),
+    **_for("addressing_style force_path_style use_path_style", "`path_style`"),
+    **_for("timeout", "`read_timeout_seconds`, or `retry_seconds` for the whole operation"),
+    **_for("retries max_retries max_attempts", "`retry_seconds`: requests are repeated for this time"),
+    **_for("max_pool_connections max_concurrency", "`connections`"),
+    **_for("server_side_encryption sse", "`encryption`"),
+}
+"""Replacements for options of stores of boto3, fsspec and the AWS command line."""
 
 OPEN: Mapping[str, str] = {
     "split": "the sub-folder of the path or URL",

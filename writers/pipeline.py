@@ -25,12 +25,13 @@ from shardkit.files import not_for_everyone
 from shardkit.formats.dropped_table import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.formats.provenance import provenance_name
 from shardkit.hashing import digest_of
+from shardkit.hints import answers_keywords
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, make_listener
 from shardkit.settings import ANNOTATIONS_FOLDER, TRAIN, Bounds
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
-from shardkit.synonyms import BUILD, answers_keywords
+from shardkit.synonyms import BUILD
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
 from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED

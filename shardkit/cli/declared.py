@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.synonyms import hint
+from shardkit.hints import hint
+from shardkit.synonyms import STORAGE
 
 _ROOT = Path(shardkit.__file__).parent
 _SWITCH = {"true": True, "false": False}
@@ -214,7 +215,8 @@ class Keys(argparse.Action):
     ) -> None:
         key, mark, text = str(value).partition("=")
         if (setting := self.known.get(key)) is None:
-            said = hint(key, self.known) or f"the keys are {', '.join(self.known)}"
+            table = STORAGE if self.dest == "storage" else None
+            said = hint(key, self.known, table) or f"the keys are {', '.join(self.known)}"
             raise argparse.ArgumentError(self, f"unknown key {key!r}; {said}")
         if not mark:
             raise argparse.ArgumentError(self, f"{key} needs a value: give {self.spelled(key)}")

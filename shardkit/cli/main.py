@@ -31,9 +31,10 @@ from shardkit.cli.common import escaped
 from shardkit.cli.declared import Keys
 from shardkit.errors import PathError, RecipeError, ShardkitError, naming_extras
 from shardkit.files import local_path, not_for_everyone
+from shardkit.hints import hint
 from shardkit.lazy import collector_paused
 from shardkit.progress import command_output, write_log
-from shardkit.synonyms import OPTION_SENTENCES, OPTIONS, RENAMED, hint
+from shardkit.synonyms import OPTION_SENTENCES, OPTIONS, RENAMED
 
 # The groups of `shardkit --help`, in the order in which a newcomer needs them.
 GROUPS = {
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments; the options of every verb may stand anywhere, before the verb or behind it."""
-        if " " not in self.prog:
+        if self.prog == "shardkit" and self._subparsers is not None:
             namespace, args = shared_parser().parse_known_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
@@ -159,7 +160,7 @@ class _PrintCompletion(argparse.Action):
 @functools.cache
 def shared_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that every verb takes, before or after the verb."""
-    shared = argparse.ArgumentParser(prog="shardkit", add_help=False, allow_abbrev=False)
+    shared = Parser(prog="shardkit", add_help=False, allow_abbrev=False)
     shared.add_argument(
         "--quiet", action="store_true", help="suppress progress output (default: print it to stderr)"
     )
@@ -255,6 +256,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(MISUSE)
+    arguments: argparse.Namespace
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         arguments.parser.refuse_unknown(unknown)

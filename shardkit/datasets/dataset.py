@@ -33,11 +33,12 @@ from shardkit.display import Described, Facts, listed
 from shardkit.errors import ShardError, warn_user
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
+from shardkit.hints import answers_keywords, hint
 from shardkit.limits import usable_cores
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
-from shardkit.synonyms import DATASET, OPEN, answers_keywords, hint
+from shardkit.synonyms import DATASET, OPEN
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:

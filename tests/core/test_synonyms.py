@@ -16,7 +16,8 @@ from shardkit import synonyms
 from shardkit.cli.main import VERBS, main, make_parser, shared_parser
 from shardkit.errors import PathError, RecipeError
 from shardkit.formats.mds import MdsWriter
-from shardkit.synonyms import RECIPE, closest
+from shardkit.hints import closest
+from shardkit.synonyms import RECIPE
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.recipe.problems import _model_in
 from shardkit.writers.recipe.recipe import Recipe
@@ -95,6 +96,7 @@ def test_a_command_on_something_else_names_the_command_for_it(
         ("build r --qiet", "did you mean --quiet?"),
         ("build r --max-samples 9", "did you mean --limit?"),
         ("upload a b -j 4", "did you mean --threads?"),
+        ("upload a b --storage anon=true", "`anonymous`"),
         ("plan r.yaml", "unknown kind 'r.yaml'; give train or build"),
         ("head out", "`view`"),
         ("stats out", "`info`"),
@@ -210,6 +212,15 @@ CALLS = [
     ("MdsWriter(out='new', columns={'a': 'int'})", "the folder, as the first argument"),
     ("MdsWriter('new', columns=['a'])", "must be a mapping"),
     ("sk.upload('built', 's3:bucket/x')", "s3://"),
+    ("sk.upload('built', 'x', overwrite=True)", "`replace=True`"),
+    ("sk.download('s3://b/x', 'x', num_workers=3)", "`threads`"),
+    ("sk.verify('built', quik=True)", "did you mean quick?"),
+    ("sk.convert('a', 'b', shard_bytes=9)", "`output=OutputOptions(shard_bytes=…)`"),
+    ("sk.convert('a', 'b', size_limit=9)", "`shard_bytes`"),
+    ("sk.pack('a', 'b', sequence_length=9)", 'overrides=["pack.sequence_length=…"]'),
+    ("sk.StorageOptions(anon=True)", "`anonymous`"),
+    ("sk.StorageOptions(aws_access_key_id='k')", "AWS_ACCESS_KEY_ID"),
+    ("sk.StorageOptions(connection=3)", "did you mean connections?"),
 ]
 
 
@@ -273,18 +284,9 @@ def _parsers(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[argpars
 
 
 def _tables() -> list[Mapping[str, str]]:
-    named = (
-        "FOREIGN",
-        "BUILD",
-        "OPEN",
-        "WRITER",
-        "DATASET",
-        "PACKAGE",
-        "FILTERS",
-        "VERBS",
-        "OPTION_SENTENCES",
-    )
-    return [*(getattr(synonyms, name) for name in named), *RECIPE.values()]
+    named = ("FOREIGN", "BUILD", "TRANSFER", "STORAGE", "OPEN", "WRITER", "DATASET", "PACKAGE", "FILTERS")
+    others = (synonyms.VERBS, synonyms.OPTION_SENTENCES)
+    return [*(getattr(synonyms, name) for name in named), *others, *RECIPE.values()]
 
 
 def _model_at(owner: Any, path: str) -> Any:

@@ -34,7 +34,7 @@ from pydantic import SerializeAsAny, ValidationError
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion, file_version
-from shardkit.synonyms import hint
+from shardkit.hints import hint
 from shardkit.writers.filters.base import Editor, Filter, FilterSettings, Rule, SideOutput
 from shardkit.writers.filters.fasttext import OTHERS, LanguageConfig
 from shardkit.yaml_file import load_yaml

@@ -26,8 +26,9 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.hints import hint
 from shardkit.settings import FieldName, StrictModel
-from shardkit.synonyms import FILTERS, hint
+from shardkit.synonyms import FILTERS
 from shardkit.writers.filters.ask import AskConfig
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter

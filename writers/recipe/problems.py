@@ -15,7 +15,8 @@ import yaml
 from pydantic import BaseModel, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from shardkit.synonyms import RECIPE, closest, hint
+from shardkit.hints import closest, hint
+from shardkit.synonyms import RECIPE
 
 _MAX_SHOWN = 80
 _MAX_KEYS = 12

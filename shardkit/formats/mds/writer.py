@@ -25,8 +25,9 @@ from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
 from shardkit.hashing import Hasher, new_hash
+from shardkit.hints import answers_keywords
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
-from shardkit.synonyms import WRITER, answers_keywords
+from shardkit.synonyms import WRITER
 from shardkit.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 1 << 26
