@@ -115,15 +115,15 @@ def _open_store(files: StoreFiles) -> _TokenStore:
     return _TokenStore(store, parse_index(f"{files.location}/{INDEX_NAME}", store.get(INDEX_NAME)))
 
 
-_SETTINGS = {
+_RECIPE_KEYS = {
     key: f'a key of a recipe: overrides=["{group}.{key}=…"]'
-    for group, settings in (("output", OutputConfig), ("pack", PackConfig))
-    for key in settings.model_fields
+    for group, keys in (("output", OutputConfig.model_fields), ("pack", PackConfig.model_fields))
+    for key in keys
     if key != "path"
 }
 
 
-@answers_keywords({**BUILD, **_SETTINGS})
+@answers_keywords({**BUILD, **_RECIPE_KEYS})
 def pack_store(
     store: str | Path,
     output: str | Path,
