@@ -22,7 +22,7 @@ from shardkit.cli.common import (
     file_path,
     print_columns,
     print_json,
-    print_result,
+    print_message,
     stdout_console,
     storage_options,
 )
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result.to_dict())
     else:
-        print_result(arguments, _already_built(result) if result.up_to_date else repr(result))
+        print_message(arguments, _already_built(result) if result.up_to_date else repr(result))
     return 0
 
 

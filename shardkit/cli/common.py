@@ -138,8 +138,8 @@ def add_json_argument(parser: argparse.ArgumentParser, default: Any = False) -> 
     )
 
 
-def print_result(arguments: argparse.Namespace, text: str) -> None:
-    """Print the result of a verb whose result is files to stderr, or with --quiet only to the log file."""
+def print_message(arguments: argparse.Namespace, text: str) -> None:
+    """Print what a verb that writes files has done to stderr, or with --quiet only to the log file."""
     from shardkit.progress import write_log
 
     if arguments.quiet:

@@ -12,7 +12,7 @@ from shardkit.cli.common import (
     add_storage_arguments,
     print_columns,
     print_json,
-    print_result,
+    print_message,
     stdout_console,
     storage_options,
 )
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{result.location} holds the signatures of {result.documents:,} documents, "
             f"{format_bytes(result.bytes)} of text"
         )
-        print_result(arguments, "\n".join(lines))
+        print_message(arguments, "\n".join(lines))
     return 0
 
 

@@ -10,7 +10,7 @@ from shardkit.cli.common import (
     add_storage_arguments,
     count,
     print_json,
-    print_result,
+    print_message,
     storage_options,
 )
 from shardkit.cli.declared import add_options, given
@@ -68,5 +68,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result.to_dict())
     else:
-        print_result(arguments, repr(result))
+        print_message(arguments, repr(result))
     return 0
