@@ -344,6 +344,10 @@ _RECIPE = {
     **_for(_RUN_WORDS, _RUNS_ON),
     **_for("engine ray ray_address cluster", "`shardkit build --engine ray`"),
     **_for("logging log_level log_file verbose", "`shardkit build --log-file FILE`"),
+    **_for(
+        "wandb mlflow tensorboard",
+        "`shardkit build --timings FILE` for a build; `log_to` of shardkit.loaders.step_report for training",
+    ),
     **_for("defaults hydra _target_ interpolate", _HYDRA),
     **_for(
         "data dataset datasets data_path data_dir data_files train_files path paths files source "

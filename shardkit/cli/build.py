@@ -28,6 +28,7 @@ from shardkit.cli.common import (
 )
 from shardkit.cli.declared import add_options, given
 from shardkit.errors import BuildError
+from shardkit.progress import write_log
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         )
         sys.stderr.write(f"shardkit: {said}\n")
         sys.stderr.flush()
+        write_log(said)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -15,7 +15,7 @@ from shardkit.cli.declared import Keys
 
 _BASH = """\
 _shardkit() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command="" each words=""
+  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command="" each offered=""
   for each in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
     case "$command $each" in
 {commands}
@@ -24,22 +24,25 @@ _shardkit() {{
   case "$command $before" in
 {values}
   esac
-  if [[ -z $words && $word == -* ]]; then
+  if [[ -z $offered && $word == -* ]]; then
     case "$command" in
 {options}
     esac
-  elif [[ -z $words ]]; then
+  elif [[ -z $offered ]]; then
     case "$command" in
 {verbs}
     esac
   fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  COMPREPLY=($(compgen -W "$offered" -- "$word"))
   [[ ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace 2> /dev/null
   return 0
 }}
 complete -o default -o bashdefault -F _shardkit shardkit
 """
-_ZSH = "autoload -U +X bashcompinit && bashcompinit\nautoload -U +X compinit && compinit\n"
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U +X compinit && compinit; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def script(shell: str, parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> str:
@@ -91,13 +94,13 @@ def _bash(
         for action in own:
             pattern = "|".join(f'"{command} {option}"' for option in action.option_strings)
             if found := _values(action):
-                values.append(f"    {pattern}) words={shlex.quote(' '.join(found))} ;;")
+                values.append(f"    {pattern}) offered={shlex.quote(' '.join(found))} ;;")
             elif action.nargs != 0:
                 values.append(f"    {pattern}) return ;;")
         names = [option for action in own for option in action.option_strings]
-        options.append(f'      "{command}") words={shlex.quote(" ".join(names))} ;;')
+        options.append(f'      "{command}") offered={shlex.quote(" ".join(names))} ;;')
         if inner := _verbs(parser):
-            verbs.append(f'      "{command}") words={shlex.quote(" ".join(inner))} ;;')
+            verbs.append(f'      "{command}") offered={shlex.quote(" ".join(inner))} ;;')
     parts = {"commands": nested, "values": values, "options": options, "verbs": verbs}
     return _BASH.format(**{name: "\n".join(lines) for name, lines in parts.items()})
 
@@ -105,9 +108,12 @@ def _bash(
 def _fish(
     commands: Mapping[tuple[str, ...], argparse.ArgumentParser], shared: argparse.ArgumentParser
 ) -> Iterator[str]:
+    outer_of = {words[-1]: words[0] for words in commands if len(words) > 1}
     for words, parser in commands.items():
         inner = _verbs(parser)
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
+        if len(words) == 1 and words[0] in outer_of:  # `build` is a verb and a kind of `plan`
+            seen += f"; and not __fish_seen_subcommand_from {outer_of[words[0]]}"
         if inner:
             no_inner = f"not __fish_seen_subcommand_from {' '.join(inner)}"
             where = f"{seen}; and {no_inner}" if words else no_inner

@@ -228,16 +228,19 @@ def stop(recipe, **options):
         raise
 
 shardkit.writers.build = stop
-main(["build", sys.argv[1]])
+main(["build", *sys.argv[1:]])
 """
 
 
-def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(corpus: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TERMINATED, corpus], capture_output=True, text=True, timeout=60
-    )
+def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(
+    corpus: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", TERMINATED, corpus, "--log-file", log]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "shardkit: terminated; tasks finished: 7; run the same command again to continue\n"
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, expected)
+    assert log.read_text().endswith(expected.removeprefix("shardkit: "))
 
 
 def test_a_reader_that_stops_reading_is_no_error(corpus: Path, built: object) -> None:

@@ -69,6 +69,9 @@ def test_zsh_takes_the_script(script: Path) -> None:
 def test_fish_completes_verbs_options_and_choices(script: Path) -> None:
     lines = script.read_text().splitlines()
     assert all(line.startswith("complete -c shardkit ") for line in lines)
+    assert any(
+        line.startswith("complete -c shardkit -n '__fish_seen_subcommand_from plan; and ") for line in lines
+    )
     assert sum(" -f -a " in line for line in lines) == len(VERBS) + 2  # and the two kinds of `plan`
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
