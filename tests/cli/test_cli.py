@@ -236,7 +236,7 @@ def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(
     corpus: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-c", TERMINATED, corpus, "--log-file", log]
+    command = [sys.executable, "-c", TERMINATED, str(corpus), "--log-file", str(log)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "shardkit: terminated; tasks finished: 7; run the same command again to continue\n"
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, expected)
