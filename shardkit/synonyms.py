@@ -234,6 +234,15 @@ STORAGE: Mapping[str, str] = {
 }
 """Replacements for options of stores of boto3, fsspec and the AWS command line."""
 
+TRACE: Mapping[str, str] = {
+    **_for("index sample sample_id row_id position", "`row`, the number of a row"),
+    **_for("urls links", "`url`, one or a list of them"),
+    **_for("doc doc_id doc_ids documents docid", "`document`, an id of shardkit's, or `id`, one of yours"),
+    **_for("batch iteration global_step", "`step`, counted from 1, with `state` and `batch_size`"),
+    **_for("checkpoint", "`state`, of `loader.state_dict()` or its file"),
+}
+"""Words for questions about documents that `trace` calls by another name."""
+
 OPEN: Mapping[str, str] = {
     "split": "the sub-folder of the path or URL",
     **_for("endpoint_url region profile anonymous", _STORE),

@@ -218,6 +218,8 @@ CALLS = [
     ("sk.convert('a', 'b', shard_bytes=9)", "`output=OutputOptions(shard_bytes=…)`"),
     ("sk.convert('a', 'b', size_limit=9)", "`shard_bytes`"),
     ("sk.pack('a', 'b', sequence_length=9)", 'overrides=["pack.sequence_length=…"]'),
+    ("sk.trace('built', index=9)", "`row`"),
+    ("sk.trace('built', sourse='web')", "did you mean source?"),
     ("sk.StorageOptions(anon=True)", "`anonymous`"),
     ("sk.StorageOptions(aws_access_key_id='k')", "AWS_ACCESS_KEY_ID"),
     ("sk.StorageOptions(connection=3)", "did you mean connections?"),
@@ -284,7 +286,18 @@ def _parsers(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[argpars
 
 
 def _tables() -> list[Mapping[str, str]]:
-    named = ("FOREIGN", "BUILD", "TRANSFER", "STORAGE", "OPEN", "WRITER", "DATASET", "PACKAGE", "FILTERS")
+    named = (
+        "FOREIGN",
+        "BUILD",
+        "TRANSFER",
+        "STORAGE",
+        "TRACE",
+        "OPEN",
+        "WRITER",
+        "DATASET",
+        "PACKAGE",
+        "FILTERS",
+    )
     others = (synonyms.VERBS, synonyms.OPTION_SENTENCES)
     return [*(getattr(synonyms, name) for name in named), *others, *RECIPE.values()]
 
