@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.cli.declared import Keys
-from shardkit.cli.main import Parser, make_parser
+from shardkit.cli.main import Parser, make_parser, shared_parser
 from shardkit.writers.filters.config import PROFILES
 from shardkit.writers.recipe.recipe import Recipe
 
@@ -84,6 +84,13 @@ CLI_HEAD = """\
 Every command and option, generated from the parsers. `shardkit COMMAND --help` prints the same text, and
 `python -m shardkit` is the same program. Results go to stdout and messages to stderr; `--json` prints the result as JSON.
 The exit status is 0 for success, 1 for failure, 2 for misuse (wrong arguments or an invalid recipe) and 130 after Ctrl-C.
+"""
+COMPLETION = """\
+## Completion
+
+`shardkit --completion SHELL` prints a script that completes verbs, options, choices and keys in bash, zsh or fish; write it again after an update.
+For bash, write it to `~/.local/share/bash-completion/completions/shardkit`, for fish to `~/.config/fish/completions/shardkit.fish`. In zsh, write
+it to a file that `~/.zshrc` reads with `source`.
 """
 
 
@@ -251,7 +258,9 @@ def entry_text(entry: Any) -> str:
 def cli_reference() -> str:
     """The page of commands."""
     [verbs] = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    parts = [CLI_HEAD]
+    every = [f"| {spelled(one)} | {cell(str(one.help))} |" for one in shared_parser()._actions]
+    parts = [CLI_HEAD, "## Options of every verb\n\n| option | |\n|---|---|\n" + "\n".join(every) + "\n"]
+    parts.append(COMPLETION)
     for name in sorted(verbs.choices):
         parts += command(verbs.choices[name], "##")
     [storage] = [keys for keys in verbs.choices["build"].key_options() if keys.dest == "storage"]

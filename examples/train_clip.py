@@ -121,7 +121,10 @@ def main() -> None:
                 "sums": sums,
             }
             log.write(json.dumps(record) + "\n")
-            if step % args.checkpoint_every == 0 or step == args.steps:
+            saves = step % args.checkpoint_every == 0 or step == args.steps
+            if saves or step <= trained + 20:  # each step, while they are few
+                print(f"step {step}: loss {loss.item():.4f}", flush=True)
+            if saves:
                 state = {
                     "step": step,
                     "model": model.state_dict(),
@@ -129,7 +132,6 @@ def main() -> None:
                     "loader": loader.state_dict(),
                 }
                 save_atomically(state, checkpoint)
-                print(f"step {step}: loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,10 @@ def main() -> None:
             continue
         record = {"step": step, "loss": sum(losses) / world_size, "sample_ids": sample_ids}
         log.write(json.dumps(record) + "\n")
-        if step % args.checkpoint_every == 0 or step == args.steps:
+        saves = step % args.checkpoint_every == 0 or step == args.steps
+        if saves or step <= trained + 20:  # each step, while they are few
+            print(f"step {step}: loss {record['loss']:.4f}", flush=True)
+        if saves:
             state = {
                 "step": step,
                 "model": model.module.state_dict(),
@@ -81,7 +84,6 @@ def main() -> None:
                 "loader": loader.state_dict(),
             }
             save_atomically(state, checkpoint)
-            print(f"step {step}: loss {record['loss']:.4f}")
     end_distributed()
 
 

@@ -86,8 +86,9 @@ def main() -> None:
         dcp.load(state, checkpoint_id=folder / "last")  # type: ignore[attr-defined]
     log = Path(args.log_file).open("a", buffering=1) if rank == 0 else None  # noqa: SIM115
 
+    first = trained.step + 1
     # The range comes first: `zip` must not take a batch that no step will train on.
-    for step, batch in zip(range(trained.step + 1, args.steps + 1), loader, strict=False):
+    for step, batch in zip(range(first, args.steps + 1), loader, strict=False):
         torch.manual_seed(hash((args.seed, step, rank)))  # dropout, should you add it: nothing to store
         batch = {name: value.to(device) for name, value in batch.items()}
         scored = (next_token_labels(batch) != -100).sum()
@@ -99,13 +100,14 @@ def main() -> None:
         trained.step = step
 
         losses, sample_ids = gathered(loss.detach()[None]), gathered_ids(batch)
+        saves = step % args.checkpoint_every == 0 or step == args.steps
         if log is not None:
             record = {"step": step, "loss": sum(losses) / world_size, "sample_ids": sample_ids}
             log.write(json.dumps(record) + "\n")
-        if step % args.checkpoint_every == 0 or step == args.steps:
+            if saves or step < first + 20:  # each step, while they are few
+                print(f"step {step}: loss {record['loss']:.4f}", flush=True)
+        if saves:
             save(state, folder, step)
-            if rank == 0:
-                print(f"step {step}: loss {record['loss']:.4f}")
     end_distributed()
 
 

@@ -67,8 +67,11 @@ with args.log_file.open("a", buffering=1) as log:
         optimizer.step()
         record = {"step": step, "loss": loss.item(), "sample_ids": batch["sample_id"].tolist()}
         log.write(json.dumps(record) + "\n")
+        saves = step % args.checkpoint_every == 0 or step == args.steps
+        if saves or step <= trained + 20:  # each step, while they are few
+            print(f"step {step}: loss {record['loss']:.4f}", flush=True)
 
-        if step % args.checkpoint_every == 0 or step == args.steps:
+        if saves:
             state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
             temporary = args.checkpoint.with_name(args.checkpoint.name + ".tmp")
@@ -77,4 +80,3 @@ with args.log_file.open("a", buffering=1) as log:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(args.checkpoint)  # a crash leaves the old one or the new one, never half of one
-            print(f"step {step}: loss {record['loss']:.4f}")

@@ -8,7 +8,6 @@ most people use, because tooltips and `help()` show no names of a TypedDict; a t
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import os
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsIndex, TypeAli
 
 from shardkit.files import local_path
 from shardkit.formats.mds.images import IMAGE_WORDS, pixel_decoder
-from shardkit.loaders.foreign_names import FOREIGN
+from shardkit.hints import refuse_unknown
 from shardkit.order.balance import Balance, DocumentIds, cost_model
 from shardkit.storage.store import StorageOptions
+from shardkit.synonyms import FOREIGN, STREAM
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -69,20 +69,17 @@ _IN_STATE = frozenset(("lanes", "window", "schedule", "epoch_samples", "global_b
 # A loop that requests its next batch sooner than this only reads: prefetching has no work to overlap with.
 BUSY_SECONDS = 200e-6
 
-# Fields of MosaicML's Stream that have another name in our `Stream`, and that name.
-_MOSAICML_NAMES = {"proportion": "weight", "remote": "path", "local": "path"}
-
 
 class _Named:
     """Settings whose unknown keywords are refused with a suggestion, which a generated __init__ lacks."""
 
     __slots__ = ()
-    _renamed: ClassVar[Mapping[str, str]] = {}
+    _words: ClassVar[Mapping[str, str]] = FOREIGN
 
     if not TYPE_CHECKING:
 
         def __new__(cls, *values: object, **named: object) -> _Named:
-            refuse_unknown(f"{cls.__name__}()", named, [field.name for field in fields(cls)], cls._renamed)
+            refuse_unknown(f"{cls.__name__}()", named, [field.name for field in fields(cls)], cls._words)
             return object.__new__(cls)
 
 
@@ -94,7 +91,7 @@ class Stream(_Named):
     stream is shuffled differently.
     """
 
-    _renamed: ClassVar[Mapping[str, str]] = _MOSAICML_NAMES
+    _words: ClassVar[Mapping[str, str]] = FOREIGN | STREAM
 
     path: str | os.PathLike[str] | Dataset
     weight: float | Fraction = 1
@@ -132,31 +129,6 @@ class Stream(_Named):
         """Return how many samples of a dataset with `samples` samples may be delivered; None: no limit."""
         limits = [] if self.repeat is None else [math.floor(self.repeat * samples)]
         return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
-
-
-def refuse_unknown(
-    function: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str] | None = None
-) -> None:
-    """Raise TypeError for a keyword in `given` that is not in `known`, with a hint at the right keyword.
-
-    `renamed` maps our names and names of other libraries to the text that is suggested for them. Hints for
-    other arguments of torch's DataLoader and of other loaders come from `foreign_names`.
-    """
-    for name in given:
-        if name in known:
-            continue
-        meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
-        if name not in (renamed or {}) and name in FOREIGN:
-            hint = f"in shardkit: {FOREIGN[name]}"
-        elif (near := next(filter(None, meant), None)) is not None:
-            hint = f"did you mean {(renamed or {}).get(near, near)}?"
-        else:
-            hint = "the docstrings of shardkit.loaders.config.LoaderConfig list the options"
-            hint = f"the arguments are {', '.join(known)}" if len(known) <= _LISTED else hint
-        raise TypeError(f"{function} got an unexpected keyword argument {name!r}; {hint}")
-
-
-_LISTED = 10  # maximum number of names that an error message lists
 
 
 def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
@@ -507,7 +479,8 @@ class LoaderConfig(Layout, Order, Run):
         flat = flattened(options)
         of_streams = {field.name: f"Stream(path, {field.name}=…)" for field in fields(Stream)}
         known = [*GROUPS, *(field.name for field in fields(cls))]
-        refuse_unknown("StreamingLoader()", options, known, of_streams | _SPELLED)
+        listed_by = "shardkit.loaders.config.LoaderConfig"
+        refuse_unknown("StreamingLoader()", options, known, FOREIGN, of_streams | _SPELLED, listed_by)
         return cls(**flat)
 
     def _check_layout(self) -> None:

@@ -49,8 +49,9 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import Dataset as TorchDataset
 
 
+from shardkit.hints import refuse_unknown
 from shardkit.loaders.batch import Batch, BatchMaker, tensor_maker
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened, refuse_unknown
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened
 from shardkit.loaders.defaults import batch_maker
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
@@ -68,6 +69,7 @@ from shardkit.loaders.worker_waits import (
     kill_when_dropped,
 )
 from shardkit.order.state import LoaderState, OnMismatch
+from shardkit.synonyms import FOREIGN
 from shardkit.units import parse_bytes
 
 __all__ = [
@@ -272,7 +274,7 @@ class StreamingDataLoader(DataLoader[Batch]):
                 "the list of samples; for a function of whole batches use convert_fn"
             )
         known = [*WorkerOptions.__annotations__, "in_order", "pin_memory_device"]
-        refuse_unknown("StreamingDataLoader()", options, known)
+        refuse_unknown("StreamingDataLoader()", options, known, FOREIGN)
         limit, size = parse_bytes(block_bytes), dataset.loader.batch_bytes
         self._block_batches = 1 if size is None else max(1, min(MAX_BLOCK_BATCHES, limit // size))
         makes_fields = convert_fn is unchanged and dataset.loader.config.collate_fn is None

@@ -330,7 +330,10 @@ def open_streams(
     else:
         specs = tuple(dataset)
         if not specs or not all(isinstance(spec, Stream) for spec in specs):
-            raise TypeError(f"dataset must be a path, a Dataset or a list of Stream, not {dataset!r:.200}")
+            raise TypeError(
+                "dataset must be a path, a Dataset or a list of Stream, such as [Stream(path, weight=0.7), …]"
+                f", not {dataset!r:.200}"
+            )
     paths = [spec.path if isinstance(spec.path, Dataset) else os.fspath(spec.path) for spec in specs]
     to_open = dict.fromkeys(path for path in paths if not isinstance(path, Dataset))
     nodes = 1 if place is None else node_count(place)

@@ -50,6 +50,7 @@ _ZEROS = bytes(1 << 20)
 # A scheme has two letters or more, so that "a:/b" is a path. One slash is enough, because `pathlib.Path`
 # turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_WITHOUT_SLASHES = re.compile(r"(s3|gs|gcs|hf|https?|az|abfss?|sftp):(?!/)", re.IGNORECASE)
 
 FileVersion = tuple[int, int, int, int]
 """(bytes, mtime in ns, ctime in ns, inode) of a file, as `file_version` returns it."""
@@ -95,6 +96,10 @@ def local_path(url: str | os.PathLike[str], option: str | None = None) -> Path:
     if scheme is not None or "://" in text:
         hint = "" if "://" in text else "; pathlib.Path removes slashes of URLs: give URLs as text"
         raise PathError(f"{where} is a URL; give a path on this machine{hint}")
+    if scheme := _WITHOUT_SLASHES.match(text):
+        raise PathError(
+            f"{where} lacks the slashes of a URL: write {scheme[1]}://…, or for a file of this name ./{text}"
+        )
     if text.startswith("$"):
         name = re.match(r"\$\{?(\w*)", text)
         known = f' (in Python, os.environ["{name[1]}"])' if name and name[1] else ""
@@ -105,7 +110,8 @@ def local_path(url: str | os.PathLike[str], option: str | None = None) -> Path:
     if text.startswith("~"):
         return _expanded(text, where)
     path = Path(text)  # drops a leading "./", which may protect a name that begins with "$" or "~"
-    return path.absolute() if str(path)[:1] in ("$", "~") or _SCHEME.match(str(path)) else path
+    looks_else = str(path)[:1] in ("$", "~") or _SCHEME.match(str(path)) or _WITHOUT_SLASHES.match(str(path))
+    return path.absolute() if looks_else else path
 
 
 def _expanded(text: str, where: str) -> Path:

@@ -16,7 +16,12 @@ def imported(package: str, name: str, places: Mapping[str, str]) -> object:
     A place is "module", or "module:attribute" if the attribute has another name.
     """
     if name not in places:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        from shardkit.hints import hint
+        from shardkit.synonyms import PACKAGE
+
+        said = "" if name.startswith("_") else hint(name, places, PACKAGE)
+        problem = f"module {package!r} has no attribute {name!r}"
+        raise AttributeError(f"{problem}; {said}" if said else problem)
     module, _, attribute = places[name].partition(":")
     with naming_extras(f"{package}.{name}"), collector_paused():
         return getattr(import_module(module), attribute or name)

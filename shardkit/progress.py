@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
+from typing import IO, Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from shardkit.units import format_bytes
 
@@ -65,15 +65,71 @@ def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listene
     """Return a listener for the user's `progress` argument.
 
     False shows nothing. True shows a table in a notebook, bars if stderr is a terminal, and otherwise lines.
-    A callable is called with each report.
+    A callable is called with each report. Within `command_output`, a log file gets lines in all cases.
     """
     if callable(progress):
-        return _Calls(progress)
-    if not progress:
-        return _Calls[Report](lambda report: None)
-    if _in_notebook():
-        return _Table()
-    return _Bars() if sys.stderr.isatty() else _Calls(Lines())
+        shown: Listener[Any] = _Calls(progress)
+    elif not progress or _output.quiet:
+        shown = _Calls[Report](lambda report: None)
+    elif _in_notebook():
+        shown = _Table()
+    else:
+        shown = _Bars() if sys.stderr.isatty() else _Calls(Lines())
+    return shown if _output.log is None else _Logged(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where a command's progress and messages go besides stderr, and whether stderr gets progress."""
+
+    quiet: bool = False
+    log: IO[str] | None = None
+
+
+_output = _Output()
+
+
+@contextmanager
+def command_output(*, quiet: bool, log: IO[str] | None) -> Iterator[None]:
+    """Show no progress anywhere in this process if `quiet`, and append all progress to `log` if it is given.
+
+    Only the command line sets this, for the time of one verb; it applies to all threads.
+    """
+    global _output
+    _output = _Output(quiet, log)
+    try:
+        yield
+    finally:
+        _output = _Output()
+
+
+def write_log(text: str) -> None:
+    """Append lines to the command's log file, if it has one, each after the time; errors are ignored."""
+    if _output.log is not None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with suppress(OSError):  # a full disk for the log must not end a build
+            _output.log.write("".join(f"{now} {line}\n" for line in text.splitlines()))
+            _output.log.flush()
+
+
+class _Logged:
+    """Shows reports by another listener, and writes them to the log file as lines."""
+
+    def __init__(self, shown: Listener[Any]) -> None:
+        self._shown, self._lines = shown, Lines(write_log)
+
+    def __call__(self, report: Any, /) -> None:
+        self._shown(report)
+        self._lines(report)
+
+    def __enter__(self) -> Self:
+        self._shown.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shown.__exit__(kind, error, trace)
 
 
 class _Calls(Generic[R]):
@@ -90,10 +146,15 @@ class _Calls(Generic[R]):
         return
 
 
-class Lines:
-    """Prints a line to stderr at each event, and otherwise one line every five seconds."""
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    def __init__(self) -> None:
+
+class Lines:
+    """Writes a line (to stderr by default) at each event, and otherwise one line every five seconds."""
+
+    def __init__(self, write: Callable[[str], None] = _to_stderr) -> None:
+        self._write = write
         self._next = time.monotonic() + LINE_SECONDS
         self._said: set[tuple[str, str]] = set()
 
@@ -104,7 +165,7 @@ class Lines:
         if report.event:
             self._said.add(key)
         self._next = now + LINE_SECONDS
-        print(f"{report.name}: {report.text()}", file=sys.stderr, flush=True)  # noqa: T201
+        self._write(f"{report.name}: {report.text()}")
 
 
 class _Bars:

@@ -6,17 +6,14 @@ override, and `1e-3` is a number.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from shardkit.errors import RecipeError
-from shardkit.files import local_path
 
 _MAX_RECIPE_BYTES = 1 << 20  # recipes are written by hand; a larger file is not a recipe
 _MAX_INTEGER_CHARACTERS = 40  # enough for 64-bit numbers; Python refuses to parse over 4,300 digits
@@ -72,36 +69,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise RecipeError(f"{path}: a recipe must be a mapping of keys, but this file is {_kind(recipe)}")
     return recipe
-
-
-def plain_settings(
-    given: Mapping[str, object] | str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[dict[str, Any], Path, str]:
-    """Return a recipe as plain data with overrides, the folder of its relative paths, its name in errors.
-
-    Paths in a dict start at the current folder.
-    """
-    if isinstance(given, Mapping):  # convert it to plain data: it may have Paths
-        data, folder, name = json.loads(json.dumps(dict(given), default=_as_path)), Path.cwd(), "recipe"
-    elif isinstance(given, (str, os.PathLike)):
-        path = local_path(given)
-        data, folder, name = load_yaml(path), path.absolute().parent, str(path)
-    else:
-        raise RecipeError(
-            f"recipe: a {type(given).__name__} is no recipe; give a YAML file or a dict of the same keys"
-        )
-    for override in overrides:
-        data = apply_override(data, override)
-    return data, folder, name
-
-
-def _as_path(value: object) -> str:
-    if isinstance(value, os.PathLike):
-        return str(os.fspath(value))
-    raise RecipeError(
-        f"recipe: a {type(value).__name__} is no setting; give documents as build(recipe, documents=…), and "
-        "name files and functions by text"
-    )
 
 
 def apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:

@@ -26,11 +26,13 @@ from shardkit.files import not_for_everyone
 from shardkit.formats.dropped_table import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.formats.provenance import provenance_name
 from shardkit.hashing import digest_of
+from shardkit.hints import answers_keywords
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, make_listener
 from shardkit.settings import ANNOTATIONS_FOLDER, TRAIN, Bounds
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
+from shardkit.synonyms import BUILD
 from shardkit.version import __version__
 from shardkit.writers.card import BuiltDataset, assemble, make_card
 from shardkit.writers.dedup.outcomes import AMOUNT, NOT_SAMPLED
@@ -45,6 +47,7 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import InputFile, identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
+from shardkit.writers.recipe.plain import plain_recipe
 from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.report.costs import step_costs
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
@@ -68,7 +71,6 @@ from shardkit.writers.stages.publish import (
 )
 from shardkit.writers.stages.text import TEXT
 from shardkit.writers.stages.tokenize import TOKENIZE, Tokenized
-from shardkit.yaml_file import plain_settings
 
 
 class ArrowTable(Protocol):
@@ -79,8 +81,12 @@ class ArrowTable(Protocol):
 
 # Sequences and iterators, not any iterable, which a dict is, too: type checkers could not infer its keys.
 Data: TypeAlias = Sequence[object] | Iterator[object] | ArrowTable
+_RECIPE_KEYS = {
+    key: f'a key of the recipe: {{"{key}": …}}, or overrides=["{key}=…"]' for key in Recipe.model_fields
+}
 
 
+@answers_keywords({**BUILD, **_RECIPE_KEYS})
 @not_for_everyone()
 def build(
     recipe: Recipe | Mapping[str, object] | str | PathLike[str] | Data,
@@ -282,7 +288,7 @@ def names_no_files(
     """Return whether a recipe has no input with a path: it was written for documents given in Python."""
     if isinstance(recipe, Recipe):
         return False
-    given = plain_settings(recipe, overrides)[0].get("inputs") or {}
+    given = plain_recipe(recipe, overrides)[0].get("inputs") or {}
     entry = given[0] if isinstance(given, list) and len(given) == 1 else given
     return isinstance(entry, Mapping) and "path" not in entry
 

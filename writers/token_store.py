@@ -36,6 +36,7 @@ from shardkit.formats.provenance import PROVENANCE_FOLDER, provenance_name
 from shardkit.formats.stored import decompress_shard
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import digest_of, hash_bytes, keyed_hashes
+from shardkit.hints import answers_keywords
 from shardkit.manifest import LOSS_MASK, Manifest
 from shardkit.progress import make_listener
 from shardkit.publish.contents import find_only_contents
@@ -43,6 +44,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
+from shardkit.synonyms import BUILD
 from shardkit.writers.card import BuiltDataset, assemble, content_of, file_dtype
 from shardkit.writers.exchange.addresses import range_of, range_start
 from shardkit.writers.execution.commit import Commit, Output, facts_of
@@ -52,6 +54,7 @@ from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, Task, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
 from shardkit.writers.pipeline import publish_dataset
+from shardkit.writers.recipe.outputs import OutputConfig, PackConfig
 from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.report.result import BuildResult, Ran, StageClock
 from shardkit.writers.rows.ledger import Count
@@ -112,6 +115,15 @@ def _open_store(files: StoreFiles) -> _TokenStore:
     return _TokenStore(store, parse_index(f"{files.location}/{INDEX_NAME}", store.get(INDEX_NAME)))
 
 
+_RECIPE_KEYS = {
+    key: f'a key of a recipe: overrides=["{group}.{key}=…"]'
+    for group, keys in (("output", OutputConfig.model_fields), ("pack", PackConfig.model_fields))
+    for key in keys
+    if key != "path"
+}
+
+
+@answers_keywords({**BUILD, **_RECIPE_KEYS})
 def pack_store(
     store: str | Path,
     output: str | Path,

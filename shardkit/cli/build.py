@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -21,12 +22,13 @@ from shardkit.cli.common import (
     file_path,
     print_columns,
     print_json,
-    stderr_console,
+    print_message,
     stdout_console,
     storage_options,
 )
 from shardkit.cli.declared import add_options, given
 from shardkit.errors import BuildError
+from shardkit.progress import write_log
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_options(parser, "shardkit.writers.pipeline:build", replace="replace a dataset in the output folder")
     parser.add_argument(
         "--explain",
+        "--dry-run",
         action="store_true",
         help="print which tasks are finished, which have to run and why, without building (default: build)",
     )
@@ -105,9 +108,20 @@ def run(arguments: argparse.Namespace) -> int:
         _write_timings(arguments.timings, result)
     if arguments.json:
         print_json(result.to_dict())
-    elif not arguments.quiet:
-        stderr_console().print(repr(result), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_message(arguments, _already_built(result) if result.up_to_date else repr(result))
     return 0
+
+
+def _already_built(result: BuildResult) -> str:
+    """Return what to do about an output that has the dataset of this recipe and these inputs."""
+    places = [one.location for one in (result, *result.others)]
+    first = shlex.quote(places[0])
+    return (
+        f"{', '.join(places)}: already built: nothing to do\n"
+        "to build it again, add --replace; to change it, edit the recipe or give --set KEY=VALUE, with "
+        f"another --output or --replace\nnext: shardkit view {first}, or: shardkit info {first}"
+    )
 
 
 @contextmanager
@@ -135,6 +149,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         )
         sys.stderr.write(f"shardkit: {said}\n")
         sys.stderr.flush()
+        write_log(said)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -91,9 +91,16 @@ def stderr_console() -> Console:
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
+    from shardkit.progress import write_log
+
     class EscapingConsole(Console):
         def render_str(self, text: str, *args: Any, **options: Any) -> Text:  # renders all lines and cells
             return super().render_str(escaped(text), *args, **options)
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*objects, **options)
+            if self.stderr:
+                write_log(escaped(" ".join(map(str, objects))))
 
     # No markup, because file names may contain brackets. Lines are not wrapped, because output may be piped.
     return EscapingConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
@@ -131,11 +138,14 @@ def add_json_argument(parser: argparse.ArgumentParser, default: Any = False) -> 
     )
 
 
-def add_quiet_argument(parser: argparse.ArgumentParser) -> None:
-    """Register --quiet."""
-    parser.add_argument(
-        "--quiet", action="store_true", help="suppress progress output (default: print it to stderr)"
-    )
+def print_message(arguments: argparse.Namespace, text: str) -> None:
+    """Print what a verb that writes files has done to stderr, or with --quiet only to the log file."""
+    from shardkit.progress import write_log
+
+    if arguments.quiet:
+        write_log(escaped(text))
+    else:
+        stderr_console().print(text)
 
 
 def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
@@ -240,11 +250,10 @@ def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> S
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
-    """Register --set, --workers, --engine, --ray-address and --quiet; --set's help shows `example`."""
+    """Register --set, --workers, --engine and --ray-address; --set's help shows `example`."""
     add_override_argument(parser, example)
     add_options(parser, _EXECUTION, "workers", number=count)
     add_options(parser, _EXECUTION, "engine", "ray_address")
-    add_quiet_argument(parser)
 
 
 @dataclass(frozen=True, slots=True)

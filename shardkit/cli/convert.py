@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardkit.cli.common import (
     add_json_argument,
-    add_quiet_argument,
     add_storage_arguments,
     count,
     print_json,
@@ -82,7 +81,6 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
         verify="read the result back and compare it with the source before writing the index",
         replace="replace an existing dataset at DST",
     )
-    add_quiet_argument(parser)
     add_json_argument(parser)
 
 

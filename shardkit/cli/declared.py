@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
+from shardkit.hints import hint
+from shardkit.synonyms import STORAGE
 
 _ROOT = Path(shardkit.__file__).parent
 _SWITCH = {"true": True, "false": False}
@@ -214,9 +215,9 @@ class Keys(argparse.Action):
     ) -> None:
         key, mark, text = str(value).partition("=")
         if (setting := self.known.get(key)) is None:
-            close = difflib.get_close_matches(key, self.known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(self.known)}"
-            raise argparse.ArgumentError(self, f"unknown key {key!r}; {hint}")
+            table = STORAGE if self.dest == "storage" else None
+            said = hint(key, self.known, table) or f"the keys are {', '.join(self.known)}"
+            raise argparse.ArgumentError(self, f"unknown key {key!r}; {said}")
         if not mark:
             raise argparse.ArgumentError(self, f"{key} needs a value: give {self.spelled(key)}")
         try:

@@ -12,7 +12,7 @@ from shardkit.cli.common import (
     add_storage_arguments,
     print_columns,
     print_json,
-    stderr_console,
+    print_message,
     stdout_console,
     storage_options,
 )
@@ -81,14 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         print_json(result.to_dict())
-    elif not arguments.quiet:
-        console = stderr_console()
-        for reason, lost in sorted(result.removed.items()):
-            console.print(f"removed: {reason}: {lost:,} documents")
-        console.print(
+    else:
+        lines = [f"removed: {reason}: {lost:,} documents" for reason, lost in sorted(result.removed.items())]
+        lines.append(
             f"{result.location} holds the signatures of {result.documents:,} documents, "
             f"{format_bytes(result.bytes)} of text"
         )
+        print_message(arguments, "\n".join(lines))
     return 0
 
 

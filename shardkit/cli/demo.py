@@ -13,7 +13,7 @@ from shardkit.cli.common import (
     file_path,
     print_columns,
     print_json,
-    stderr_console,
+    print_message,
     stdout_console,
 )
 from shardkit.units import format_bytes
@@ -60,8 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo and print its report."""
     from shardkit.tools.demo.run import clean_demo, run_demo
 
-    messages = stderr_console()
-    report = run_demo(arguments.output, arguments.megabytes, lambda step: messages.print(f"{step} …"))
+    report = run_demo(
+        arguments.output, arguments.megabytes, lambda step: print_message(arguments, f"{step} …")
+    )
     if arguments.clean:
         clean_demo(arguments.output)
     if arguments.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the recipe, and print what was found."""
+    from shardkit.writers.recipe.plain import is_recipe
+
+    for place in arguments.data:
+        if is_recipe(place):
+            raise RecipeError(
+                f"{place}: is a recipe already: `shardkit build {shlex.quote(place)}` builds it"
+            )
     output: Path = arguments.output
     if output.exists():
         raise RecipeError(f"{output} exists; remove it, or name another file with --output")

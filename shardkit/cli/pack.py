@@ -7,11 +7,10 @@ import argparse
 from shardkit.cli.common import (
     add_json_argument,
     add_override_argument,
-    add_quiet_argument,
     add_storage_arguments,
     count,
     print_json,
-    stderr_console,
+    print_message,
     storage_options,
 )
 from shardkit.cli.declared import add_options, given
@@ -43,7 +42,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_override_argument(parser, "output.shard_bytes=256MiB (only keys of pack and output)")
     add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
     add_options(parser, "shardkit.writers.token_store:pack_store", replace="replace a dataset at OUTPUT")
-    add_quiet_argument(parser)
     add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
@@ -69,6 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         print_json(result.to_dict())
-    elif not arguments.quiet:
-        stderr_console().print(repr(result), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_message(arguments, repr(result))
     return 0

@@ -18,7 +18,6 @@ from shardkit.cli.common import (
     add_json_argument,
     add_override_argument,
     add_quantities,
-    add_quiet_argument,
     add_storage_arguments,
     count,
     format_rate,
@@ -250,7 +249,6 @@ def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     )
     add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
     add_override_argument(parser, "pack.sequence_length=4096")
-    add_quiet_argument(parser)
     add_storage_arguments(parser)
     return parser
 

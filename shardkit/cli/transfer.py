@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from shardkit.cli.common import (
     add_json_argument,
     add_loader_arguments,
-    add_quiet_argument,
     add_storage_arguments,
     count,
     file_path,
@@ -72,7 +71,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             replace="replace another dataset at the target",
             dry_run="print what would be done, without doing it",
         )
-        add_quiet_argument(parser)
         add_json_argument(parser)
         add_storage_arguments(parser)
         parser.set_defaults(run=run, moved=moved)

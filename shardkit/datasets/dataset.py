@@ -33,10 +33,12 @@ from shardkit.display import Described, Facts, listed
 from shardkit.errors import ShardError, warn_user
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
+from shardkit.hints import answers_keywords, hint
 from shardkit.limits import usable_cores
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
+from shardkit.synonyms import DATASET, OPEN
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -56,22 +58,6 @@ _UNREMEMBERED_BYTES = 1 << 30  # total size of tars above which scanning them at
 _FILTERS = (
     "filters of a recipe remove documents in a build, and sk.Stream(dataset, exclude=[…]) rows of a loader"
 )
-_INSTEAD = {
-    "column_names": "list(dataset.features)",
-    "filter": "sk.Stream(dataset, exclude=[…]) leaves rows out, and filters of a recipe documents of a build",
-    "map": "sk.StreamingLoader(dataset, transform=…) changes samples as they are read",
-    "num_rows": "len(dataset)",
-    "remove_columns": "sk.open(path, columns=[…]) names those to keep",
-    "select_columns": "sk.open(path, columns=[…])",
-    "shuffle": "sk.StreamingLoader shuffles by its seed, and dataset.sample(n) draws rows",
-    "take": "dataset.head(n)",
-    "to_dict": "dataset[:].to_numpy()",
-    "to_list": "list(dataset)",
-    "to_numpy": "dataset[:].to_numpy()",
-    "to_torch": "dataset[:].to_torch()",
-    "train_test_split": "the key `split` of a recipe, or ranges such as dataset[:1000]",
-}
-"""What to use instead of methods that datasets of other libraries have."""
 
 
 class Dataset(OpenDataset, Described):
@@ -85,11 +71,10 @@ class Dataset(OpenDataset, Described):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            """Raise AttributeError, with what to use instead of a method of other libraries' datasets."""
-            message = f"'Dataset' object has no attribute {name!r}"
-            if (instead := _INSTEAD.get(name)) is not None:
-                message += f": {instead}"
-            raise AttributeError(message, name=name, obj=self)
+            """Raise AttributeError, with what to use instead of an attribute that other tools have."""
+            said = "" if name.startswith("_") else hint(name, (), DATASET)
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{problem}; {said}" if said else problem, name=name, obj=self)
 
     @overload
     def __getitem__(self, index: RowChoice) -> Rows: ...  # type: ignore[overload-overlap]  # arrays
@@ -216,6 +201,7 @@ class Dataset(OpenDataset, Described):
         return f"Dataset {self.location}", [*facts, ("fingerprint", self.fingerprint)]
 
 
+@answers_keywords(OPEN)
 def open_dataset(
     path: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,

@@ -266,7 +266,9 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
         raise ShardError(
-            path, "is neither a folder, an index (.json), a tar nor a row file; for text: shardkit init"
+            path,
+            "is neither a folder, an index (.json), a tar nor a row file; for text: shardkit init; for a "
+            "recipe: shardkit build",
         )
     return _read_description(path, storage)
 

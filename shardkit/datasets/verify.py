@@ -31,8 +31,10 @@ from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.formats.tokens import TokenStream
 from shardkit.formats.trainers import TRAINER_FORMATS
 from shardkit.hashing import HASH_NAMES
+from shardkit.hints import answers_keywords
 from shardkit.manifest import BLOCKS_NAME, UNKNOWN, ShardInfo, ShardTable
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
+from shardkit.synonyms import TRANSFER
 from shardkit.units import format_bytes
 
 MAX_THREADS = 32
@@ -85,6 +87,7 @@ class VerifyReport(Described):
         ]
 
 
+@answers_keywords(TRANSFER)
 def verify(
     path: str | Path,
     *,

@@ -24,6 +24,7 @@ from shardkit.errors import ShardError
 from shardkit.files import link_or_copy, not_for_everyone, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file
+from shardkit.hints import answers_keywords
 from shardkit.manifest import FileInfo, ShardInfo
 from shardkit.progress import TransferListener, make_listener
 from shardkit.publish.contents import (
@@ -51,6 +52,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
+from shardkit.synonyms import TRANSFER
 from shardkit.units import format_bytes
 
 _SPARE_BYTES = 64 << 20  # disk space to leave free for the index and for other programs
@@ -108,6 +110,7 @@ class TransferReport(Described):
         return f"Dataset {self.target}", [*facts, ("fingerprint", self.fingerprint)]
 
 
+@answers_keywords(TRANSFER)
 def upload(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | Store,
@@ -149,6 +152,7 @@ def upload(
         return _report(contents, listing, outcome, settings, store.url, start)
 
 
+@answers_keywords(TRANSFER)
 @not_for_everyone()
 def download(
     source: str | os.PathLike[str] | Store,

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Protocol, Self, cast, get_args
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, Self, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,9 @@ import numpy.typing as npt
 from shardkit.errors import ShardError, ShardkitError, clean_message, without_password
 from shardkit.files import Closing
 from shardkit.hashing import new_hash
+from shardkit.hints import refuse_unknown
 from shardkit.manifest import MAX_BASENAME_CHARS
+from shardkit.synonyms import STORAGE
 
 __all__ = [
     "METADATA_NAME",
@@ -114,6 +116,13 @@ class StorageOptions:
 
     Plain data: can be pickled and compared.
     """
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, **named: object) -> StorageOptions:
+            """Raise TypeError for an unknown keyword, with the suggestion that a generated __init__ lacks."""
+            refuse_unknown("StorageOptions()", named, cls.__slots__, STORAGE)
+            return object.__new__(cls)
 
     endpoint_url: str | None = None
     """URL of an S3-compatible server; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, S3_ENDPOINT_URL

@@ -79,5 +79,5 @@ def test_a_dict_is_a_recipe_and_makes_the_same_dataset(
     paths = recipe | {"output": {**recipe["output"], "path": Path("out")}}
     assert sk.build(paths, workers=1, progress=False).up_to_date
     assert sk.build(sk.load_recipe(file), workers=1, progress=False).up_to_date
-    with pytest.raises(RecipeError, match="seq_length: unknown key; did you mean 'sequence_length'"):
+    with pytest.raises(RecipeError, match="seq_length: unknown key; in shardkit: `sequence_length`"):
         sk.build(recipe | {"pack": {"seq_length": 64}}, progress=False)

@@ -131,7 +131,7 @@ def test_a_question_that_cannot_be_answered_says_why(built: Path, tmp_path: Path
         dataset.trace()
     with pytest.raises(TypeError, match="row and search are different questions"):
         dataset.trace(row=1, url="example.org/*")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'urls'; known: row, step, url"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'urls'; in shardkit: `url`"):
         dataset.trace(urls="example.org/*")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="depend on the run: give state and batch_size"):
         dataset.trace(step=1)

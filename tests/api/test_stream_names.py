@@ -27,8 +27,8 @@ def test_a_stream_prints_its_path_and_what_is_not_the_default(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("proportion", "did you mean weight?"),
-        ("remote", "did you mean path?"),
+        ("proportion", "in shardkit: `weight`"),
+        ("remote", "in shardkit: the path or URL"),
         ("wieght", "did you mean weight?"),
         ("xyz", "the arguments are path, weight, name, repeat, choose, exclude, mask"),
     ],

@@ -450,8 +450,8 @@ def test_conversations_repeat_with_their_masks(tmp_path: Path, inline_builds: No
         ({"amounts": {"web": {"by": "t"}}}, "amounts.web: "),
         ({"amounts": {"web": {"by": "t", "at_most": 2}}}, "amounts.web.by: no input keeps a field 't'"),
         ({"amounts": {"web": {"by": "language", "documents": 2}}}, "amounts.web.by: languages are known"),
-        ({"weights": {"web": 2}}, "weights: unknown key; `amounts` at the top level says"),
-        ({"repeat": 2}, "repeat: unknown key; `amounts` at the top level says"),
+        ({"weights": {"web": 2}}, "weights: unknown key; in shardkit: `amounts` at the top level says"),
+        ({"repeat": 2}, "repeat: unknown key; in shardkit: `amounts` at the top level says"),
     ],
 )
 def test_amounts_that_cannot_be_meant_are_refused(
@@ -466,7 +466,9 @@ def test_amounts_that_cannot_be_meant_are_refused(
 @pytest.mark.parametrize("key", ["weight", "sample", "limit", "repeat", "epochs", "proportion", "max_tokens"])
 def test_keys_of_other_tools_lead_to_amounts(tmp_path: Path, key: str) -> None:
     inputs = [write_source(tmp_path, "web", range(3)) | {key: 2}]
-    with pytest.raises(RecipeError, match=rf"inputs\[0\].{key}: unknown key; `amounts` at the top"):
+    with pytest.raises(
+        RecipeError, match=rf"inputs\[0\].{key}: unknown key; in shardkit: `amounts` at the top"
+    ):
         made(recipe_of(inputs, tmp_path / "out", {}))
 
 

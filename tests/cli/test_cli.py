@@ -47,9 +47,40 @@ def test_building_again_says_that_nothing_is_to_be_done(
     assert main(["build", str(corpus)]) == 0
     out, err = capfd.readouterr()
     assert out == ""
-    assert "up to date: nothing to do" in err
-    assert re.search(r"length +-\d+ \(\d", err)
+    assert err.startswith(f"{corpus.parent / 'out'}: already built: nothing to do\n")
+    assert "add --replace" in err
     assert "shardkit view " in err
+    assert "exact_duplicate" not in err, "the result is that of an earlier run"
+
+
+def test_a_log_file_keeps_what_a_quiet_build_does_not_print(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "build.log"
+    words = ["build", str(corpus), "--output", str(tmp_path / "out"), "--workers", "1"]
+    assert main(["--quiet", *words, "--log-file", str(log)]) == 0
+    assert main([*words, "--set", "seed=3", f"--log-file={log}", "--quiet"]) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, "errors are printed"
+    lines = log.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
+    text = re.sub(r"^.{20}", "", log.read_text(), flags=re.MULTILINE)
+    assert text.startswith(f"shardkit {shardkit.__version__}: --quiet build {corpus}")
+    for said in ("clean: 4 of 4 tasks", "  kept             72 documents", "exit status 0", "exit status 1"):
+        assert said in text
+    assert err.removeprefix("shardkit: ") in text
+    assert main([*words, "--quiet"]) == 0
+    assert log.read_text().splitlines() == lines, "a verb without the option logs nothing"
+
+
+def test_a_log_file_that_cannot_be_written_is_misuse(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["info", "x", "--log-file", str(tmp_path / "none" / "l")])
+    assert caught.value.code == 2
+    assert "l: No such file or directory" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("built")
@@ -88,7 +119,7 @@ def test_verify_names_the_damage_and_fails(
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        (["build", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
+        (["build", "nowhere.yaml"], 2, "nowhere.yaml: there is no such file; `shardkit init"),
         (["build", "{recipe}", "--set", "pack.length=3"], 2, "pack.length: unknown key"),
         (["build", "{recipe}", "--set", "seed=9"], 1, "already holds a dataset, made by another recipe"),
         (["info", "nowhere"], 1, "nowhere: there is no such file or folder"),
@@ -197,16 +228,19 @@ def stop(recipe, **options):
         raise
 
 shardkit.writers.build = stop
-main(["build", sys.argv[1]])
+main(["build", *sys.argv[1:]])
 """
 
 
-def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(corpus: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TERMINATED, corpus], capture_output=True, text=True, timeout=60
-    )
+def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(
+    corpus: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", TERMINATED, str(corpus), "--log-file", str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "shardkit: terminated; tasks finished: 7; run the same command again to continue\n"
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, expected)
+    assert log.read_text().endswith(expected.removeprefix("shardkit: "))
 
 
 def test_a_reader_that_stops_reading_is_no_error(corpus: Path, built: object) -> None:
@@ -246,7 +280,10 @@ def test_help_and_version_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.endswith("HEAVY []\n"), done.stdout + done.stderr
-    assert all(re.search(rf"\n    {verb}\s", done.stdout) for verb in VERBS)
+    groups = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", done.stdout, re.MULTILINE))
+    assert [*groups][:5] == ["start", "look", "move", "train", "maintain"]
+    listed = [verb for text in groups.values() for verb in re.findall(r"^  ([a-z-]+) ", text, re.MULTILINE)]
+    assert [verb for verb in listed if not verb.startswith("-")] == [*VERBS]
     with pytest.raises(SystemExit):
         make_parser().parse_args(["--version"])
 

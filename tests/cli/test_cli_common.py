@@ -190,7 +190,7 @@ def test_nonsense_is_refused(words: str, message: str, capsys: pytest.CaptureFix
         ("trace x --row 0 --eos=3", "--eos; give --loader eos_id=N"),
         ("audit x --per-file", "--per-file; give --loader per_file=true|false"),
         ("plan build --tokens 1 --price-core-hour 1", "--price-core-hour; give --price core_hour=N"),
-        ("demo --keep", "--keep; the folder is kept unless --clean is given"),
+        ("demo --keep", "--keep; in shardkit: the folder is kept unless --clean is given"),
         ("info x --endpoint", "--endpoint; did you mean --endpoint-url?"),
     ],
 )

@@ -150,6 +150,45 @@ def test_time_left_is_told_once_a_twentieth_was_done_in_this_run(
     assert told[1] == pytest.approx((195.2 - 0.6 * 150) * 10 / 15, rel=0.02)
 
 
+def test_the_time_left_does_not_rise_while_kernels_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    whole: list[Report] = []
+    meter = WholeBuild(make_listener(whole.append), stages_of(RECIPE), tmp_path)
+
+    def told(
+        stage: str, done: int, seconds: float, *, compiling: int = 0, compiled: float = 0.0
+    ) -> BuildProgress:
+        nonlocal now
+        now += seconds
+        step = {"clean": "read and filter", "tokenize": "tokenize"}[stage]
+        meter(
+            StageProgress(
+                stage, done, 4, 0, 0, 0, 1.0, compiling=compiling, compile_seconds=compiled, step=step
+            )
+        )
+        progress = whole[-2]
+        assert isinstance(progress, BuildProgress)
+        return progress
+
+    warm = told("clean", 2, 10.0).seconds_left
+    assert warm is not None
+    compiling = told("clean", 2, 50.0, compiling=2)
+    assert compiling.seconds_left is None
+    assert "compiling kernels …" in compiling.text()
+    after = told("clean", 2, 0.0, compiled=50.0)
+    assert after.seconds_left == pytest.approx(warm)
+    assert "left without compiling kernels" in after.text()
+    left = told("clean", 4, 10.0, compiled=50.0).seconds_left
+    assert left is not None
+    assert told("tokenize", 0, 30.0, compiling=1).seconds_left is None
+    later = told("tokenize", 0, 0.0, compiled=30.0).seconds_left
+    assert later is not None
+    assert later <= left
+
+
 @pytest.mark.extended
 def test_a_task_tells_what_it_has_read_before_it_ends(tmp_path: Path) -> None:
     heard: list[StageProgress] = []

@@ -22,8 +22,8 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import GROUPS, LoaderConfig, Order
-from shardkit.loaders.foreign_names import LITDATA, STREAM, STREAMING
 from shardkit.storage import open_store
+from shardkit.synonyms import LITDATA, STREAM, STREAMING
 from support import peers
 from support.foreign_tars import PARTS, tars
 from support.remote_harness import fresh_url, put_folder

@@ -50,6 +50,8 @@ OUTSIDE_TASKS = (
 # Second, modules that task functions use, each with the reason why it does not affect outputs.
 DECIDES_NO_BYTE = {
     "shardkit.publish": "moves finished files; every build looks anew at what is there",
+    "shardkit.hints": "words errors, which end a build before it has tasks",
+    "shardkit.synonyms": "words errors, which end a build before it has tasks",
     "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
     "shardkit.writers.stages.publish": "moves finished files, as above",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",

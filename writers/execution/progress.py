@@ -154,8 +154,9 @@ class WholeBuild:
     """Converts each report of a stage to one of the whole build and one of its step, and sends them on.
 
     `stages` are the stages of the build in order, without merges. The time left is estimated from the usual
-    costs of stages, once this run has done a twentieth of the build. `folder` is on the disk whose free space
-    is shown.
+    costs of stages, once this run has done a twentieth of the build. Kernels are compiled once for a machine,
+    by the first task of a stage: that time is left out of the rate, and what later stages still compile is
+    not known, so the estimate says that it is without it. `folder` is on the disk whose free space is shown.
     """
 
     def __init__(self, listener: Listener[Report], stages: Sequence[Costed], folder: Path | None) -> None:
@@ -167,6 +168,7 @@ class WholeBuild:
         self._weight = sum(sum(costs.values()) for costs in self._costs.values())
         self._done: dict[str, float] = {}  # finished share of each stage, from 0 to 1
         self._reused: dict[str, float] = {}
+        self._compiled: dict[str, float] = {}  # seconds, by stage
         self._start = time.monotonic()
         self._machine = _Machine(folder)
 
@@ -187,6 +189,7 @@ class WholeBuild:
         if progress.stage in costs:
             self._done[progress.stage] = progress.share_done
             self._reused[progress.stage] = progress.tasks_reused / progress.tasks
+        self._compiled[progress.stage] = progress.compile_seconds
         self._listener(self._whole(step, progress))
         of_step = self._weighted(self._done, [step]) / (sum(costs.values()) or 1.0)
         is_main = costs.get(progress.stage, 0.0) > _MAIN_SHARE * sum(costs.values())
@@ -197,10 +200,12 @@ class WholeBuild:
         done = sum(sum(self._costs[each].values()) for each in self._steps[:begun])
         done += self._weighted(self._done, self._steps[begun:])
         made = done - self._weighted(self._reused, self._steps)
-        left = None
-        if made >= _TELLING_SHARE * self._weight:
-            left = (time.monotonic() - self._start) * (self._weight - done) / made
-        return BuildProgress(done / self._weight, left, self._machine.usage(), step, progress)
+        compiled, left = sum(self._compiled.values()), None
+        if made >= _TELLING_SHARE * self._weight and not progress.compiling:
+            worked = max(0.0, time.monotonic() - self._start - compiled)
+            left = worked * (self._weight - done) / made
+        is_cold = compiled > _SHORT_SECONDS
+        return BuildProgress(done / self._weight, left, self._machine.usage(), step, progress, is_cold)
 
     def _weighted(self, shares: Mapping[str, float], steps: Sequence[str]) -> float:
         return sum(
@@ -239,13 +244,18 @@ class StepProgress:
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """Progress of a build: the finished share from 0 to 1, the seconds left, and the use of the machine."""
+    """Progress of a build: the finished share from 0 to 1, the seconds left, and the use of the machine.
+
+    `seconds_left` is None while it cannot be estimated, as while kernels are compiled. `is_cold`: this run
+    has compiled kernels, so later stages may have to, in time that `seconds_left` leaves out.
+    """
 
     share: float
     seconds_left: float | None
     usage: str
     step: str
     stage: StageProgress
+    is_cold: bool = False
 
     @property
     def name(self) -> str:
@@ -265,7 +275,10 @@ class BuildProgress:
 
     def text(self) -> str:
         """Return "38%, about 0:02:10 left; near-duplicates, verify 3 of 24 tasks; 1.9 cores"."""
-        left = "" if self.seconds_left is None else f", about {_clock(self.seconds_left)} left"
+        left = f", {COMPILING}" if self.stage.compiling else ""
+        if self.seconds_left is not None:
+            without = " without compiling kernels" if self.is_cold else ""
+            left = f", about {_clock(self.seconds_left)} left{without}"
         now = f"{self.step}, {self.stage.stage} {self.stage.tasks_done:,} of {self.stage.tasks:,} tasks"
         rates = f", {self.stage.rates()}" if self.stage.rates() else ""
         return "; ".join(filter(None, (f"{100 * self.share:.0f}%{left}", f"{now}{rates}", self.usage)))

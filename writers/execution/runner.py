@@ -452,6 +452,7 @@ class _Meter:
         if self._work and (text := self._read.bytes / self._work):  # bytes of text per unit of weight
             parts = [pulse.read.bytes / (weight * text) for weight, pulse in self._pulses.values()]
             running = sum(min(1.0, part) for part in parts)
+        compiled = max(self._compiled.values(), default=0.0)
         documents = self._read.documents + sum(pulse.read.documents for pulse in pulses)
         kept = self._kept.documents + sum(pulse.kept.documents for pulse in pulses)
         return StageProgress(
@@ -463,9 +464,11 @@ class _Meter:
             self._read.bytes + sum(pulse.read.bytes for pulse in pulses),
             seconds,
             documents_kept=kept if documents else None,
-            seconds_left=seconds * self._left / self._work if self._work and self._left else None,
+            seconds_left=(seconds - compiled) * self._left / self._work
+            if self._work and self._left
+            else None,
             compiling=len(self._compiling),
-            compile_seconds=max(self._compiled.values(), default=0.0),
+            compile_seconds=compiled,
             tasks_running=running,
             step=self._step,
         )

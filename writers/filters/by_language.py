@@ -23,7 +23,6 @@ Documents of one language are judged together, as a batch of their own.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +34,7 @@ from pydantic import SerializeAsAny, ValidationError
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion, file_version
+from shardkit.hints import hint
 from shardkit.writers.filters.base import Editor, Filter, FilterSettings, Rule, SideOutput
 from shardkit.writers.filters.fasttext import OTHERS, LanguageConfig
 from shardkit.yaml_file import load_yaml
@@ -153,9 +153,9 @@ def _check_keys(steps: Sequence[tuple[str, FilterSettings]], given: Overrides) -
     known = {key for _, config in steps for key in type(config).model_fields}
     for label, keys in given.items():
         if unknown := sorted(keys.keys() - known - _FINEWEB2):
-            close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(sorted(known))}"
-            raise ValueError(f"by_language.{label}.{unknown[0]}: unknown key{hint}")
+            said = hint(unknown[0], sorted(known), spelled={name: repr(name) for name in known})
+            said = said or f"known keys: {', '.join(sorted(known))}"
+            raise ValueError(f"by_language.{label}.{unknown[0]}: unknown key; {said}")
     if given and not any(keys.keys() & known for keys in given.values()):
         names = ", ".join(name for name, _ in steps)
         raise ValueError(f"by_language: has no key of {names}; give one of {', '.join(sorted(known))}")

@@ -11,7 +11,6 @@ FineWeb's (language, repetition, quality). The same documents stay; only reporte
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -27,7 +26,9 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.hints import hint
 from shardkit.settings import FieldName, StrictModel
+from shardkit.synonyms import FILTERS
 from shardkit.writers.filters.ask import AskConfig
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
@@ -229,9 +230,10 @@ def entry_named(name: str, kind: str = "filter", others: Sequence[str] = ()) -> 
         return {"profile": name}
     known = [*(field for field in FilterEntry.model_fields if field not in _NO_FILTERS), *PROFILES]
     if name not in known:
-        close = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join([*known, *others])}"
-        raise ValueError(f"there is no {kind} {name!r}; {hint}")
+        names = [*known, *others]
+        said = hint(name, names, FILTERS, {one: repr(one) for one in names})
+        said = said or f"known: {', '.join(names)}"
+        raise ValueError(f"there is no {kind} {name!r}; {said}")
     return {name: {}}
 
 

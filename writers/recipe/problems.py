@@ -6,7 +6,6 @@ one sentence in terms of YAML, with the example that the field of the model decl
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,13 @@ import yaml
 from pydantic import BaseModel, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from shardkit.hints import closest, hint
+from shardkit.synonyms import RECIPE
+
 _MAX_SHOWN = 80
 _MAX_KEYS = 12
+_MOST_DEPTH = 2  # levels below an unknown key's own that are searched for it; of lists, one
+_MOST_PATHS = 3  # a key that is in more mappings says little
 # Items that pydantic adds to a problem's location for the tried member of a union; they are not keys of YAML.
 _UNION_MEMBER = re.compile(
     r"constrained-\w+|function-\w+\[.*|(?:dict|tuple|list|union|literal)\[.*|float|int|str|FieldScope"
@@ -46,19 +50,6 @@ _LENGTHS = {
     "too_long": "a shorter list (at most {max_length:,} items)",
     "too_short": "a list that is not empty",
 }
-
-_AMOUNTS = (
-    "`amounts` at the top level says how much of each source is used, as {web: {documents: 1M}} does; "
-    "`limit` at the top level is for trials, and a loader's mixtures weight datasets in training"
-)
-# Keys that other tools have for how much of a source is used; at inputs and at the top level.
-_AMOUNT_KEYS = frozenset(
-    {
-        *("amount", "choose", "downsample", "epochs", "max_documents", "max_tokens", "num_samples"),
-        *("percentage", "proportion", "ratio", "repeat", "repetitions", "sample", "sample_rate", "sampling"),
-        *("share", "subsample", "tokens", "upsample", "weight", "weights"),
-    }
-)
 
 
 def describe_problems(name: str, error: ValidationError, model: type[BaseModel]) -> str:
@@ -100,9 +91,8 @@ def _sentence(
         examples = [each[0] if isinstance(each, list) else each for each in examples]
     example = f", such as {' or '.join(map(_shown, examples))}" if examples else ""
     if kind == "extra_forbidden":
-        if str(location[-1]) in _AMOUNT_KEYS | {"limit"} and (len(location) == 1 or location[0] == "inputs"):
-            return f"unknown key; {_AMOUNTS}"
-        return f"unknown key{_suggestion(owner, str(location[-1]))}"
+        place = ".".join(str(part) for part in location[:-1] if not isinstance(part, int))
+        return f"unknown key{_suggestion(owner, str(location[-1]), RECIPE.get(place, {}))}"
     if kind == "missing":
         return f"required, but missing{example}"
     if kind == "value_error":
@@ -152,17 +142,38 @@ def _keys_of(model: type[BaseModel] | None) -> str:
     return f" with the keys {', '.join(names[:_MAX_KEYS])}{', …' if len(names) > _MAX_KEYS else ''}"
 
 
-def _suggestion(owner: type[BaseModel] | None, key: str) -> str:
+def _suggestion(owner: type[BaseModel] | None, key: str, table: Mapping[str, str]) -> str:
+    """Return "; did you mean …?" for an unknown key: a word of another tool, a key below, or a known key."""
     if owner is None:
         return ""
     known = sorted(owner.model_fields)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known) or 'none'}"
+    below = [] if key in table else paths_below(owner, key)
+    if below:
+        return f"; did you mean {' or '.join(map(repr, below))}?"
+    said = hint(key, known, table, {name: repr(name) for name in known})
+    return f"; {said}" if said else f"; known keys: {', '.join(known) or 'none'}"
+
+
+def paths_below(owner: type[BaseModel], key: str) -> list[str]:
+    """Return the paths of a key in the mappings of a model, up to `_MOST_PATHS` of the least depth."""
+    models: list[tuple[str, type[BaseModel]]] = [("", owner)]
+    for _ in range(_MOST_DEPTH):
+        inner = [
+            (f"{path}{name}" + ("[]." if is_list else "."), model)
+            for path, outer in models
+            for name, field in outer.model_fields.items()
+            if (model := _model_in(field.annotation)) is not None
+            for is_list in ["tuple" in str(field.annotation)]
+        ]
+        if found := [f"{path}{key}" for path, model in inner if key in model.model_fields]:
+            return found if len(found) <= _MOST_PATHS else []
+        models = [(path, model) for path, model in inner if "[]" not in path]
+    return []
 
 
 def _choice(expected: str, value: object) -> str:
     """Return "should be 'a', 'b' or 'c'", followed by a suggestion if the value is similar to a choice."""
-    close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
+    close = closest(str(value), re.findall(r"'([^']*)'", expected))
     return f"should be {expected}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
 

@@ -52,6 +52,7 @@ from shardkit.writers.recipe.outputs import (
     TokenizerConfig,
     short_split,
 )
+from shardkit.writers.recipe.plain import plain_recipe
 from shardkit.writers.recipe.problems import describe_problems
 from shardkit.writers.recipe.steps import (
     SAMPLE,
@@ -69,7 +70,6 @@ from shardkit.writers.recipe.steps import (
     removal_of,
     step_named,
 )
-from shardkit.yaml_file import plain_settings
 
 
 def _plain(section: StrictModel | tuple[StrictModel, ...]) -> Any:
@@ -637,7 +637,7 @@ def load_recipe(
     if isinstance(recipe, Recipe) and not overrides and not for_documents:
         return recipe
     given = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
-    data, folder, name = plain_settings(given, overrides)
+    data, folder, name = plain_recipe(given, overrides)
     folder = recipe.folder if isinstance(recipe, Recipe) else folder
     return recipe_from_mapping(with_documents(data) if for_documents else data, folder=folder, name=name)
 

@@ -23,9 +23,11 @@ from shardkit.datasets.provenance.text import Decoder, Row, find_tokenizer, read
 from shardkit.display import Described, Facts, counted, printable
 from shardkit.errors import ShardError, ShardkitError, naming_extras
 from shardkit.files import local_path
+from shardkit.hints import refuse_unknown
 from shardkit.order.balance import Balance, DocumentIds
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.state import LoaderState
+from shardkit.synonyms import TRACE
 
 if TYPE_CHECKING:
     import tokenizers
@@ -225,9 +227,7 @@ def trace_of(dataset: OpenDataset, question: Question) -> Trace:
 
 def _kind(question: Question) -> str:
     """Return the kind of question: search, row or step. Raises TypeError unless there is exactly one."""
-    if unknown := question.keys() - Question.__annotations__.keys():
-        known = ", ".join(Question.__annotations__)
-        raise TypeError(f"trace() got an unexpected keyword argument {min(unknown)!r}; known: {known}")
+    refuse_unknown("trace()", question, Question.__annotations__, TRACE, listed_by="shardkit.trace")
     kinds = sorted({_KINDS[name] for name in question if name in _KINDS})
     if len(kinds) != 1:
         which = f"{' and '.join(kinds)} are different questions" if kinds else "no question is given"

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
 from shardkit.hashing import Hasher, new_hash
+from shardkit.hints import answers_keywords
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.synonyms import WRITER
 from shardkit.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 1 << 26
@@ -33,17 +35,6 @@ DEFAULT_SHARD_BYTES = 1 << 26
 _PIECE_BYTES = 1 << 20  # a piece stays in the CPU's cache between hashing and writing
 
 _OFFSET_BYTES = 4  # size of a sample's offset in the header
-
-_IN_PARTS = "a finished dataset is not changed; to append, write a part into a new sub-folder and merge them"
-_THEIR_NAMES = {
-    "out": "the folder is the first argument, a path on this machine; shardkit.upload sends it to a store",
-    "size_limit": 'shard_bytes, such as shard_bytes="64MiB"',
-    "exist_ok": _IN_PARTS,
-    "keep_local": "shards are written into the folder, and shardkit.upload sends them to a store",
-    "progress_bar": "shards are written into the folder, and shardkit.upload shows its progress",
-    "max_workers": "each process writes a part of its own, and shardkit.merge joins them",
-}
-"""What to use instead of arguments of MosaicML's MDSWriter."""
 
 
 def write_rows_shard(
@@ -131,19 +122,7 @@ def _sample_pieces(columns: Sequence[Sequence[npt.NDArray[Any]]]) -> Iterator[me
             yield _as_bytes(array)
 
 
-class _TheirNames:
-    """Answers arguments of MosaicML's MDSWriter that have another name here, or none."""
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *values: object, **named: object) -> _TheirNames:
-            for name in named:
-                if (instead := _THEIR_NAMES.get(name)) is not None:
-                    raise TypeError(f"MdsWriter() has no argument {name!r}: {instead}")
-            return object.__new__(cls)
-
-
-class MdsWriter(_TheirNames):
+class MdsWriter:
     """Writes a dataset with any columns. `write` adds a sample, `write_rows` an array of rows if possible.
 
     Use it in a `with` block, or call `finish` at the end. The index is written last, and not at all if an
@@ -154,6 +133,7 @@ class MdsWriter(_TheirNames):
     time write a part each.
     """
 
+    @answers_keywords(WRITER)
     def __init__(
         self,
         folder: str | Path,
@@ -168,6 +148,10 @@ class MdsWriter(_TheirNames):
         A new shard starts before `shard_bytes` would be exceeded; with None, before 4 GiB. Raises ValueError
         for bad settings and ShardError if `folder` exists and is not empty.
         """
+        if not isinstance(columns, Mapping):
+            raise TypeError(
+                f'columns must be a mapping such as {{"tokens": "ndarray:uint16"}}, not {columns!r:.80}'
+            )
         limit = None if shard_bytes is None else parse_bytes(shard_bytes)
         if limit is not None and not 0 < limit <= MAX_SHARD_BYTES:
             raise ValueError(f"shard_bytes must be above 0 and below 4 GiB, not {shard_bytes!r}")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardkit.errors import ShardError
 from shardkit.files import move_durably, not_for_everyone, publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
+from shardkit.hints import answers_keywords
 from shardkit.manifest import Manifest
 from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.publish.api import publish_files
@@ -40,6 +41,7 @@ from shardkit.publish.publication import RefusedError, Settings
 from shardkit.publish.transports import LocalFiles, holds_dataset, locked_folder
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
+from shardkit.synonyms import TRANSFER, WRITER
 from shardkit.tools.convert.columns import KEY, npy_bytes, unchanged
 from shardkit.tools.convert.cut import TokenCounts, choose_dtype, cut_rows, documents, equal_rows
 from shardkit.tools.convert.detect import AnySource, Kind, open_source
@@ -144,6 +146,23 @@ class _Written:
         return int(shape) if shape.isdecimal() and np.dtype(dtype).kind in "ui" else None
 
 
+def _path_or_url(source: str | os.PathLike[str]) -> str:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"source must be a path or URL, not a {type(source).__name__}; `shardkit.formats.mds.MdsWriter` "
+            "writes records in memory, and `build(recipe, documents=…)` texts"
+        )
+    return os.fspath(source)
+
+
+_GROUPED = {
+    one.name: f"`{argument}={kind.__name__}({one.name}=…)`"
+    for argument, kind in (("output", OutputOptions), ("cut", CutOptions))
+    for one in fields(kind)
+}
+
+
+@answers_keywords({**TRANSFER, **WRITER, **_GROUPED})
 @not_for_everyone()
 def convert(
     source: str | os.PathLike[str],
@@ -170,7 +189,7 @@ def convert(
     output, cut = output or OutputOptions(), cut or CutOptions()
     if is_remote(target):
         raise ShardError(target, "is a URL: convert into a local folder, then `shardkit upload` it")
-    name, folder = os.fspath(source), local_path(target)
+    name, folder = _path_or_url(source), local_path(target)
     if not is_remote(name) and folder.exists() and folder.resolve() == local_path(name).resolve():
         raise ShardError(folder, "is both source and target; choose another target")
     if holds_dataset(folder) and not replace:
