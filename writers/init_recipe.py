@@ -55,6 +55,7 @@ SEQUENCE_LENGTH = 2049  # tokens of a row: 2,048 to train on, and the label of t
 
 _TEXT_KEYS = ("text", "messages", "prompt", "completion", "tools")  # of an input: where its texts are
 _PATH_CHARACTERS = 4096
+_SIGNS = "*?[{"  # of patterns
 _TRIED_FILES = 256  # number of files per extension to examine; all others are assumed to be like these
 
 
@@ -132,7 +133,7 @@ def names_data(given: object, *, has_settings: bool) -> bool:
     if suffix in (".yaml", ".yml"):
         return False
     is_named = suffix not in (".json", ".txt") and guess_format(name) is not None
-    return has_settings or is_named or any(sign in name for sign in "*?[") or Path(name).is_dir()
+    return has_settings or is_named or any(sign in name for sign in _SIGNS) or Path(name).is_dir()
 
 
 def recipe_of_data(
@@ -154,7 +155,7 @@ def recipe_of_data(
     given = {"output": output, "tokenizer": tokenizer}
     if missing := [name for name in asked if given[name] is None]:
         advice = " and ".join(asked[name] for name in missing)
-        raise RecipeError(f"{missing[0]}: is missing; data without a recipe needs build(data, …, {advice})")
+        raise RecipeError(f"{missing[0]}: is missing; a build of data without a recipe needs {advice}")
     keys: Mapping[str, object]
     if isinstance(tokenizer, Mapping):
         keys = tokenizer
@@ -180,6 +181,11 @@ def _files_or_documents(data: object) -> tuple[list[str] | None, object]:
     """Return (paths, None), or (None, documents); an iterator is looked into, and its documents are whole."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)], None
+    if data is None or isinstance(data, (int, float)):
+        raise RecipeError(
+            f"recipe: {data!r} is neither a recipe nor data; give a YAML file, a dict of the same keys, "
+            "files, or documents as dicts"
+        )
     if not isinstance(data, (list, tuple, Iterator)):
         return None, data
     rest = iter(data)
@@ -193,10 +199,20 @@ def _files_or_documents(data: object) -> tuple[list[str] | None, object]:
         kind = type(other[0]).__name__
         raise RecipeError(f"inputs: a {kind} is no path; give only paths, or only documents as dicts")
     named = [os.fspath(one) for one in paths]
-    if texts := [name for name in named if "\n" in name or len(name) > _PATH_CHARACTERS]:
-        shown = readable_text(texts[0])
-        raise RecipeError(f"inputs: {shown!r} is no path; give texts as dicts: {{'text': …}}")
+    if texts := list(filter(_is_text, named)):
+        raise RecipeError(
+            f"inputs: {readable_text(texts[0])!r} is no file; give texts as dicts: {{'text': …}}"
+        )
     return named, None
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a name in a list of files looks like a text."""
+    if "\n" in name or len(name) > _PATH_CHARACTERS:
+        return True
+    return " " in name and not (
+        is_remote(name) or any(sign in name for sign in _SIGNS) or Path(name).exists()
+    )
 
 
 def _with_globs(data: Sequence[str]) -> list[str]:

@@ -194,6 +194,11 @@ def test_wrong_arguments_of_merge_are_answered(tmp_path: Path) -> None:
     write(tmp_path / "0", range(3))
     with pytest.raises(TypeError, match="takes the folder that holds the parts"):
         sk.merge([tmp_path / "0"])  # type: ignore[arg-type]
+    for missing in (tmp_path / "gone", tmp_path / "0" / "index.json"):
+        with pytest.raises(ShardError, match="there is no such folder; merge takes the folder that holds"):
+            sk.merge(missing)
+    with pytest.raises(ShardError, match="gone: no such index"):
+        sk.merge(tmp_path, parts=["0", "gone"])
     with pytest.raises(TypeError, match=r"must be a list of names: parts=\['0'\]"):
         sk.merge(tmp_path, parts="0")
     with pytest.raises(ValueError, match="are names of sub-folders of"):

@@ -42,6 +42,8 @@ def merge(folder: str | os.PathLike[str], *, parts: Sequence[str] | None = None)
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError("merge() takes the folder that holds the parts: merge('data', parts=['part-0', …])")
     place = local_path(folder)
+    if not place.is_dir():
+        raise ShardError(place, "there is no such folder; merge takes the folder that holds the parts")
     if (place / CARD_NAME).exists():
         raise ShardError(
             place,
