@@ -131,7 +131,11 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {},
         r'output: is missing; .*output="out" and tokenizer="tokenizer.json" \(or',
     ),
-    "no tokenizer": (lambda: "plain-*.jsonl", {"output": "out"}, r"^tokenizer: is missing; .*\(data, …, tok"),
+    "no tokenizer": (
+        lambda: "plain-*.jsonl",
+        {"output": "out"},
+        "^tokenizer: is missing; a build",
+    ),
     "no output": (rows, {"tokenizer": "tokenizer.json"}, r'^output: is missing; .* needs output="out"$'),
     "no such tokenizer": (rows, {"output": "out", "tokenizer": "gpt-none"}, "the Hugging Face cache has no"),
     "no files": (list, {"output": "out", **SHORT}, "there are no files and no documents"),
