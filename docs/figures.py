@@ -4,8 +4,8 @@
     python docs/figures.py --train DATASET     # first train, kill and resume: rewrite resume.json
 
 Bars come from the tables in benchmarks.json and the loss curve from resume.json, which `--train` records:
-`examples/train_plain.py` once without interruption, and once killed by SIGKILL and started again. A test
-compares the committed files with what this draws.
+`examples/train_plain.py` once without interruption, and once killed by SIGKILL and started again. The curve
+of the tutorial is what docs/tutorial.py records. A test compares the committed files with what this draws.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -154,14 +155,14 @@ def order(palette: Palette) -> Drawing:
     permuted = [5, 2, 7, 0, 3, 6, 1, 4]
     rng = random.Random(4)
     for y, label, shown in ((24, "shards", numbers), (84, "1. permute", permuted)):
-        drawing.text(120, y + 22, label, anchor="end", bold=True)
+        drawing.text(130, y + 22, label, anchor="end", bold=True)
         for place, number in enumerate(shown):
             shard(drawing, 140 + place * 62, y, number)
-    drawing.text(120, 166, "2. deal to lanes", anchor="end", bold=True)
+    drawing.text(130, 166, "2. deal to lanes", anchor="end", bold=True)
     drawing.text(680, 166, "3. shuffle within a window: two shards of a lane", bold=True)
     for lane in range(4):
         y = 180 + lane * 40
-        drawing.text(120, y + 22, f"lane {lane}", anchor="end", color=palette.muted)
+        drawing.text(130, y + 22, f"lane {lane}", anchor="end", color=palette.muted)
         pair = [permuted[lane], permuted[lane + 4]]
         for place, number in enumerate(pair):
             shard(drawing, 140 + place * 130, y, number, width=120)
@@ -251,10 +252,10 @@ def loaders(palette: Palette) -> Drawing:
     most = max(rate for _, rate in rates)
     for place, (name, rate) in enumerate(rates):
         y = 40 + place * 36
-        drawing.text(290, y + 20, name, anchor="end", bold=place == 0)
+        drawing.text(315, y + 20, name, anchor="end", bold=place == 0)
         color = palette.accent if place == 0 else palette.line
-        drawing.rect(300, y + 3, max(2.0, 520 * rate / most), 24, fill=color, radius=3)
-        drawing.text(308 + max(2.0, 520 * rate / most), y + 20, f"{rate:,}", anchor="start", size=13)
+        drawing.rect(325, y + 3, max(2.0, 500 * rate / most), 24, fill=color, radius=3)
+        drawing.text(333 + max(2.0, 500 * rate / most), y + 20, f"{rate:,}", anchor="start", size=13)
     note = (
         "rows of 4,096 tokens (16 KiB), shuffled, batches of 8, two cores, no GPU, local disk: "
         "tests/benchmarks/bench_loaders.py"
@@ -305,13 +306,71 @@ def resume(palette: Palette) -> Drawing:
     return drawing
 
 
+def tutorial(palette: Palette) -> Drawing:
+    """The loss of each step of the tutorial's run, and its mean over twenty steps."""
+    losses = json.loads((FOLDER / "tutorial.json").read_text())["losses"]
+    drawing = Drawing(640, 330, f"Training loss over {len(losses)} steps", palette)
+    low, high, around = int(min(losses)), int(max(losses)) + 1, 10
+    left, top, width, height = 40, 44, 580, 232
+
+    def point(step: float, loss: float) -> tuple[float, float]:
+        return left + width * step / len(losses), top + height * (high - loss) / (high - low)
+
+    for loss in range(low, high + 1):
+        drawing.line([point(0, loss), point(len(losses), loss)], width=0.5)
+        drawing.text(left - 8, point(0, loss)[1] + 5, f"{loss}", anchor="end", color=palette.muted)
+    for step in range(0, len(losses) + 1, 200):
+        drawing.text(point(step, low)[0], top + height + 22, f"{step}", color=palette.muted)
+    drawing.line([point(step, loss) for step, loss in enumerate(losses, 1)], width=1)
+    means = []
+    for step in range(around, len(losses) - around + 1):
+        part = losses[step - around : step + around]
+        means.append(point(step + 0.5, sum(part) / len(part)))
+    drawing.line(means, width=2.5, color=palette.accent)
+    drawing.text(left, 24, "training loss", size=15, anchor="start", bold=True)
+    drawing.line([(190, 19), (220, 19)], width=1)
+    drawing.text(228, 24, "each step", anchor="start")
+    drawing.line([(320, 19), (350, 19)], width=2.5, color=palette.accent)
+    drawing.text(358, 24, "mean of 20 steps", anchor="start")
+    drawing.text(left + width / 2, top + height + 44, "step", color=palette.muted)
+    return drawing
+
+
+def dump(palette: Palette) -> Drawing:
+    """What the stages keep of a dump, by the command on the page of fifty terabytes."""
+    page = (DOCS / "guides" / "fifty_terabytes.md").read_text()
+    [left] = map(float, re.findall(r"--raw ([\d.]+)TB", page))
+    kept = [(name, float(share)) for name, share in re.findall(r"--retention (\w+)=([\d.]+)", page)]
+    names = {
+        "extract": "main text of pages", "language": "in English", "quality": "behind the quality rules",
+        "duplicates": "without duplicates",
+    }  # fmt: skip
+    rows = [("compressed WARC", left)]
+    for name, share in kept:
+        left *= share
+        rows.append((names[name], left))
+    rows.append(("tokens of 2 bytes", left / 4 * 2))  # of 4 bytes of text each
+    drawing = Drawing(640, 20 + 34 * len(rows), "What is left of a dump after each stage", palette)
+    most = rows[0][1]
+    for place, (name, terabytes) in enumerate(rows):
+        y = 10 + 34 * place
+        drawing.text(190, y + 19, name, anchor="end")
+        last = place == len(rows) - 1
+        width = max(2.0, 340 * terabytes / most)
+        drawing.rect(200, y + 3, width, 22, fill=palette.second if last else palette.accent, radius=3)
+        drawing.text(208 + width, y + 19, f"{terabytes:.3g} TB", anchor="start")
+    return drawing
+
+
 FIGURES: dict[str, Callable[[Palette], Drawing]] = {
     "batches": batches,
     "cache": cache,
+    "dump": dump,
     "loaders": loaders,
     "order": order,
     "pipeline": pipeline,
     "resume": resume,
+    "tutorial": tutorial,
 }
 
 

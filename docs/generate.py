@@ -46,7 +46,7 @@ Put `# yaml-language-server: $schema=recipe.schema.json` on the first line of a 
 FILTERS_HEAD = """\
 ## filters[]
 
-Each entry of `filters` is one of the filters below, or a profile. Filters run in the order given, and the first rule that
+Each entry of `filters`, and of `steps`, is one of the filters below, or a profile. Filters run in the order given, and the first rule that
 fails drops the document. Words are separated by white space (`str.split`) unless a filter says `words: spacy:en`, which is
 what datatrove counts: with it outcomes equal those of datatrove as released. *Editors* change documents; later filters judge the edited text.
 """
@@ -99,27 +99,41 @@ def recipe_reference() -> str:
     schema = Recipe.model_json_schema(mode="validation")
     models = schema["$defs"]
     filters = models.pop("FilterEntry")["properties"]
-    placed = list(sections(schema, models))
-    for key, place in placed:
+    names = [name for name in filters if name not in ("profile", "by_language")]
+    ours = {name: filter_sections(name, filters[name], models) for name in names}
+    in_filters = {key for placed in ours.values() for key, _ in placed}
+    rest = {key: place for key, place in sections(schema, models) if is_step(place)}
+    rest |= {key: place for key, place in reversed([*sections(schema, models)]) if not is_step(place)}
+    rest = {key: place for key, place in rest.items() if key not in in_filters}
+    for key, place in [*rest.items(), *(one for placed in ours.values() for one in placed)]:
         models[key]["place"] = place
     parts = [RECIPE_HEAD, "## Top level\n", table(schema, models)]
-    for key, place in placed:
-        parts += [f"## {place}\n", summary(models[key]), table(models[key], models)]
+    for key, place in sections(schema, models):
+        if rest.get(key) == place:
+            parts += [f"## {place}\n", summary(models[key]), table(models[key], models)]
     parts.append(FILTERS_HEAD)
-    for name, field in filters.items():
-        if name in ("profile", "by_language"):
-            continue
-        model = models[reference(field) or ""]
-        parts += [f"### {name}\n", summary(model), table(model, models)]
-        for inner, place in sections(model, models, f"{name}."):
-            parts += [f"#### {place}\n", summary(models[inner]), table(models[inner], models)]
+    for placed in ours.values():
+        for key, place in placed:
+            level = "####" if "." in place else "###"
+            parts += [f"{level} {place}\n", summary(models[key]), table(models[key], models)]
     rows = [f"| `profile: {name}` | {', '.join(map(entry_text, PROFILES[name]))} |" for name in PROFILES]
     parts.append(BY_LANGUAGE.format(meaning=meaning(filters["by_language"])))
     return "\n".join([*parts, PROFILES_HEAD + "\n".join(rows), ""])
 
 
+def is_step(place: str) -> bool:
+    """Return whether a key path leads into `steps`, whose entries other sections tell."""
+    return place.startswith("steps[].")
+
+
+def filter_sections(name: str, field: Json, models: Json) -> list[tuple[str, str]]:
+    """(model, key path) of a filter and of each mapping below it."""
+    key = reference(field) or ""
+    return [(key, name), *sections(models[key], models, f"{name}.")]
+
+
 def sections(model: Json, models: Json, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(model, key path) of each mapping below a model, depth first; filters are sections of their own."""
+    """(model, key path) of each mapping below a model, depth first."""
     for name, field in model["properties"].items():
         key = reference(field)
         if key in models and "properties" in models[key]:

@@ -1,4 +1,8 @@
-"""Take the pictures of the explorer in these pages: `python docs/screenshots.py DATASET`, with Chromium."""
+"""Take the pictures of the explorer in these pages, with Chromium.
+
+python docs/screenshots.py DATASET                               # its funnel: explore-light.png and -dark.png
+python docs/screenshots.py out tutorial-duplicates=/clusters     # of the tutorial's dataset, in its folder
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import secrets
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urljoin
 
 from playwright.sync_api import ViewportSize, sync_playwright
 
@@ -19,8 +25,8 @@ FIGURES = Path(__file__).resolve().parent / "figures"
 SIZE: ViewportSize = {"width": 1100, "height": 760}
 
 
-def take(location: str) -> None:
-    """The funnel of a dataset, light and dark."""
+def take(location: str, pictures: Mapping[str, str]) -> None:
+    """Take pages of a dataset, light and dark: {name of the picture: path of the page}."""
     with open_dataset(location) as dataset, bind(0) as listening, sync_playwright() as driver:
         token = secrets.token_urlsafe()
         server = make_server(Site(Explored(dataset)), token)
@@ -29,10 +35,13 @@ def take(location: str) -> None:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport=SIZE, color_scheme=scheme)
-            page.goto(address)
-            page.screenshot(path=FIGURES / f"explore-{scheme}.png")
+            page.goto(address)  # its token opens the other pages
+            for name, path in pictures.items():
+                page.goto(urljoin(address, path))
+                page.screenshot(path=FIGURES / f"{name}-{scheme}.png")
         browser.close()
 
 
 if __name__ == "__main__":
-    take(sys.argv[1])
+    given = dict(picture.split("=", 1) for picture in sys.argv[2:])
+    take(sys.argv[1], given or {"explore": "/"})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from shardkit.errors import naming_extras
@@ -196,7 +196,11 @@ class _Logged(Iterable[Item]):
         interval, self._before = stats.since(self._before), stats
         if not interval.completed_steps:
             return
-        report = self._accelerators.report(interval).to_dict()
+        accelerators = self._accelerators
+        if not interval.steps:  # its one step began in the interval before, which counted its tokens
+            tokens = accelerators._tokens_per_step(stats)
+            accelerators = replace(accelerators, tokens_per_step=tokens)
+        report = accelerators.report(interval).to_dict()
         values = {f"{PREFIX}{name}": float(value) for name, value in report.items()}
         for sink in self._sinks:
             sink(self._step, values)

@@ -99,6 +99,14 @@ def test_tables_of_the_documentation_are_those_that_were_measured() -> None:
         all_benchmarks.with_tables("<!-- table: unheard-of -->\n<!-- end -->", {})
 
 
+def test_the_documentation_shows_the_chosen_rows_of_a_table() -> None:
+    table = "| busy | batch |\n| --- | ---: |\n| none | 8 |\n| none | 64 |\n| all | 8 |\n"
+    shown = all_benchmarks.chosen_rows(table, "busy=none|some; batch=8")
+    assert shown == "| busy | batch |\n| --- | ---: |\n| none | 8 |\n"
+    with pytest.raises(ValueError, match="no row"):
+        all_benchmarks.chosen_rows(table, "busy=non")
+
+
 @pytest.mark.extended
 def test_a_loader_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Path) -> None:
     bare = tmp_path / "litdata" / "bin" / "python"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import shardkit as sk
 
@@ -70,6 +71,42 @@ def test_all_installs_everything_but_what_it_must_not() -> None:
     listed = set(everything.removeprefix("shardkit[").removesuffix("]").split(","))
     # loader: only names others; ray: for clusters; docs: for the site
     assert extras.keys() - listed - {"all", "dev", "docs"} == {"loader", "ray"}
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line[0] != "#")
+
+
+def test_constraints_pin_every_dependency_within_its_bounds() -> None:
+    pins = constraints()
+    assert list(pins) == sorted(pins)
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"]]
+    asked += [one for extra in extras.keys() - {"all", "dev", "docs", "ray"} for one in extras[extra]]
+    for requirement in map(Requirement, asked):
+        name = canonicalize_name(requirement.name)
+        if name not in ("shardkit", "torch"):
+            assert requirement.specifier.contains(pins[name]), requirement
+
+
+def test_the_page_of_dependencies_has_every_one_with_its_extras_and_pin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import dependencies
+
+    pins = constraints()
+    page = (ROOT / "docs/reference/dependencies.md").read_text()
+    assert page.startswith(dependencies.HEAD)
+    rows = [line.split(" | ") for line in page.removeprefix(dependencies.HEAD).splitlines()]
+    found = {row[0].rpartition("/project/")[2].rstrip("/)"): row for row in rows}
+    wanted = dependencies.dependencies()
+    assert list(found) == list(wanted)
+    for name, row in found.items():
+        assert row[1] == ", ".join(wanted[name]), name
+        assert row[3].startswith(f"{pins.get(name, '')}"), name
+        assert row[6] == f"{dependencies.WITHOUT[name]} |", name
 
 
 def test_what_agents_are_told_exists() -> None:

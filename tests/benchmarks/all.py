@@ -36,7 +36,8 @@ ROOT = FOLDER.parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 STORED = ROOT / "docs" / "figures" / "benchmarks.json"
 LIBRARIES = ("numpy", "torch", "pyarrow", "numba", "tokenizers", "gigatoken", "boto3", "mosaicml-streaming")
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# A block of the page names a table and may choose rows: <!-- table: NAME COLUMN=REGEX; COLUMN=REGEX -->
+BLOCK = re.compile(r"(<!-- table: (\S+)(?: ([^\n]*))? -->\n).*?(<!-- end -->)", re.DOTALL)
 REASON_CHARACTERS = 400  # of an error
 
 
@@ -232,17 +233,29 @@ def _made(out: Path, benchmark: Benchmark) -> dict[str, Any] | None:
     return table if "commit" in table else None
 
 
-def block(table: Mapping[str, Any]) -> str:
-    """A table with its command, as in the documentation."""
+def block(table: Mapping[str, Any], chosen: str | None = None) -> str:
+    """A table with its command, as in the documentation; `chosen` selects rows."""
     left_out = "".join(f" Left out: {reason}." for reason in table["left_out"])
-    return (
-        f"`{table['command']}` ({table['date']}, commit {table['commit']}).{left_out}\n\n{table['markdown']}"
-    )
+    rows = chosen_rows(table["markdown"], chosen) if chosen else table["markdown"]
+    return f"`{table['command']}` ({table['date']}, commit {table['commit']}).{left_out}\n\n{rows}"
+
+
+def chosen_rows(markdown: str, chosen: str) -> str:
+    """Keep the rows of a Markdown table that match "COLUMN=REGEX; COLUMN=REGEX"; ValueError if none does."""
+    head, line, *rows = markdown.splitlines(keepends=True)
+    columns = [cell.strip() for cell in head.strip().strip("|").split("|")]
+    for condition in chosen.split("; "):
+        column, _, regex = condition.partition("=")
+        place = columns.index(column)
+        rows = [row for row in rows if re.fullmatch(regex, row.strip().strip("|").split("|")[place].strip())]
+    if not rows:
+        raise ValueError(f"no row of the table matches {chosen}")
+    return "".join([head, line, *rows])
 
 
 def with_tables(page: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with each block `<!-- table: NAME -->` filled; KeyError for a table that is nowhere."""
-    return BLOCK.sub(lambda found: f"{found[1]}{block(tables[found[2]])}{found[3]}", page)
+    """The page with each block `<!-- table: NAME … -->` filled; KeyError for a table that is nowhere."""
+    return BLOCK.sub(lambda found: f"{found[1]}{block(tables[found[2]], found[3])}{found[4]}", page)
 
 
 def update_docs(out: Path) -> None:

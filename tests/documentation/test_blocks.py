@@ -2,7 +2,8 @@
 
 Python blocks of a page run in their order and in one namespace, in a folder that has what the pages name: the
 datasets "out", "annotated", "web" and so on, a recipe, lists of exclusions, and a store for s3://bucket.
-Pages of trainers have tests of their own, and so has the page of migrations.
+Pages of trainers have tests of their own, and so have the tutorial and the pages for those who come from
+other tools.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from support.remote_harness import fresh_url, put_folder
 from support.small_build import EOS, make_corpus
 
 TRAINERS = ROOT / "docs" / "trainers"
-ELSEWHERE = (TRAINERS, ROOT / "docs" / "guides" / "migrate.md")
+GUIDES = ROOT / "docs" / "guides"
+ELSEWHERE = (TRAINERS, *(GUIDES / f"{name}.md" for name in ("migrate", "replace_streaming", "tutorial")))
 BLOCKS = [
     block
     for page in PAGES

@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow as pa
 import pytest
 
 from shardkit.errors import BuildError
@@ -415,3 +418,29 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path, url: str) -> None:
     with pytest.raises(BuildError, match=r"work folder memory://.*AccessDenied") as caught:
         Work(url, tmp_path, around=around).claimed()
     assert isinstance(caught.value.__cause__, StoreError)
+
+
+READ_ALL = """
+import resource, sys
+from pathlib import Path
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.stages.tokenize import _texts_of
+
+texts = _texts_of(Artifact(Path(sys.argv[1])))
+size = len(next(texts))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+size += sum(map(len, texts))
+print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_reading_a_file_of_documents_takes_the_memory_of_a_batch(tmp_path: Path) -> None:
+    """A map of the file would count all that was read, gigabytes of it."""
+    batch = pa.record_batch({"text": [random.Random(7).randbytes(1 << 19).hex()]})
+    with pa.ipc.new_file(tmp_path / "documents.arrow", batch.schema) as writer:
+        for _ in range(100):
+            writer.write(batch)
+    command = [sys.executable, "-c", READ_ALL, str(tmp_path / "documents.arrow")]
+    size, grown_kib = map(int, subprocess.run(command, check=True, capture_output=True).stdout.split())
+    assert size == 100 << 20
+    assert grown_kib < 30_000

@@ -1,4 +1,4 @@
-"""The page for those who come from other libraries: its snippets run, and its tables name what there is."""
+"""The pages for those who come from other loaders: snippets run, and tables name what there is."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ from support.foreign_tars import PARTS, tars
 from support.remote_harness import fresh_url, put_folder
 
 CONVERTED = Path(__file__).resolve().parents[1] / "golden" / "convert"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "migrate.md"
-SECTIONS = dict(re.findall(r"^## From (\S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
+PAGE = GUIDES / "migrate.md"
+SECTIONS = {
+    "mosaicml-streaming": (GUIDES / "replace_streaming.md").read_text(),
+    **dict(re.findall(r"^## From (\S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)),
+}
 # Of litdata 0.2.76, which the tests' environment need not have.
 LITDATA_DATASET = """
     input_dir cache_dir item_loader shuffle drop_last seed serializers max_cache_size subsample encryption

@@ -308,6 +308,18 @@ def test_reports_come_at_each_interval_and_at_the_end_of_each_loop(path: Path) -
     assert set(logged[0][1]) >= {"data/mfu", "data/mfu_lost_points", "data/idle_dollars", "data/wait_seconds"}
 
 
+def test_an_interval_whose_one_step_began_in_the_interval_before_has_its_tokens(path: Path) -> None:
+    logged: list[Mapping[str, float]] = []
+    gpus = Accelerators(flops_per_token=1e9, peak_flops=1e12)
+    with loader_of(path) as loader:
+        for _ in log_to(loader, lambda _, values: logged.append(values), every_steps=33, accelerators=gpus):
+            pass
+    assert [values["data/steps"] for values in logged] == [33, 33, 33, 1]
+    for values in logged:
+        tokens = values["data/steps"] * 4 * LENGTH
+        assert values["data/tokens_per_second"] == pytest.approx(tokens / values["data/seconds"])
+
+
 # Sinks, each with the client that it is for.
 
 VALUES = {"data/mfu": 0.4, "data/wait_seconds": 1.5}

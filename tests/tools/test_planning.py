@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, log
 from pathlib import Path
 from typing import Any
 
@@ -429,39 +429,47 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
 
 @pytest.mark.timeout(600)
 @pytest.mark.extended
-@pytest.mark.parametrize(("splits", "more"), [(31, False), (122, True)])
-def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int, more: bool) -> None:
-    """`more`: with removal of lines."""
-    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=more)
-    built = bench_requests.measure(tmp_path / "build", documents(None, 20.0), splits, options)
-    corpus = Corpus(
-        splits=built["splits"],
-        documents=built["documents"],
-        text_bytes=built["text_bytes"],
-        tokens=built["tokens"],
-        token_bytes=2,
-        scale=options.scale,
-        steps=("exact", "lines", "near") if more else ("exact", "near"),
-        lines=built["lines"],
-    )
-    stages = {stage.stage: stage for stage in stage_needs(corpus)}
-    for stage in ("line_keys", "line_losers", "lines"):
-        assert (stage in stages) == (stage in built["stages"]) == more
-        if more:
-            assert stages[stage].tasks == built["stages"][stage]["tasks"]
-            counted = built["stages"][stage]["bytes_read"]
+def test_a_plan_counts_what_builds_ask_of_a_store_which_grows_with_their_text(tmp_path: Path) -> None:
+    """The families of copies grow with the corpus."""
+    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=True)
+    texts = documents(None, 20.0)
+    built = [bench_requests.measure(tmp_path / str(n), texts, n, options) for n in (25, 75)]
+    for one in built:
+        corpus = Corpus(
+            splits=one["splits"],
+            documents=one["documents"],
+            text_bytes=one["text_bytes"],
+            tokens=one["tokens"],
+            token_bytes=2,
+            scale=options.scale,
+            steps=("exact", "lines", "near"),
+            lines=one["lines"],
+        )
+        stages = {stage.stage: stage for stage in stage_needs(corpus)}
+        for stage in ("line_keys", "line_losers", "lines"):
+            assert stages[stage].tasks == one["stages"][stage]["tasks"]
+            counted = one["stages"][stage]["bytes_read"]
             assert counted / 1.3 < stages[stage].read_bytes < counted * 1.3, stage
-    planned = together([*stages.values()])
-    for planned_count, name in (
-        (planned.gets, "gets"),
-        (planned.puts, "puts"),
-        (planned.read_bytes, "bytes_read"),
-        (planned.written_bytes, "bytes_written"),
-        (planned.tasks, "tasks"),
-    ):
-        counted = sum(stage[name] for stage in built["stages"].values())
-        assert counted / 1.3 < planned_count < counted * 1.3, name
-    most = most_held([*stages.values()])
-    assert built["most_bytes"] / 1.3 < most < built["most_bytes"] * 1.3
-    written = sum(stage["bytes_written"] for stage in built["stages"].values())
-    assert built["most_bytes"] < written, "runs go when they were read"
+        planned = together([*stages.values()])
+        for planned_count, name in (
+            (planned.gets, "gets"),
+            (planned.puts, "puts"),
+            (planned.read_bytes, "bytes_read"),
+            (planned.written_bytes, "bytes_written"),
+            (planned.tasks, "tasks"),
+        ):
+            assert _total(one, name) / 1.3 < planned_count < _total(one, name) * 1.3, name
+        most = most_held([*stages.values()])
+        assert one["most_bytes"] / 1.3 < most < one["most_bytes"] * 1.3
+        assert one["most_bytes"] < _total(one, "bytes_written"), "runs go when they were read"
+    small, large = built
+    grown = log(large["text_bytes"] / small["text_bytes"])
+    for name in ("bytes_read", "bytes_written", "puts", "tasks", "cpu_seconds"):
+        assert log(_total(large, name) / _total(small, name)) / grown < 1.05, name
+    assert log(large["most_bytes"] / small["most_bytes"]) / grown < 1.05
+    # A partition reads a piece of each run until pieces are large (test_requests_grow_with_the_bytes).
+    assert log(_total(large, "gets") / _total(small, "gets")) / grown < 1.3
+
+
+def _total(built: Mapping[str, Any], name: str) -> float:
+    return float(sum(stage[name] for stage in built["stages"].values()))

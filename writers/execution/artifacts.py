@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
-from shardkit.files import map_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -101,14 +100,16 @@ class Artifact:
         source = self._source
         return self.path.open("rb", buffering=0) if source is None else source.open(self.path)
 
-    def open_arrow(self, *, mapped: bool = False) -> pa.NativeFile:
-        """Open the file for pyarrow; with `mapped`, a local file is memory-mapped."""
+    def open_arrow(self) -> pa.NativeFile:
+        """Open the file for pyarrow. It is not mapped: batches are compressed, so a map would save no copy,
+        and all of a large file's pages would count as memory of the worker.
+        """
         import pyarrow as pa
 
         source = self._source
         if source is not None:
             return pa.PythonFile(source.open(self.path), mode="r")
-        return pa.BufferReader(map_path(self.path)) if mapped else pa.OSFile(str(self.path))
+        return pa.OSFile(str(self.path))
 
     def read_bytes(self) -> bytes:
         """Return the whole content of a small file."""

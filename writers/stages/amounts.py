@@ -338,7 +338,7 @@ def _kept(documents: Artifact, removed: SplitRemovals, field: Field) -> Iterator
     lost, start = removed.load(), 0
     codes = None if field.languages is None else field.languages.read()
     keys: dict[str, int] = {}
-    with documents.open_arrow(mapped=True) as source:
+    with documents.open_arrow() as source:
         for batch in marked_batches(pa.ipc.open_file(source), field.labels):
             sizes = np.diff(text_offsets(batch.column("text")))
             keep = (sizes > 0) & lost.within(start, batch.num_rows).left(batch.num_rows)

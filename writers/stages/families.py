@@ -91,7 +91,7 @@ def remaining_batches(
     lost, start = removed.load(), 0
     fields = [DOCUMENT_SCHEMA.get_field_index(name) for name in columns]
     options = pa.ipc.IpcReadOptions(included_fields=fields)  # an empty list means all
-    with documents.open_arrow(mapped=True) as source:
+    with documents.open_arrow() as source:
         for batch in marked_batches(pa.ipc.open_file(source, options=options), labels):
             here = lost.within(start, batch.num_rows)
             keep = here.left(batch.num_rows)

@@ -172,7 +172,7 @@ def _documents(
     removed = split.removed.load()
     beside = _beside(split)
     start = 0
-    with split.documents.open_arrow(mapped=True) as source:
+    with split.documents.open_arrow() as source:
         reader = pa.ipc.open_file(source)
         for batch in marked_batches(reader, split.labels):
             more = [column[start : start + batch.num_rows] for column in beside.values()]

@@ -257,7 +257,7 @@ PARITY = Stage("parity", "tokenize", compare_engines, cost=3)
 
 
 def _texts_of(file: Artifact) -> Iterator[str]:
-    with file.open_arrow(mapped=True) as source:
+    with file.open_arrow() as source:
         column = pa.ipc.open_file(source).schema.get_field_index("text")
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[column]))
         for batch in range(reader.num_record_batches):
@@ -346,7 +346,7 @@ def tokenize_split(
     encode = _encoding(encoder, settings)
     counts = None if languages is None else LanguageCounts(languages)
     with (
-        documents.open_arrow(mapped=True) as source,
+        documents.open_arrow() as source,
         RunWriter(folder / TOKENS.file, TOKENS, memory_bytes=memory_bytes, limits=limits) as run,
         TwinsFile(folder, memory_bytes=memory_bytes // 16, limits=limits) as twins,
     ):
