@@ -3,8 +3,8 @@
 The other tools are torch's DataLoader, MosaicML Streaming, litdata, webdataset, Hugging Face datasets,
 datatrove, Megatron-LM, boto3, Hydra and OmegaConf. There is a table for each place where a name can be wrong:
 arguments of loaders and other functions, attributes, keys of a recipe, names of filters, verbs, options.
-A test compares what the sentences name with the verbs, options and keys that exist. docs/guides/migrate.md
-and replace_streaming.md show the tables of other loaders.
+A test compares what the sentences name with the verbs, options and keys that exist. The pages
+docs/guides/migrate.md and replace_streaming.md show the tables of other loaders.
 """
 
 from __future__ import annotations
