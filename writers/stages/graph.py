@@ -78,6 +78,11 @@ def steps_of(recipe: Recipe) -> list[Step]:
     return found
 
 
+def stages_over_all(move: GlobalStep, recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    """Return the stages of a step over all documents, as `stages_of` has them."""
+    return _over_all(move).stages(recipe)
+
+
 def _over_all(move: GlobalStep) -> Step:
     """Return a step over all documents; its stages, and those of merges, are named by its number."""
     step = OVER_ALL[move.name](move)
