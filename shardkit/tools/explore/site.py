@@ -18,6 +18,7 @@ from shardkit.order.state import LoaderState
 from shardkit.tools.explore.compare import Comparison
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.kept import show_document, show_kept
+from shardkit.tools.explore.kept_values import KeptRules
 from shardkit.tools.explore.overview import show_funnel
 from shardkit.tools.explore.removed import show_cluster, show_clusters, show_removed, show_rule
 from shardkit.tools.explore.rows import show_row, show_step
@@ -26,6 +27,7 @@ from shardkit.units import format_bytes
 
 with naming_extras("`shardkit view`"):
     import jinja2
+    import markupsafe
 
 
 FRONT = "funnel"
@@ -40,6 +42,7 @@ _PICTURES = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 1
 _INVISIBLE = re.compile(
     "[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
 )
+_BREAK = re.compile("(?<=[/_.-])(?=[^/_.-])")
 _NO_CHARACTER = re.compile("[\ud800-\udfff\ufffe\uffff]")
 
 
@@ -62,9 +65,10 @@ class Site:
         self, explored: Explored, other: Explored | None = None, state: LoaderState | None = None
     ) -> None:
         self.explored, self.other = explored, other
+        self._kept = KeptRules(explored)
         self._pages: dict[str, _Page] = {
             "funnel": show_funnel,
-            "rule": show_rule,
+            "rule": partial(show_rule, kept=self._kept),
             "removed": show_removed,
             "kept": show_kept,
             "document": show_document,
@@ -87,6 +91,7 @@ class Site:
         )
         self._templates.filters |= {
             "count": "{:,}".format, "bytes": format_bytes, "percent": _percent, "number": _number,
+            "anchor": _anchor, "name": _name,
         }  # fmt: skip
         self._templates.globals |= {"name": explored.name, "fingerprint": explored.dataset.fingerprint}
 
@@ -104,6 +109,7 @@ class Site:
 
     def finish_counting(self) -> None:
         """Wait until all background work is finished, so that no page shows progress instead of content."""
+        self._kept.wait_seconds = None
         while self.explored.summary.wait() is None:
             pass
         while self._comparison is not None and self._comparison.work.wait() is None:
@@ -125,6 +131,17 @@ class Site:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%" if share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def _name(name: str) -> markupsafe.Markup:
+    """Return a name such as "filter/rule_of_it" as HTML; it may break after "/", "_", "." and "-"."""
+    parts = [markupsafe.escape(part) for part in _BREAK.split(shown(name))]
+    return markupsafe.Markup("<wbr>").join(parts)
+
+
+def _anchor(place: float) -> str:
+    """Return where a label is anchored to a place in percent, so that it is not cut off at an edge."""
+    return "start" if place < 8 else "end" if place > 92 else "middle"
 
 
 def _number(value: object) -> str:

@@ -23,6 +23,7 @@ from shardkit.tools.explore.scan import Place
 
 _TEXT_FILES = 256
 _TEXTS_OF_RULE = 100  # maximum texts per rule in each list: nearest to its bound, farthest from it, random
+_BOUNDS = 8  # maximum number of bounds of a rule that are shown
 _CLUSTERS = 100  # maximum number of clusters in each list: the largest, and a random sample
 _MANTISSA_BITS_CUT = 16
 
@@ -31,27 +32,43 @@ _Ranked = list[tuple[float, Place]]
 
 
 @dataclass(slots=True)
-class RuleValues:
-    """Values that a rule computed, as counts by bin and by label, and places of lines that have a text.
-
-    The places are (rank, place), lowest rank first: `near` and `far` from the bound, and `drawn` at random.
-    """
+class Values:
+    """Values that a rule compared, as counts by bin and by label."""
 
     documents: int = 0
-    bound: float | None = None
     low: float = np.inf
     high: float = -np.inf
     bins: Counter[int] = field(default_factory=Counter)
     labels: Counter[str] = field(default_factory=Counter)
-    near: _Ranked = field(default_factory=list)
-    far: _Ranked = field(default_factory=list)
-    drawn: _Ranked = field(default_factory=list)
+
+    def add(self, values: _Floats) -> None:
+        """Count values, of which NaN and infinite ones are only documents."""
+        self.documents += len(values)
+        known = values[np.isfinite(values)]
+        if len(known):
+            self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
+            keys, counts = np.unique(_bin_key(known), return_counts=True)
+            self.bins.update(dict(zip(keys.tolist(), counts.tolist(), strict=True)))
 
     def values(self) -> tuple[_Floats, npt.NDArray[np.int64]]:
         """Return two arrays about the nonempty bins, ascending: their values nearest to 0, their counts."""
         keys = np.array(sorted(self.bins), np.int64)
         counts = np.array([self.bins[key] for key in keys.tolist()], np.int64)
         return _bin_value(keys), counts
+
+
+@dataclass(slots=True)
+class RuleValues(Values):
+    """Values of the documents that a rule dropped, its bounds, and places of lines that have a text.
+
+    A rule has several bounds if they differ by language; the lowest `_BOUNDS` are known. The places are
+    (rank, place), lowest rank first: `near` and `far` from the bound, and `drawn` at random.
+    """
+
+    bounds: list[float] = field(default_factory=list)
+    near: _Ranked = field(default_factory=list)
+    far: _Ranked = field(default_factory=list)
+    drawn: _Ranked = field(default_factory=list)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -129,14 +146,9 @@ class Summary:
 
 def _count_rule(rule: RuleValues, table: pa.Table, lines: npt.NDArray[np.int64], group: Place) -> None:
     values = table.column("value").to_numpy().astype(np.float64)
-    bounds = table.column("bound").drop_null()
-    rule.documents += len(values)
-    rule.bound = bounds[0].as_py() if len(bounds) else rule.bound
-    known = values[np.isfinite(values)]
-    if len(known):
-        rule.low, rule.high = min(rule.low, float(known.min())), max(rule.high, float(known.max()))
-        keys, counts = np.unique(_bin_key(known), return_counts=True)
-        rule.bins.update(dict(zip(keys.tolist(), counts.tolist(), strict=True)))
+    bounds = table.column("bound").to_numpy().astype(np.float64)
+    rule.add(values)
+    rule.bounds = sorted({*rule.bounds, *np.unique(bounds[np.isfinite(bounds)]).tolist()})[:_BOUNDS]
     for entry in table.column("label").drop_null().value_counts().to_pylist():
         rule.labels[entry["values"]] += entry["counts"]
     if "text" not in table.column_names:
@@ -144,7 +156,7 @@ def _count_rule(rule: RuleValues, table: pa.Table, lines: npt.NDArray[np.int64],
     has_text = np.flatnonzero(table.column("text").is_valid().to_numpy())
     ids = table.column("document_id").take(pa.array(has_text)).to_pylist()
     places = [Place(group.file, group.group, line) for line in lines[has_text].tolist()]
-    distances = np.abs(values[has_text] - (np.nan if rule.bound is None else rule.bound)).tolist()
+    distances = np.abs(values[has_text] - bounds[has_text]).tolist()
     ranked = [(d, place) for d, place in zip(distances, places, strict=True) if np.isfinite(d)]
     rule.near = heapq.nsmallest(_TEXTS_OF_RULE, [*rule.near, *ranked])
     rule.far = heapq.nsmallest(_TEXTS_OF_RULE, [*rule.far, *((-d, place) for d, place in ranked)])
