@@ -359,6 +359,36 @@ def test_search_finds_words_in_rows(site: Site) -> None:
     assert "Nothing found" in show(site, "search", q="no such words anywhere").words
 
 
+def test_words_of_a_removed_text_are_shown_where_they_stand(site: Site) -> None:
+    html = site.render("search", {"q": "SHORT short", "part": "dropped"}, page_address)
+    assert "…too <mark>short short</mark>" in html
+    assert_harmless(site.render("search", {"q": "alert(1)"}, page_address))
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_all_rows_of_texts_with_the_words_are_found_however_little_time_there_is(
+    tmp_path: Path, inline_builds: None, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_corpus(tmp_path, 400)
+    output = json.dumps({"path": "texts", "format": form, "shard_bytes": "64KiB"})
+    made = Path(build(recipe, overrides=[f"output={output}"], progress=False).output)
+    with open_dataset(made) as dataset:
+        texts = [str(dataset[row]["text"]) for row in range(len(dataset))]
+    word = Counter(word for text in texts for word in set(text.split())).most_common()[40][0]
+    wanted = [row for row, text in enumerate(texts) if word.lower() in text.lower()]
+    assert 10 < len(wanted) < len(texts)
+    monkeypatch.setattr("shardkit.tools.explore.search._SECONDS", 0.0)
+    searched, found, asked = Site(explore(made)), list[int](), 0
+    params: dict[str, str] = {"q": word.upper(), "part": "rows"}
+    while params:
+        page = show(searched, "search", **params)
+        found += [int(link["row"]) for link in links_to(page, "row") if link.get("row", "").isdecimal()]
+        params = next((link for link in links_to(page, "search") if "at" in link), {})
+        asked += 1
+    assert found == wanted
+    assert asked > len(wanted) / 10
+
+
 def test_a_scan_that_runs_out_of_time_continues_where_it_stopped(site: Site) -> None:
     folder = site.explored.dropped
     places: list[object] = []

@@ -20,9 +20,8 @@ pytest.importorskip("starlette", reason="the pages need shardkit[view]")
 pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 
 from shardkit.tools.explore.histogram import draw_chart
-from shardkit.tools.explore.scan import Place
 from shardkit.tools.explore.site import Site
-from shardkit.tools.explore.summary import RuleValues, Values, _bin_key, _bin_value, _count_rule
+from shardkit.tools.explore.summary import RuleValues, Values, _bin_key, _bin_value
 from shardkit.writers import build
 from support.explored_build import Page, explore, lines_of, make_explored, show
 from support.small_build import make_corpus
@@ -161,10 +160,7 @@ def test_bins_keep_the_order_of_values_and_count_them_all() -> None:
     assert (np.diff(keys) >= 0).all()
     assert np.allclose(np.abs(_bin_value(keys)), np.abs(values), rtol=2**-6)
     rule = RuleValues()
-    table = pa.table(
-        {"value": values, "bound": [2.0] * len(values), "label": pa.nulls(len(values), pa.string())}
-    )
     for _ in range(2):
-        _count_rule(rule, table, np.arange(len(values)), Place())
+        rule.add(values)
     assert rule.values()[1].sum() == rule.documents == 2 * len(values)
     assert (rule.low, rule.high) == (values[0], values[-1])

@@ -27,6 +27,7 @@ _TICKS = 5
 _STEPS = (1, 2, 2.5, 5, 10)  # of numbers at the axis, times a power of ten
 
 _Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ def draw_chart(dropped: RuleValues, kept: Values | None = None, *, one_in: float
     bound = dropped.bounds[0] if len(dropped.bounds) == 1 else None
     is_above = bound is not None and dropped.high > bound
     low, high = _range_of(dropped, values, counts, kept_values, kept_counts)
-    is_whole = all(bool((some == np.round(some)).all()) for some in (values, kept_values, dropped.bounds))
-    is_whole = is_whole and high - low < 4 * _BARS
+    numbers = np.concatenate([values, kept_values, dropped.bounds])
+    is_whole = bool((numbers == np.round(numbers)).all()) and high - low < 4 * _BARS
     unit = 1.0 if is_whole else 0.0
     if bound is not None:
         # Stored values are rounded, but each kind of documents is on its side of the bound.
@@ -110,7 +111,7 @@ def draw_chart(dropped: RuleValues, kept: Values | None = None, *, one_in: float
 
 
 def _range_of(
-    dropped: RuleValues, values: _Floats, counts: npt.NDArray[np.int64], kept: _Floats, kept_counts: _Floats
+    dropped: RuleValues, values: _Floats, counts: _Ints, kept: _Floats, kept_counts: _Ints
 ) -> tuple[float, float]:
     """Return the least and the greatest value to show."""
     low, high = float(values[0]), float(values[-1])
@@ -126,8 +127,9 @@ def _range_of(
     if not len(kept):
         return low, high
     shares = np.cumsum(kept_counts) / kept_counts.sum()
-    least, most = (float(kept[min(np.searchsorted(shares, at), len(kept) - 1)]) for at in (_TAIL, 1 - _TAIL))
-    middle = abs(float(kept[np.searchsorted(shares, 0.5)]) - bounds[0])
+    places = np.searchsorted(shares, [_TAIL, 0.5, 1 - _TAIL]).clip(max=len(kept) - 1)
+    least, median, most = kept[places].tolist()
+    middle = abs(median - bounds[0])
     width = high - low or math.inf
     room = max(_KEPT_WIDTH * width, middle if middle <= _MOST_WIDTH * width else 0.0)
     return min(low, max(least, bounds[0] - room)), max(high, min(most, bounds[0] + room))
@@ -138,8 +140,7 @@ def _edges(low: float, high: float, middle: float, unit: float) -> _Floats:
     step = float(math.ceil((high - low + 1) / _BARS)) if unit else (high - low) / _BARS or 1.0
     before = math.ceil((middle - low) / step - 1e-9)
     after = max(math.ceil((high + unit - middle) / step - 1e-9), 1 - before)
-    edges: _Floats = middle + step * np.arange(-before, after + 1)
-    return edges
+    return np.asarray(middle + step * np.arange(-before, after + 1), np.float64)
 
 
 def _most(heights: _Floats) -> float:
@@ -156,7 +157,7 @@ def _percent(dropped: float, kept: float, most: float) -> tuple[float, float]:
     return parts[0] * scale, parts[1] * scale
 
 
-def _heights(edges: _Floats, values: _Floats, counts: npt.NDArray[np.int64]) -> _Floats:
+def _heights(edges: _Floats, values: _Floats, counts: _Ints) -> _Floats:
     return np.histogram(values, edges, weights=counts)[0].astype(np.float64)
 
 

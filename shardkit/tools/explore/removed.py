@@ -14,12 +14,12 @@ from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.histogram import draw_chart
 from shardkit.tools.explore.kept_values import KeptRules
 from shardkit.tools.explore.raw import read_raw
-from shardkit.tools.explore.scan import Equal, Line, Place, read_line, scan
-from shardkit.tools.explore.summary import ClusterAt, RuleValues
+from shardkit.tools.explore.scan import Equal, Line, Place, read_line, read_lines, scan
 
 _ON_PAGE = 20
 _DIFF_WORDS = 1500  # maximum words compared per text: difflib's time grows with the product of both counts
 _CLUSTER_LINES = 50
+_OF_CLUSTER = ("reason", "kept_source", "kept_file", "kept_record", "kept_id", "kept_url")
 
 
 def show_rule(explored: Explored, params: Params, kept: KeptRules) -> dict[str, object]:
@@ -37,21 +37,20 @@ def show_rule(explored: Explored, params: Params, kept: KeptRules) -> dict[str, 
     page: dict[str, object] = {"rule": rule, "count": dropped[rule], "read": card and card.funnel.read}
     if not explored.dropped.names:
         return page | {"values": None, "documents": [], "view": "", "views": []}
-    if (summary := explored.summary.wait()) is None:
-        return {"share": explored.summary.share}
-    values = summary.rules.get(rule, RuleValues())
+    is_counted = explored.counted_rules.wait() is not None
+    values = explored.rules.so_far(rule)
     views = ["near", "far", "drawn", "all"] if values.near else ["drawn", "all"]
     view = view if view in views else views[0]
     beside, share = kept.find(rule) if values.bins else (None, 1.0)
     chart = draw_chart(values) if beside is None else draw_chart(values, beside.values, one_in=beside.one_in)
     page |= {"values": values, "chart": chart, "kept": beside, "kept_share": share}
-    page |= {"view": view, "views": views}
+    page |= {"view": view, "views": views, "share": None if is_counted else explored.counted_rules.share}
     if view == "all":
         start = Place.parse(params["at"]) if "at" in params else None
         found = scan(explored.dropped, Equal({"rule": rule}), start=start, limit=_ON_PAGE)
         return page | {"documents": _plain(explored, found.lines), "next": found.next}
     ranked = {"near": values.near, "far": values.far, "drawn": values.drawn}[view]
-    lines = [read_line(explored.dropped, place) for _, place in ranked[:_ON_PAGE]]
+    lines = read_lines(explored.dropped, [place for _, place in ranked[:_ON_PAGE]])
     return page | {"documents": _plain(explored, lines), "next": None}
 
 
@@ -102,18 +101,17 @@ def show_clusters(explored: Explored, params: Params) -> dict[str, object]:
     """Return the facts for the page of clusters of duplicates: the largest ones, or a random sample."""
     if not explored.duplicates.names:
         return {"clusters": None}
-    if (summary := explored.summary.wait()) is None:
-        return {"share": explored.summary.share}
-    clusters = summary.clusters
+    is_counted = explored.counted_clusters.wait() is not None
+    clusters = explored.clusters.so_far()
     order = "drawn" if params.get("order") == "drawn" else "largest"
     ranked = clusters.drawn if order == "drawn" else clusters.largest
-    shown = [_cluster_line(explored, each) for each in ranked[:_ON_PAGE]]
-    return {"clusters": clusters, "order": order, "shown": shown, "sizes": clusters.sizes.bins()}
-
-
-def _cluster_line(explored: Explored, cluster: ClusterAt) -> dict[str, object]:
-    [line] = _plain(explored, [read_line(explored.duplicates, cluster.at)])
-    return {"size": cluster.size, "at": cluster.at, "line": line}
+    lines = read_lines(explored.duplicates, [each.at for each in ranked[:_ON_PAGE]], _OF_CLUSTER)
+    shown = [
+        {"size": each.size, "at": each.at, "line": line}
+        for each, line in zip(ranked, _plain(explored, lines), strict=False)
+    ]
+    page = {"clusters": clusters, "order": order, "shown": shown, "sizes": clusters.sizes.bins()}
+    return page | {"share": None if is_counted else explored.counted_clusters.share}
 
 
 def show_cluster(explored: Explored, params: Params) -> dict[str, object]:

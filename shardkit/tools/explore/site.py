@@ -23,6 +23,7 @@ from shardkit.tools.explore.overview import show_funnel
 from shardkit.tools.explore.removed import show_cluster, show_clusters, show_removed, show_rule
 from shardkit.tools.explore.rows import show_row, show_step
 from shardkit.tools.explore.search import show_search
+from shardkit.tools.explore.topics import Topics, show_map, show_topic
 from shardkit.units import format_bytes
 
 with naming_extras("`shardkit view`"):
@@ -78,6 +79,10 @@ class Site:
             "step": partial(show_step, state=state),
             "search": show_search,
         }
+        self._topics = Topics(explored)
+        if self._topics.exists:
+            self._pages["map"] = partial(show_map, topics=self._topics)
+            self._pages["topic"] = partial(show_topic, topics=self._topics)
         self._comparison = None if other is None else Comparison(explored, other)
         if self._comparison is not None:
             self._pages["compare"] = self._comparison.show
@@ -105,15 +110,17 @@ class Site:
         if page not in self._pages:
             raise PageNotFoundError(f"there is no page {page[:40]!r}")
         facts = self._pages[page](self.explored, params)
-        return self._render("counting" if "share" in facts else page, link, page, facts)
+        return self._render("counting" if facts.keys() == {"share"} else page, link, page, facts)
 
     def finish_counting(self) -> None:
         """Wait until all background work is finished, so that no page shows progress instead of content."""
         self._kept.wait_seconds = None
-        while self.explored.summary.wait() is None:
-            pass
-        while self._comparison is not None and self._comparison.work.wait() is None:
-            pass
+        self.explored.counted_rules.wait(None)
+        self.explored.counted_clusters.wait(None)
+        if self._topics.field is not None:
+            self._topics.work.wait(None)
+        if self._comparison is not None:
+            self._comparison.work.wait(None)
 
     def render_error(self, error: ShardkitError, link: Link) -> str:
         """Render an error as a page."""
