@@ -30,14 +30,20 @@ from shardkit.formats.dropped_table import (
 )
 from shardkit.formats.mds.index import write_index
 from shardkit.formats.mds.writer import write_rows_shard
-from shardkit.formats.provenance import PROVENANCE_FOLDER, PROVENANCE_SCHEMA, HashRange, provenance_name
+from shardkit.formats.provenance import (
+    PROVENANCE_FOLDER,
+    PROVENANCE_SCHEMA,
+    ROW_GROUP_PIECES,
+    HashRange,
+    provenance_name,
+)
 from shardkit.hashing import keyed_id_hashes
 from shardkit.manifest import ShardInfo
 from shardkit.settings import ANNOTATIONS_FOLDER
 from shardkit.writers.dedup.duplicates import DUPLICATES_OF_FILE
 from shardkit.writers.rows.annotations import ROW_GROUP_DOCUMENTS, _open_writer
 from shardkit.writers.rows.dropped_file import RemovedFile, without_text
-from shardkit.writers.stages.provenance import ROW_GROUP_PIECES, _writer
+from shardkit.writers.stages.provenance import _writer
 
 PARTITION_DOCUMENTS = 1 << 17  # of a file of provenance/
 SPLIT_DOCUMENTS = 50_000  # of a file of dropped/ and annotations/: 64 MB of text or so

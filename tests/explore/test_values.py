@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the pages need shardkit[view]")
 pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 
+from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.histogram import draw_chart
 from shardkit.tools.explore.site import Site
-from shardkit.tools.explore.summary import RuleValues, Values, _bin_key, _bin_value
+from shardkit.tools.explore.summary import Rules, RuleValues, Values, _bin_key, _bin_value, spread_order
 from shardkit.writers import build
 from support.explored_build import Page, explore, lines_of, make_explored, show
 from support.small_build import make_corpus
@@ -121,6 +124,50 @@ def test_no_file_and_no_code_that_a_card_names_judges_kept_documents(
     assert "judges by more than the text as it was kept" in page.words
     assert "annotate: true" in page.words
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_page_shows_what_is_counted_so_far_and_then_all(out: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    [file] = (copy / "dropped").iterdir()
+    table = pq.read_table(file)
+    size = -(-len(table) // 4)
+    for number in range(4):
+        pq.write_table(table.slice(number * size, size), file.with_name(f"part-{number:05d}.parquet"))
+    explored, first, rest = explore(copy), Event(), Event()
+    count, files = explored.rules.count, len(explored.dropped.names)
+    assert files == 4
+
+    def slow(report: Callable[[float], None]) -> Rules:
+        def reported(share: float) -> None:
+            report(share)
+            first.set()
+            rest.wait(60)
+
+        return count(reported)
+
+    explored.counted_rules = Background(slow)
+    assert explored.counted_rules.wait(0) is None
+    assert first.wait(60)
+    early = show(Site(explored), "rule", rule=SHORT)
+    assert f"{100 / files:.1f}% of the table of dropped documents is counted so far" in early.words
+    assert ("meta", {"http-equiv": "refresh", "content": "2"}) in early.tags
+    rest.set()
+    explored.counted_rules.wait(60)
+    late = show(Site(explored), "rule", rule=SHORT)
+    assert "counted so far" not in late.words
+    dropped = [line for line in lines_of(out, "dropped") if line["rule"] == SHORT]
+    counts = [sum(map(int, re.findall(r": (\d+) dropped", page.words))) for page in (early, late)]
+    assert 0 < counts[0] < counts[1] == len(dropped)
+
+
+@given(st.integers(1, 500))
+def test_what_is_counted_first_is_spread_over_the_table(count: int) -> None:
+    order = spread_order(count)
+    assert sorted(order) == list(range(count))
+    for some in range(1, count + 1):
+        gaps = np.diff([-1, *sorted(order[:some]), count])
+        assert gaps.max() <= 4 * count / some + 1
 
 
 @given(

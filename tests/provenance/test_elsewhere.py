@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pandas as pd
@@ -24,6 +25,12 @@ def out(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path:
     return make_explored(tmp_path_factory.mktemp("elsewhere") / "corpus")
 
 
+def rows_of(query: str) -> list[tuple[Any, ...]]:
+    found = duckdb.sql(query)
+    assert found is not None
+    return found.fetchall()
+
+
 def exported(out: Path, file: Path) -> Path:
     assert main(["trace", str(out), "--export", str(file), "--excerpt", "0"]) == 0
     return file
@@ -37,7 +44,7 @@ def test_sources_and_ids_are_text_in_an_export_of_all_documents(
     with open_dataset(out) as dataset:
         assert dataset.card is not None
         known = [(one.source, one.funnel.kept.documents, one.tokens) for one in dataset.card.inputs]
-    assert duckdb.sql(BY_SOURCE.format(file)).fetchall() == sorted(known)
+    assert rows_of(BY_SOURCE.format(file)) == sorted(known)
     read = {
         "parquet": pd.read_parquet,
         "csv": pd.read_csv,
@@ -53,10 +60,10 @@ def test_sources_and_ids_are_text_in_an_export_of_all_documents(
 def test_an_export_has_the_documents_of_the_tables_in_their_order(out: Path, tmp_path: Path) -> None:
     file = exported(out, tmp_path / "all.parquet")
     columns = "lower(hex(document_id)), shard, row, token_start, token_end, file, record, id, url"
-    stored = duckdb.sql(f"SELECT {columns} FROM '{out}/provenance/*.parquet'").fetchall()
+    stored = rows_of(f"SELECT {columns} FROM '{out}/provenance/*.parquet'")
     plain = columns.replace("lower(hex(document_id))", "document_id")
-    assert duckdb.sql(f"SELECT {plain} FROM '{file}'").fetchall() == stored
-    names = duckdb.sql(f"SELECT DISTINCT shard, shard_file FROM '{file}' ORDER BY shard").fetchall()
+    assert rows_of(f"SELECT {plain} FROM '{file}'") == stored
+    names = rows_of(f"SELECT DISTINCT shard, shard_file FROM '{file}' ORDER BY shard")
     assert names == [(n, f"shard.{n:05d}.mds") for n in range(len(names))]
     assert len(names) > 1
 

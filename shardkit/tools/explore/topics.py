@@ -9,7 +9,6 @@ files: what is counted so far is a sample of all documents.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,6 +33,8 @@ _MOST_CLUSTERS = 1 << 20  # as in the recipe; a larger number is not a cluster
 _SHADES = 5
 _SHADED = 0.5  # share of removed duplicates at which a tile is darkest
 _ASPECT = 2.0  # width of the map in heights
+
+_NUMBER = "^(?P<number>-?[0-9]+(?:[.][0-9]+)?(?:[eE][-+]?[0-9]+)?)[,}]"
 
 _Ints = npt.NDArray[np.int64]
 
@@ -197,13 +198,16 @@ def _numbers(metadata: pa.ChunkedArray, field: str) -> npt.NDArray[np.float64]:
     """Return float64[n]: a number that a build added to the JSON objects in a column; NaN where it lacks.
 
     A build adds fields at the end, so of several equal names, such as in an object inside, the last counts.
+    In a text, quotes are escaped, so the name with its quotes and the colon is a key.
     """
-    key = re.escape(json.dumps(field, ensure_ascii=False))
-    found = pc.extract_regex(
-        metadata, f"^.*[{{,]{key}:(?P<number>-?[0-9]+(?:[.][0-9]+)?(?:[eE][-+]?[0-9]+)?)"
-    )
-    numbers = pc.cast(pc.struct_field(found, "number"), pa.float64())
-    return np.asarray(pc.fill_null(numbers, float("nan")).to_numpy(), np.float64)
+    texts = pc.fill_null(metadata.combine_chunks(), "")
+    key = f"{json.dumps(field, ensure_ascii=False)}:"
+    parts = pc.split_pattern(texts, key, max_splits=1, reverse=True)
+    ends = parts.offsets.to_numpy()[1:]
+    is_there = np.diff(parts.offsets.to_numpy()) == 2
+    behind = parts.values.take(pa.array(np.maximum(ends - 1, 0), mask=~is_there))
+    found = pc.struct_field(pc.extract_regex(behind, _NUMBER), "number")
+    return np.asarray(pc.cast(found, pa.float64()).fill_null(np.nan).to_numpy(), np.float64)
 
 
 def _lowest_of_each(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
