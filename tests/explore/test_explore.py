@@ -32,7 +32,7 @@ from shardkit.datasets.provenance.text import read_rows
 from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.tools.explore.export import export_site
-from shardkit.tools.explore.overview import cost_rows, read_costs
+from shardkit.tools.explore.overview import cost_rows, funnel_rows, read_costs
 from shardkit.tools.explore.scan import Equal, Place, scan
 from shardkit.tools.explore.server import page_address
 from shardkit.tools.explore.site import Site, shown
@@ -542,7 +542,11 @@ def test_a_step_that_is_listed_twice_has_no_text_of_its_own() -> None:
         ("lines", 6, 1, 10, None),
         ("length", 5, 1, None, 1e5),
     ]
-    assert [(row.label, row.bytes, row.share) for row in cost_rows(card, costs)][:2] == [
-        ("length", 30, 1.0),
-        ("exact", 20, None),
-    ]
+    once = [(row.label, row.bytes, row.share) for row in cost_rows(card, costs)]
+    assert once[:2] == [("length", 30, None), ("exact", 20, None)], "what lines took is not known"
+    measured = [StepCost("length", 10, 2, 1.0), StepCost("exact", 8, 2, 3.0, is_global=True)]
+    assert [row.share for row in cost_rows(card, measured)] == [0.25, 0.75]
+    funnels = {row.label: (row.seconds, row.share) for row in funnel_rows(card, measured)}
+    assert funnels["length"] == (1.0, 0.25)
+    assert funnels["exact duplicate"] == (3.0, 0.75)
+    assert funnels["duplicate lines"] == (None, None)

@@ -35,8 +35,10 @@ class FunnelRow:
     rule: str | None = None
     fails: float | None = None
     """Share of documents that fail the rule, including those that other rules drop; None if unknown."""
-    cost: float | None = None
-    """Share of the CPU time of all steps; None if unknown."""
+    seconds: float | None = None
+    """CPU seconds of the step; None if unknown."""
+    share: float | None = None
+    """Their share in the CPU time of all steps; None if that of some step is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class CostRow:
     """Holds what a step judged, removed and took; None: not known.
 
     `bytes` is the text that it removed; `seconds` are of CPU, in all workers together, and `share` is their
-    share in those of all steps.
+    share in those of all steps, if all are known.
     """
 
     label: str
@@ -116,7 +118,7 @@ def cost_rows(card: DatasetCard, costs: Sequence[StepCost]) -> list[CostRow]:
         is_alone = sum(one.step == cost.step for one in costs) == 1
         reasons = [name for name in removed if name.partition("/")[0] in _labels(cost)] if is_alone else []
         size = sum(removed[name].bytes for name in reasons) if reasons or not cost.dropped else None
-        share = None if cost.seconds is None or not total else cost.seconds / total
+        share = _share(cost.seconds, total)
         rows.append(CostRow(cost.step, cost.documents, cost.dropped, size, cost.seconds, share))
     return rows
 
@@ -126,8 +128,14 @@ def _labels(cost: StepCost) -> tuple[str, ...]:
     return cost.step, f"{cost.step}_duplicate", f"duplicate_{cost.step}", f"not_{cost.step}d"
 
 
-def _total(costs: Sequence[StepCost]) -> float:
-    return sum(cost.seconds or 0.0 for cost in costs)
+def _total(costs: Sequence[StepCost]) -> float | None:
+    """Return the CPU seconds of all these; None if some are unknown."""
+    known = [cost.seconds for cost in costs if cost.seconds is not None]
+    return sum(known) if len(known) == len(costs) else None
+
+
+def _share(seconds: float | None, total: float | None) -> float | None:
+    return None if seconds is None or not total else seconds / total
 
 
 def funnel_rows(card: DatasetCard, costs: Sequence[StepCost] = ()) -> list[FunnelRow]:
@@ -144,10 +152,10 @@ def funnel_rows(card: DatasetCard, costs: Sequence[StepCost] = ()) -> list[Funne
         is_duplicates = step.kind == "dropped" and "duplicate" in step.label
         page = "clusters" if is_duplicates else "kept" if step.kind == "kept" else None
         label = f"unreadable: {step.label}" if step.kind == "quarantined" else step.label.replace("_", " ")
-        spent = [one.seconds for one in costs if step.kind == "dropped" and step.label in _labels(one)]
-        known = [one for one in spent if one is not None]
-        cost = sum(known) / total if total and known and len(known) == len(spent) else None
-        found.append(FunnelRow(label, step.kind, 0, lost, left, page, cost=cost))
+        spent = [one for one in costs if step.kind == "dropped" and step.label in _labels(one)]
+        seconds = _total(spent) if spent else None
+        share = _share(seconds, total)
+        found.append(FunnelRow(label, step.kind, 0, lost, left, page, seconds=seconds, share=share))
         if step.kind == "dropped":
             rules = [name for name in names if name.partition("/")[0] == step.label]
             found += [_rule(name, dropped.get(name, Count()), fails.get(name)) for name in rules]
