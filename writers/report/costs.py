@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.stages.flow import Documents
-from shardkit.writers.stages.graph import stages_over_all
+from shardkit.writers.stages.graph import names_over_all
 
 WORTH_SECONDS = 10.0  # of CPU that a better place of a filter must save to be named
 WORTH_SHARE = 0.2  # of the CPU of all filters
@@ -57,8 +57,8 @@ def step_costs(documents: Documents, cpu_seconds: Mapping[str, float | None]) ->
     found: list[StepCost] = []
     for move in documents.recipe.moves:
         if isinstance(move, GlobalStep):
-            names = [stage.name for stage in stages_over_all(move, documents.recipe)]
-            spent = [cpu_seconds.get(name, 0.0) for name in names]
+            names = names_over_all(move, documents.recipe, cpu_seconds)
+            spent = [cpu_seconds[name] for name in names]
             seconds = None if None in spent else sum(one or 0.0 for one in spent)
             found.append(StepCost(move.name, *next(compared), seconds, is_global=True))
             continue

@@ -120,7 +120,7 @@ def _annotated(folder: ParquetFolder, rule: str, report: Callable[[float], None]
         return _nothing("The annotations have no values of this rule.")
     lines = folder.lines() if len(chosen) < len(groups) else read
     documents = round(passed * lines / read)
-    how = "Of kept documents: the values that the build annotated"
+    how = "Of documents that all filters kept: the values that the build annotated"
     if len(chosen) < len(groups):
         how += f", of {passed:,} documents in {len(chosen)} of {len(groups):,} parts of the table"
     return KeptValues(values, passed, documents, f"{how}.")
