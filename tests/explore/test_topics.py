@@ -19,10 +19,11 @@ pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 pytest.importorskip("faiss", reason="dedup.semantic needs it")
 
 from shardkit.errors import ShardkitError
+from shardkit.tools.explore.export import export_site
 from shardkit.tools.explore.site import Site
 from shardkit.tools.explore.topics import _squarified
 from shardkit.writers import build
-from support.explored_build import explore, lines_of, links_to, show
+from support.explored_build import Page, explore, lines_of, links_to, show
 from support.small_build import make_corpus
 from support.static_model import make_static_model
 
@@ -98,6 +99,17 @@ def test_a_cluster_shows_its_most_typical_documents(out: Path) -> None:
         assert found == sorted(distances.values())[:12]
     with pytest.raises(ShardkitError, match="no document is in a semantic cluster 77"):
         show(site, "topic", cluster=77)
+
+
+def test_an_export_has_the_map_and_its_clusters(out: Path, tmp_path: Path) -> None:
+    export_site(Site(explore(out)), tmp_path / "site")
+    pages = {file.name for file in (tmp_path / "site").iterdir()}
+    assert {f"topic-{number:03d}.html" for number in range(1, 7)} < pages
+    html = (tmp_path / "site" / "map-001.html").read_text()
+    assert "refresh" not in html
+    links = {link for link in Page(html).links if link.startswith("topic")}
+    assert len(links) == 6
+    assert links < pages
 
 
 def test_a_build_that_kept_no_clusters_says_how_to_have_a_map(tmp_path: Path, inline_builds: None) -> None:
