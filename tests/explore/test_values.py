@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the pages need shardkit[view]")
 pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 
+from shardkit.datasets.dataset import open_dataset
 from shardkit.tools.explore.background import Background
+from shardkit.tools.explore.explored import Explored
 from shardkit.tools.explore.histogram import draw_chart
 from shardkit.tools.explore.site import Site
 from shardkit.tools.explore.summary import Rules, RuleValues, Values, _bin_key, _bin_value, spread_order
@@ -88,6 +90,34 @@ def test_kept_documents_have_the_values_that_a_build_annotated(tmp_path: Path, i
     bound = next(float(one["x1"].rstrip("%")) for one in drawing(page) if one.get("class") == "bound")
     found = sides(page)
     assert max(end for _, end in found["kept"]) <= bound <= min(start for start, _ in found["dropped"])
+
+
+def test_without_a_tokenizer_kept_documents_are_not_judged(out: Path) -> None:
+    page = show(Site(Explored(open_dataset(out))), "rule", rule=SHORT)
+    assert "The texts of kept documents cannot be read: give --tokenizer." in page.words
+    assert not sides(page)["kept"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "tokens"])
+def test_kept_documents_are_judged_wherever_the_dataset_has_texts(
+    tmp_path: Path, inline_builds: None, form: str
+) -> None:
+    recipe = make_corpus(tmp_path, 80)
+    lines = [json.dumps({"text": " ".join(["word"] * n), "number": n}) for n in range(1, 60)]
+    (tmp_path / "plain-0.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"filters": [{"length": {"max_words": 30}}], "output": {"path": "made", "format": form}}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    made = Path(build(recipe, overrides=overrides, progress=False).output)
+    explored = explore(made)
+    page = show(Site(explored), "rule", rule="length/too_many_words")
+    assert explored.card is not None
+    kept = sum(map(int, re.findall(r"(\d+) kept", page.words)))
+    if form == "tokens":
+        assert "they are neither rows of tokens nor texts. Build with `annotate: true`" in page.words
+        assert not kept
+    else:
+        assert "estimated from all, which length judged again" in page.words
+        assert kept == explored.card.funnel.kept.documents
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,9 @@ def _judged(explored: Explored, name: str, report: Callable[[float], None]) -> M
     except ShardkitError as error:
         return {"": _nothing(f"The texts of kept documents cannot be judged: {error}. {remedy}")}
     if not judged:
-        return {"": _nothing(f"The texts of kept documents cannot be read: give --tokenizer. {remedy}")}
+        needs_tokenizer = explored.dataset.token_column is not None and explored.decoder is None
+        why = "give --tokenizer" if needs_tokenizer else "they are neither rows of tokens nor texts"
+        return {"": _nothing(f"The texts of kept documents cannot be read: {why}. {remedy}")}
     kept = max(judged, card.funnel.kept.documents)
     some = "all" if judged == kept else f"a random sample of {judged:,}"
     how = f"Of kept documents: estimated from {some}, which {name} judged again just now, as they are stored."
