@@ -85,7 +85,7 @@ def draw_chart(dropped: RuleValues, kept: Values | None = None, *, one_in: float
         kept_values = np.minimum(kept_values, below) if is_above else np.maximum(kept_values, edge)
         edges = _edges(low, high, edge, unit)
     else:
-        edges = _edges(low, high, low, unit)
+        edges = _edges(low, high, low, unit)[1:]
     found = [_heights(edges, values, counts), _heights(edges, kept_values, kept_counts)]
     heights = found[0], found[1] * one_in
     most = _most(heights[0] + heights[1])
@@ -99,7 +99,7 @@ def draw_chart(dropped: RuleValues, kept: Values | None = None, *, one_in: float
             int(a),
             round(float(b)),
             *_percent(float(a), float(b), most),
-            a + b > most,
+            bool(a + b > most),
         )
         for n, (a, b) in enumerate(zip(*heights, strict=True))
         if a or b
@@ -136,10 +136,13 @@ def _range_of(
 
 
 def _edges(low: float, high: float, middle: float, unit: float) -> _Floats:
-    """Return the edges of bars, one of which is `middle`; with a `unit` of 1, all are whole numbers."""
+    """Return the edges of bars, with one at least on each side of `middle`, which is an edge.
+
+    With a `unit` of 1, all are whole numbers.
+    """
     step = float(math.ceil((high - low + 1) / _BARS)) if unit else (high - low) / _BARS or 1.0
-    before = math.ceil((middle - low) / step - 1e-9)
-    after = max(math.ceil((high + unit - middle) / step - 1e-9), 1 - before)
+    before = max(1, math.ceil((middle - low) / step - 1e-9))
+    after = max(1, math.ceil((high + unit - middle) / step - 1e-9))
     return np.asarray(middle + step * np.arange(-before, after + 1), np.float64)
 
 

@@ -37,6 +37,7 @@ _GROUPS = 48  # row groups of annotations that are read: 1.5 million documents
 _SAMPLED = 1000  # documents that are judged again
 _FILES = 4  # of provenance from which these are drawn
 _BLOCKS = 20  # places all over a text dataset from which these are drawn
+_TO_SPARE = 3  # as a document may have several pieces
 _AT_ONCE = 50  # documents judged between two reports of progress
 _FIRST = pa.schema([("dropped", pa.string())])
 
@@ -217,22 +218,31 @@ def _texts(explored: Explored) -> Iterator[tuple[list[str], float]]:
 def _drawn_tokens(explored: Explored, file: int, count: int) -> list[Any]:
     """Return the tokens of the documents with the lowest ids, which are hashes, in a file of provenance."""
     columns = ["shard", "row", "token_start", "token_end", "document_id", "document_start"]
+    footer, _ = explored.provenance.footer(file)
+    if not footer.num_rows:
+        return []
+    # With some to spare, so many ids are looked at as documents are drawn.
+    bound = np.uint64(min((1 << 64) - 1, int((1 << 64) * _TO_SPARE * count / footer.num_rows)))
+    parts = []
     with explored.provenance.open(file) as opened:
-        table = opened.read(columns=columns, use_threads=False)
+        for group in range(footer.num_row_groups):
+            part = opened.read_row_group(group, columns=columns, use_threads=False)
+            is_low = document_ids(part).view(">u8")[::2] <= bound
+            parts.append(part.filter(pa.array(is_low)))
+    table = pa.concat_tables(parts)
     ids = document_ids(table)
-    drawn = np.unique(ids)[:count]
-    chosen = np.flatnonzero(np.isin(ids, drawn))
+    chosen = np.flatnonzero(np.isin(ids, np.unique(ids)[:count]))
     table, ids = table.take(pa.array(chosen)), ids[chosen]
     shards, within, starts, ends, begins = (
         table.column(name).to_numpy() for name in columns if name != "document_id"
     )
     rows = explored.dataset.manifest.shard_starts[shards] + within
     stored = dict(read_rows(explored.dataset, rows.tolist()))
-    parts: dict[bytes, list[Any]] = {}
+    found: dict[bytes, list[Any]] = {}
     reached: dict[bytes, int] = {}
     for n in np.lexsort((begins, ids)).tolist():
         key = ids[n].item()
         if begins[n] == reached.get(key, 0):  # copies of a repeated document begin again
-            parts.setdefault(key, []).append(stored[int(rows[n])][starts[n] : ends[n]])
+            found.setdefault(key, []).append(stored[int(rows[n])][starts[n] : ends[n]])
             reached[key] = int(begins[n]) + int(ends[n] - starts[n])
-    return [np.concatenate(some) for some in parts.values()]
+    return [np.concatenate(some) for some in found.values()]
