@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Event, Lock, Thread
 from typing import Generic, TypeVar
 
-WAIT_SECONDS = 0.4  # time that a page waits before it shows the progress of the work
+WAIT_SECONDS = 0.3  # time that a page waits before it shows the progress of the work
 
 _Result = TypeVar("_Result")
 

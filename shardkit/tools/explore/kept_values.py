@@ -71,15 +71,18 @@ class KeptRules:
         self.wait_seconds: float | None = WAIT_SECONDS
         """How long `find` waits for the values; None: until they are there."""
 
-    def find(self, rule: str) -> tuple[KeptValues | None, float]:
-        """Return the values for a rule, "<filter>/<rule>", or None, and the share of work that is done."""
+    def find(self, rule: str, *, waits: bool = True) -> tuple[KeptValues | None, float]:
+        """Return the values for a rule, "<filter>/<rule>", or None, and the share of work that is done.
+
+        With `waits` false, a page has waited for other work already, and does not wait again.
+        """
         is_annotated = bool(self._annotations.names)
         key = rule if is_annotated else rule.partition("/")[0]
         with self._lock:
             if key not in self._works:
                 self._works[key] = Background(partial(self._annotated if is_annotated else self._judged, key))
             work = self._works[key]
-        found = work.wait(self.wait_seconds)
+        found = work.wait(self.wait_seconds if waits else 0)
         if found is None:
             return None, work.share
         return found.get(rule) or found.get("") or _nothing(f"{rule} compares no value."), 1.0

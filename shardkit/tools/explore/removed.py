@@ -41,7 +41,7 @@ def show_rule(explored: Explored, params: Params, kept: KeptRules) -> dict[str, 
     values = explored.rules.so_far(rule)
     views = ["near", "far", "drawn", "all"] if values.near else ["drawn", "all"]
     view = view if view in views else views[0]
-    beside, share = kept.find(rule) if values.bins else (None, 1.0)
+    beside, share = kept.find(rule, waits=is_counted) if values.bins else (None, 1.0)
     chart = draw_chart(values) if beside is None else draw_chart(values, beside.values, one_in=beside.one_in)
     page |= {"values": values, "chart": chart, "kept": beside, "kept_share": share}
     page |= {"view": view, "views": views, "share": None if is_counted else explored.counted_rules.share}
