@@ -178,7 +178,9 @@ def _build(
 
 
 def _ran(runner: Runner, clock: StageClock, documents: Documents) -> Ran:
-    times, costs = clock.times(runner.seconds), tuple(step_costs(documents))
+    times = clock.times(runner.seconds)
+    cpu_seconds = {one.stage: None if one.tasks_reused else one.cpu_seconds for one in times}
+    costs = tuple(step_costs(documents, cpu_seconds))
     return Ran(runner.seconds, runner.tasks, runner.tasks_reused, times, costs)
 
 

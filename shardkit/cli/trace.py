@@ -154,7 +154,8 @@ def _add_search_output(search: argparse._ArgumentGroup) -> None:
         "--export",
         type=file_path,
         metavar="FILE",
-        help="write all pieces found to FILE.parquet, .jsonl or .csv (default: none)",
+        help="write all pieces found to FILE.parquet, .jsonl or .csv, with sources and ids as text; without "
+        "a search, those of all documents (default: none)",
     )
     search.add_argument("--text", action="store_true", help="export the whole text, too (default: no)")
     search.add_argument(
@@ -289,10 +290,13 @@ def _kind(arguments: argparse.Namespace) -> str:
     if arguments.nearest and not arguments.dropped:
         arguments.misuse("--nearest needs a rule: give --dropped RULE")
     found = [name for name, is_asked in asked.items() if is_asked]
+    if not found and arguments.export is not None:
+        return "search"  # of all documents
     if len(found) != 1:
         which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
         arguments.misuse(
-            f"{which}: give --row, --step, --position, --dropped, or what to search for (--url, …)"
+            f"{which}: give --row, --step, --position, --dropped, or what to search for (--url, …); --export "
+            "alone writes all documents"
         )
     for name in _OF_ROWS:
         option = name.replace("_", "-")

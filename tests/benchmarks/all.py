@@ -97,7 +97,7 @@ BENCHMARKS = (
     Benchmark("pack", "bench_pack.py", 2),
     Benchmark("trace", "bench_trace.py", 5),
     Benchmark("audit", "bench_audit.py", 2),
-    Benchmark("explore", "bench_explore.py", 4),
+    Benchmark("explore", "bench_explore.py", 6),
     Benchmark("convert", "bench_convert.py", 3),
     Benchmark("dataset", "bench_dataset.py", 1),
     Benchmark("gpu", "bench_gpu.py", 6, ("gpu",)),

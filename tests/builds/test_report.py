@@ -216,7 +216,7 @@ def test_times_tell_of_every_stage_once_and_are_files_of_their_own(
     assert main([*command, "--replace", "--quiet", "--timings", str(tmp_path / "t.json")]) == 0
     told = json.loads((tmp_path / "t.json").read_text())
     assert {stage["stage"] for stage in told["stages"]} == stages.keys()
-    assert [cost["step"] for cost in told["costs"]] == ["language", "length", "exact", "lines"]
+    assert [cost["step"] for cost in told["costs"]] == ["length", "language", "exact", "lines"]
     assert "What each step judged" in (tmp_path / "t.html").read_text()
     assert main([*command, "--timings", str(tmp_path / "nowhere" / "t.json")]) == 1
     assert "its folder does not exist" in capfd.readouterr().err

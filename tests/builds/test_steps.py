@@ -21,7 +21,9 @@ from shardkit.writers import BuildResult, build
 from shardkit.writers.estimate import rehearse
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.report.costs import StepCost, better_place
+from shardkit.writers.stages.graph import names_over_all
 from shardkit.writers.stages.inputs import BuildInputs
 from support.small_build import EOS, text_of, train_bpe, tree
 from support.small_models import model_bytes
@@ -313,8 +315,53 @@ def test_a_result_says_what_each_filter_judged_dropped_and_took(folder: Path) ->
     assert costs[-1].documents - costs[-1].dropped == result.funnel.kept.documents
     assert costs[1].dropped == dropped["url_duplicate"]
     assert costs[2].dropped == dropped["python/keep"]
-    assert all((cost.seconds is None) == (cost.step in ("url", "exact")) for cost in costs)
+    assert all(cost.is_global == (cost.step in ("url", "exact")) for cost in costs)
+    assert all(cost.seconds is not None and cost.seconds > 0 for cost in costs)
+    stages = {one.stage: one.cpu_seconds for one in result.stages}
+    assert 0 < costs[1].seconds < sum(stages.values())  # type: ignore[operator]
     assert result.to_dict()["costs"][2]["documents"] == costs[2].documents
+
+
+def test_the_filters_of_a_pass_are_listed_in_the_order_of_the_recipe(folder: Path) -> None:
+    steps = [{"ratios": {"max_digit_ratio": 0.9}}, LENGTH, "exact"]
+    assert [cost.step for cost in run(folder, "out", steps=steps).costs] == ["ratios", "length", "exact"]
+
+
+def test_a_step_over_all_documents_that_was_finished_before_has_no_cpu_seconds(folder: Path) -> None:
+    steps = [LENGTH, "exact"]
+    first = run(folder, "out", steps=steps, work="work").costs
+    again = run(folder, "other", steps=[*steps, "near"], work="work").costs
+    assert first[1].seconds is not None
+    assert [cost.seconds is None for cost in again] == [False, True, False]
+    assert again[0].seconds == first[0].seconds, "that of a filter is kept with its task"
+
+
+def test_the_stages_of_a_repeated_step_are_its_own_and_so_are_their_merges(folder: Path) -> None:
+    recipe = recipe_from_mapping(
+        {
+            "inputs": "a",
+            "tokenizer": {"path": "t", "eos": "e"},
+            "output": "o",
+            "steps": ["exact", "lines", "exact", {"near": 0.8}, {"sample": "50%"}],
+        },
+        folder=folder,
+    )
+    moves = [move for move in recipe.moves if isinstance(move, GlobalStep)]
+    names = [
+        "clean",
+        "exact",
+        "exact-2",
+        "exact-keys-merge-1",
+        "exact-keys-merge-1-2",
+        "lines",
+        "near",
+        "bands",
+    ]
+    found = [names_over_all(move, recipe, names) for move in moves]
+    assert found[0] == ["exact", "exact-keys-merge-1"]
+    assert found[2] == ["exact-2", "exact-keys-merge-1-2"]
+    assert found[3] == ["near", "bands"]
+    assert "clean" not in [name for some in found for name in some]
 
 
 def test_the_filter_that_would_save_most_behind_later_steps_is_named() -> None:

@@ -156,6 +156,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
         for number in range(40):
             writer.write({"label": number % 3, "image": bytes([number])})
     make_pictures(folder / "pictures")
+    everything = ["trace", str(folder / "out"), "--export", str(folder / "documents.parquet"), "--json"]
+    assert run_command(everything) == 0
     for option, name in (("--exclude", "removed.txt"), ("--mask", "masked.txt")):
         asked = ["trace", str(folder / "out"), "--source", "zipped", option, str(folder / name), "--json"]
         assert run_command(asked) == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -175,6 +176,55 @@ def test_a_phone_needs_no_sideways_scrolling_and_dark_is_dark(
         paper, ink = (sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors)
         assert (paper > ink) is (scheme == "light")
         assert abs(paper - ink) > 400
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_label_of_a_bound_stands_at_its_line(open_page: Open, address: str, width: int) -> None:
+    page = open_page(f"{address}/rule?rule=length/too_few_words", viewport={"width": width, "height": 900})
+    page.wait_for_selector("text=estimated from")
+    line, label = (page.locator(f"svg.chart {tag}.bound").bounding_box() for tag in ("line", "text"))
+    chart = page.locator("svg.chart").bounding_box()
+    assert line is not None
+    assert label is not None
+    assert chart is not None
+    assert label["x"] - 1 <= line["x"] <= label["x"] + label["width"] + 1
+    assert chart["x"] - 1 <= label["x"]
+    assert label["x"] + label["width"] <= chart["x"] + chart["width"] + 1
+    assert label["y"] + label["height"] <= line["y"] + 4
+    dropped, kept = (boxes(page, kind) for kind in ("dropped", "kept"))
+    assert max(x + w for x, w in dropped) <= line["x"] + 2
+    assert min(x for x, _ in kept) >= line["x"] - 2
+
+
+def boxes(page: Page, kind: str) -> list[tuple[float, float]]:
+    """The left edges and the widths of the bars of a kind in the picture of a rule."""
+    found = [one.bounding_box() for one in page.locator(f"svg.chart rect.{kind}").all()]
+    return [(box["x"], box["width"]) for box in found if box is not None]
+
+
+@pytest.mark.parametrize(("media", "scheme"), [("screen", "light"), ("screen", "dark"), ("print", "dark")])
+def test_documents_in_a_row_are_told_apart_without_a_pointer(
+    open_page: Open,
+    site: Site,
+    address: str,
+    media: Literal["screen", "print"],
+    scheme: Literal["light", "dark"],
+) -> None:
+    tracer = site.explored.tracer
+    row = next(n for n in range(len(tracer.dataset)) if len(tracer.rows([n])[0]["documents"]) > 1)
+    page = open_page(f"{address}/row?row={row}", color_scheme=scheme)
+    page.emulate_media(media=media, color_scheme=scheme)
+    parts = page.locator("section.part:not(.padding)")
+    assert parts.count() > 1
+    colors = [part.evaluate("one => getComputedStyle(one).borderLeftColor") for part in parts.all()]
+    assert all(one != other for one, other in pairwise(colors))
+    for number, part in enumerate(parts.all(), 1):
+        name = part.locator("h3")
+        assert name.is_visible()
+        assert re.match(rf"{number} .*: [ab]\.jsonl, record \d+", name.inner_text())
+        assert part.locator("pre").is_visible()
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") is (scheme == "light" or media == "print")
 
 
 def test_an_export_is_read_from_files(open_page: Open, site: Site, tmp_path: Path) -> None:

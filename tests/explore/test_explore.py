@@ -32,14 +32,25 @@ from shardkit.datasets.provenance.text import read_rows
 from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.tools.explore.export import export_site
-from shardkit.tools.explore.overview import cost_rows, read_costs
+from shardkit.tools.explore.overview import cost_rows, funnel_rows, read_costs
 from shardkit.tools.explore.scan import Equal, Place, scan
 from shardkit.tools.explore.server import page_address
 from shardkit.tools.explore.site import Site, shown
-from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _count_rule
 from shardkit.writers import build
 from shardkit.writers.report.costs import StepCost
-from support.explored_build import HOSTILE, TOKEN, Page, cookie, explore, make_explored, served, text_of
+from support.explored_build import (
+    HOSTILE,
+    TOKEN,
+    Page,
+    cookie,
+    explore,
+    lines_of,
+    links_to,
+    make_explored,
+    served,
+    show,
+    text_of,
+)
 from support.small_build import EOS, make_corpus, train_bpe, tree
 
 SHORT = "length/too_few_words"
@@ -60,21 +71,6 @@ def site(out: Path) -> Site:
 def address(site: Site) -> Iterator[str]:
     with served(site) as found:
         yield found
-
-
-def show(site: Site, page: str, **params: object) -> Page:
-    return Page(site.render(page, {name: str(value) for name, value in params.items()}, page_address))
-
-
-def links_to(page: Page, name: str) -> list[dict[str, str]]:
-    """The parameters of the links to a page."""
-    parts = [urllib.parse.urlsplit(link) for link in page.links]
-    return [dict(urllib.parse.parse_qsl(part.query)) for part in parts if part.path == f"/{name}"]
-
-
-def lines_of(out: Path, table: str) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = pq.read_table(out / table).to_pylist()
-    return found
 
 
 def assert_harmless(html: str) -> None:
@@ -158,8 +154,7 @@ def test_the_funnel_leads_to_a_rule_and_its_documents_near_the_bound_first(site:
     far = show(site, "rule", rule=SHORT, view="far")
     assert re.findall(r"(\d) bound 5", far.words)[0] == "1"
     dropped = [line for line in lines_of(out, "dropped") if line["rule"] == SHORT]
-    bars = re.findall(r"(\S+) to \S+: (\d+) documents", page.words)
-    assert sum(int(count) for _, count in bars) == len(dropped)
+    assert sum(map(int, re.findall(r": (\d+) dropped", page.words))) == len(dropped)
 
 
 def test_pages_of_a_rule_list_each_of_its_documents_once(site: Site, out: Path) -> None:
@@ -364,6 +359,36 @@ def test_search_finds_words_in_rows(site: Site) -> None:
     assert "Nothing found" in show(site, "search", q="no such words anywhere").words
 
 
+def test_words_of_a_removed_text_are_shown_where_they_stand(site: Site) -> None:
+    html = site.render("search", {"q": "SHORT short", "part": "dropped"}, page_address)
+    assert "…too <mark>short short</mark>" in html
+    assert_harmless(site.render("search", {"q": "alert(1)"}, page_address))
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_all_rows_of_texts_with_the_words_are_found_however_little_time_there_is(
+    tmp_path: Path, inline_builds: None, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_corpus(tmp_path, 400)
+    output = json.dumps({"path": "texts", "format": form, "shard_bytes": "64KiB"})
+    made = Path(build(recipe, overrides=[f"output={output}"], progress=False).output)
+    with open_dataset(made) as dataset:
+        texts = [str(dataset[row]["text"]) for row in range(len(dataset))]
+    word = Counter(word for text in texts for word in set(text.split())).most_common()[40][0]
+    wanted = [row for row, text in enumerate(texts) if word.lower() in text.lower()]
+    assert 10 < len(wanted) < len(texts)
+    monkeypatch.setattr("shardkit.tools.explore.search._SECONDS", 0.0)
+    searched, found, asked = Site(explore(made)), list[int](), 0
+    params: dict[str, str] = {"q": word.upper(), "part": "rows"}
+    while params:
+        page = show(searched, "search", **params)
+        found += [int(link["row"]) for link in links_to(page, "row") if link.get("row", "").isdecimal()]
+        params = next((link for link in links_to(page, "search") if "at" in link), {})
+        asked += 1
+    assert found == wanted
+    assert asked > len(wanted) / 10
+
+
 def test_a_scan_that_runs_out_of_time_continues_where_it_stopped(site: Site) -> None:
     folder = site.explored.dropped
     places: list[object] = []
@@ -382,21 +407,6 @@ def test_a_scan_that_runs_out_of_time_continues_where_it_stopped(site: Site) -> 
 
 def test_hostile_characters_become_visible() -> None:
     assert shown("a\x00\x1b\u202e\ud800\x7f\tb\n") == "a␀␛⟨U+202E⟩\ufffd␡\tb\n"
-
-
-def test_bins_keep_the_order_of_values_and_count_them_all() -> None:
-    values = np.sort(np.concatenate([np.random.default_rng(17).normal(0, 1000, 500), [0.0, -0.5, 3.0, 1e30]]))
-    keys = _bin_key(values)
-    assert (np.diff(keys) >= 0).all()
-    assert np.allclose(np.abs(_bin_value(keys)), np.abs(values), rtol=2**-6)
-    rule = RuleValues()
-    table = pa.table(
-        {"value": values, "bound": [2.0] * len(values), "label": pa.nulls(len(values), pa.string())}
-    )
-    for _ in range(2):
-        _count_rule(rule, table, np.arange(len(values)), Place())
-    assert rule.values()[1].sum() == rule.documents == 2 * len(values)
-    assert (rule.low, rule.high) == (values[0], values[-1])
 
 
 def test_a_dataset_of_another_tool_shows_its_rows_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -458,7 +468,7 @@ def test_an_export_needs_no_server_and_all_its_links_lead_to_files(site: Site, t
 def test_the_command_exports(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(out), "--export", str(tmp_path / "site")]) == 0
     assert "index.html" in capsys.readouterr().out
-    assert "too_few_words" in (tmp_path / "site" / "index.html").read_text()
+    assert "too_few_words" in Page((tmp_path / "site" / "index.html").read_text()).words
     assert main(["view", str(tmp_path / "nowhere")]) == 1
 
 
@@ -475,12 +485,16 @@ def test_the_costs_of_steps_come_from_the_file_with_the_times_of_the_build(
     table = words[words.index("Cost of the steps") : words.index("Sources")]
     length, ratios, exact, near = told["costs"]
     assert [one["step"] for one in told["costs"]] == ["length", "ratios", "exact", "near"]
-    assert f"length {length['documents']} −{length['dropped']}" in table
-    assert f"{length['seconds']:,.2f} {1e6 * length['seconds'] / length['documents']:,.1f}" in table
-    assert f"too_few_words −{length['dropped']}" in table
-    assert f"ratios {ratios['documents']} −{ratios['dropped']}" in table
-    for step in (exact, near):
-        assert re.search(rf"{step['step']} {step['documents']} −{step['dropped']} −[0-9.]+ [KM]?B", table)
+    total = sum(one["seconds"] for one in told["costs"])
+    for step, label in ((length, ""), (ratios, ""), (exact, " duplicate"), (near, " duplicate")):
+        name, seconds, documents = step["step"], step["seconds"], step["documents"]
+        row = rf"{name} {documents} −{step['dropped']} −[0-9.]+ [KM]?B {seconds:,.2f} "
+        assert re.search(row + rf"{1e6 * seconds / documents:,.1f}", table)
+        left = documents - step["dropped"]
+        funnel = words[words.index("steplost") : words.index("Cost of the steps")]
+        found = re.search(rf"{name}{label} −{step['dropped']} −[0-9.]+ [KM]?B {left} ([0-9.]+)%", funnel)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(100 * seconds / total, abs=0.051)
     assert "Cost of the steps" not in Site(explore(out)).render("funnel", {}, page_address)
 
     assert main([*command, str(tmp_path / "again.json")]) == 0
@@ -508,7 +522,7 @@ def test_the_costs_of_steps_come_from_the_file_with_the_times_of_the_build(
     assert read_costs(timings, told["fingerprint"])
 
 
-def test_a_step_that_is_listed_twice_has_no_rules_of_its_own() -> None:
+def test_a_step_that_is_listed_twice_has_no_text_of_its_own() -> None:
     funnel = {
         "read": {"documents": 10, "bytes": 100},
         "kept": {"documents": 4, "bytes": 40},
@@ -520,12 +534,19 @@ def test_a_step_that_is_listed_twice_has_no_rules_of_its_own() -> None:
         "quarantined": {},
     }
     costs = [StepCost("length", 10, 2, 1.0), StepCost("exact", 8, 2), StepCost("lines", 6, 1)]
-    rows = cost_rows(DatasetCard({"funnel": funnel}), [*costs, StepCost("length", 5, 1, 0.5)])
+    card = DatasetCard({"funnel": funnel})
+    rows = cost_rows(card, [*costs, StepCost("length", 5, 1, 0.5)])
     assert [(row.label, row.documents, row.dropped, row.bytes, row.seconds_per_million) for row in rows] == [
         ("length", 10, 2, None, 1e5),
         ("exact", 8, 2, 20, None),
         ("lines", 6, 1, 10, None),
         ("length", 5, 1, None, 1e5),
     ]
-    once = cost_rows(DatasetCard({"funnel": funnel}), costs)
-    assert [(row.label, row.level, row.bytes) for row in once][:2] == [("length", 0, 30), ("short", 1, 30)]
+    once = [(row.label, row.bytes, row.share) for row in cost_rows(card, costs)]
+    assert once[:2] == [("length", 30, None), ("exact", 20, None)], "what lines took is not known"
+    measured = [StepCost("length", 10, 2, 1.0), StepCost("exact", 8, 2, 3.0, is_global=True)]
+    assert [row.share for row in cost_rows(card, measured)] == [0.25, 0.75]
+    funnels = {row.label: (row.seconds, row.share) for row in funnel_rows(card, measured)}
+    assert funnels["length"] == (1.0, 0.25)
+    assert funnels["exact duplicate"] == (3.0, 0.75)
+    assert funnels["duplicate lines"] == (None, None)

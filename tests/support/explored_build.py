@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.provenance.text import Decoder, find_tokenizer
 from shardkit.tools.explore.explored import Explored
-from shardkit.tools.explore.server import bind, make_server
+from shardkit.tools.explore.server import bind, make_server, page_address
 from shardkit.tools.explore.site import Site
 from shardkit.writers import build
 from support.small_build import make_corpus
 
-__all__ = ["HOSTILE", "TOKEN", "Page", "cookie", "explore", "make_explored", "served", "text_of"]
+__all__ = [
+    *("HOSTILE", "TOKEN", "Page", "cookie", "explore", "lines_of", "links_to", "make_explored"),
+    *("served", "show", "text_of"),
+]
 
 RECIPE = """\
 inputs:
@@ -100,7 +106,7 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "link", "br", "input"):
+        if tag not in ("meta", "link", "br", "input", "wbr"):
             self.open.append(tag)
         self.tags.append((tag, dict(attrs)))
 
@@ -117,3 +123,18 @@ class Page(HTMLParser):
     def links(self) -> list[str]:
         """The addresses of links and forms."""
         return [str(each[name]) for _, each in self.tags for name in ("href", "action") if name in each]
+
+
+def show(site: Site, page: str, **params: object) -> Page:
+    return Page(site.render(page, {name: str(value) for name, value in params.items()}, page_address))
+
+
+def links_to(page: Page, name: str) -> list[dict[str, str]]:
+    """The parameters of the links to a page."""
+    parts = [urllib.parse.urlsplit(link) for link in page.links]
+    return [dict(urllib.parse.parse_qsl(part.query)) for part in parts if part.path == f"/{name}"]
+
+
+def lines_of(out: Path, table: str) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = pq.read_table(out / table).to_pylist()
+    return found

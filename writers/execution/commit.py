@@ -67,6 +67,8 @@ class Commit:
     remote: RemoteFiles | None = field(default=None, compare=False, repr=False)
     absent: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Runs that were not there when a build found this task: they had been read by all of their readers."""
+    cpu_seconds: float = field(default=0.0, compare=False, repr=False)
+    """CPU time of the task if this build ran it; it is not in the record."""
 
     @property
     def key(self) -> str:

@@ -68,7 +68,7 @@ class StageProgress:
     `seconds_left` is None while it cannot be estimated. `compiling` is the number of tasks whose kernels are
     being compiled, `compile_seconds` the longest time that one task waited for that. `tasks_running` is the
     sum of the finished shares of all running tasks, or 0 while they are not known. `step` is the title of the
-    build's step that the stage belongs to.
+    build's step that the stage belongs to. `cpu_seconds` are those of the tasks that ended in this build.
     """
 
     stage: str
@@ -84,6 +84,7 @@ class StageProgress:
     compile_seconds: float = 0.0
     tasks_running: float = 0.0
     step: str = ""
+    cpu_seconds: float = 0.0
 
     @property
     def name(self) -> str:

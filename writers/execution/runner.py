@@ -417,6 +417,7 @@ class _Meter:
         self._left = sum(map(_weight, tasks))
         self._work = 0
         self.reused = self.made = 0
+        self._cpu_seconds = 0.0
         self._read = self._kept = Count()
         self._pulses: dict[str, tuple[int, Pulse]] = {}  # weight and last report of running tasks, by name
         self._compiling: set[str] = set()
@@ -430,6 +431,7 @@ class _Meter:
         self.made += 1
         self._left -= _weight(task)
         self._work += _weight(task)
+        self._cpu_seconds += commit.cpu_seconds
         self._compiling.discard(commit.name)
         self._pulses.pop(commit.name, None)
         if commit.has_ledger:
@@ -471,4 +473,5 @@ class _Meter:
             compile_seconds=compiled,
             tasks_running=running,
             step=self._step,
+            cpu_seconds=self._cpu_seconds,
         )

@@ -32,6 +32,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -502,6 +503,7 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
     """Run a task, commit its outputs and return the commit. Workers call it; it needs no lock or lease."""
     work.prepare()
     temporary = work.temporary(f"{task.stage}.{task.name}")
+    began = time.process_time()
     try:
         result = task.of.recorded(_call(task, temporary))
         outputs = _outputs_in(temporary)
@@ -509,7 +511,8 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
         commit = Commit(task.stage, task.name, work.folder / task.key, digest, facts, remote=work.remote)
         if commit.has_ledger:
             commit.ledger().check(str(task))
-        return work.commit(task, temporary, commit, record_of(commit, task.deciding(), outputs))
+        made = work.commit(task, temporary, commit, record_of(commit, task.deciding(), outputs))
+        return replace(made, cpu_seconds=time.process_time() - began)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

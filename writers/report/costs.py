@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shardkit.writers.recipe.steps import GlobalStep
 from shardkit.writers.rows.filtered import FilterCost
 from shardkit.writers.stages.flow import Documents
+from shardkit.writers.stages.graph import names_over_all
 
 WORTH_SECONDS = 10.0  # of CPU that a better place of a filter must save to be named
 WORTH_SHARE = 0.2  # of the CPU of all filters
@@ -21,9 +22,10 @@ WORTH_SHARE = 0.2  # of the CPU of all filters
 class StepCost:
     """A filter or a step over all documents, in the order of the build.
 
-    `documents` is how many it judged, `dropped` how many of these it removed, `seconds` the CPU time of a
-    filter, in all workers together; None for a step over all documents, whose stages have their own times. A
-    filter that `edits` changes what later steps see. `spent` is as in FilterCost.
+    `documents` is how many it judged, `dropped` how many of these it removed, `seconds` its CPU time in all
+    workers together. That of a step over all documents (`is_global`) is of the tasks that this build ran, and
+    None if it found some of them finished. A filter that `edits` changes what later steps see. `spent` is as
+    in FilterCost.
     """
 
     step: str
@@ -32,6 +34,7 @@ class StepCost:
     seconds: float | None = None
     edits: bool = False
     spent: Mapping[str, float] = field(default_factory=dict)
+    is_global: bool = False
 
     def describe_spent(self) -> str:
         """Return the answers, requests, tokens and seconds of a filter that pays for documents, as text."""
@@ -44,14 +47,20 @@ class StepCost:
         )
 
 
-def step_costs(documents: Documents) -> list[StepCost]:
-    """Return the filters and the duplicate removal of a build in their order."""
+def step_costs(documents: Documents, cpu_seconds: Mapping[str, float | None]) -> list[StepCost]:
+    """Return the filters and the duplicate removal of a build in their order.
+
+    `cpu_seconds` are those of stages, by name; None for a stage of which some tasks were finished before.
+    """
     passes = (step.filtering for step in documents.written if step.filtering)
     compared = iter(documents.compared)
     found: list[StepCost] = []
     for move in documents.recipe.moves:
         if isinstance(move, GlobalStep):
-            found.append(StepCost(move.name, *next(compared)))
+            names = names_over_all(move, documents.recipe, cpu_seconds)
+            spent = [cpu_seconds[name] for name in names]
+            seconds = None if None in spent else sum(one or 0.0 for one in spent)
+            found.append(StepCost(move.name, *next(compared), seconds, is_global=True))
             continue
         totals: dict[str, FilterCost] = {}
         for split in next(passes):
@@ -60,7 +69,7 @@ def step_costs(documents: Documents) -> list[StepCost]:
         settings = dict(move)
         found += [
             StepCost(*(name, cost.documents, cost.dropped, cost.seconds, settings[name].may_edit), cost.spent)
-            for name, cost in totals.items()
+            for name, cost in sorted(totals.items(), key=lambda item: [*settings].index(item[0]))
         ]
     return found
 
@@ -72,11 +81,13 @@ def better_place(
 
     Behind them it would judge what they leave: seconds x (judged - dropped by later steps) / judged.
     """
-    total = sum(cost.seconds or 0.0 for cost in costs)
+    total = sum(cost.seconds or 0.0 for cost in costs if not cost.is_global)
     best, sentence = max(worth_seconds, worth_share * total), None
     for number, cost in enumerate(costs):
         later = [one for one in costs[number + 1 :] if one.dropped]
-        if cost.seconds is None or cost.edits or not cost.documents or any(one.edits for one in later):
+        if cost.seconds is None or cost.is_global or cost.edits or not cost.documents:
+            continue
+        if any(one.edits for one in later):
             continue
         dropped = sum(one.dropped for one in later)
         saved = cost.seconds * dropped / cost.documents

@@ -586,6 +586,7 @@ def render_times(result: BuildResult) -> bytes:
             number(f"{stage.start:,.1f}"),
             number(f"{stage.seconds:,.1f}"),
             bars(result.total_seconds, ("gap", stage.start), ("other", stage.seconds)),
+            number(f"{stage.cpu_seconds:,.1f}"),
             number(stage.tasks),
             number(stage.tasks_reused),
             number(f"{format_bytes(stage.bytes)}" if stage.bytes else ""),
@@ -600,10 +601,10 @@ def render_times(result: BuildResult) -> bytes:
         f"read, {result.tokens_per_second:,.0f} tokens/s written",
         "Tasks": f"{result.tasks:,}, {result.tasks_reused:,} of them finished before this run",
     }
-    head = ("stage", ">from s", ">for s", "|", ">tasks", ">reused", ">text", ">text/s")
+    head = ("stage", ">from s", ">for s", "|", ">CPU s", ">tasks", ">reused", ">text", ">text/s")
     note = (
-        '<p class="note">Stages may run side by side. Text is what this run read in a stage, not what tasks '
-        "that were reused had read.</p>"
+        '<p class="note">Stages may run side by side. CPU is that of all workers together; CPU and text are '
+        "of the tasks that this run ran, not of those that it reused.</p>"
     )
     found = table(head, rows, caption=f"Stages in {result.total_seconds:,.1f} s")
     parts = [facts(told, caption="This run"), section("Stages", found, note)]

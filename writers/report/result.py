@@ -36,7 +36,7 @@ class StageTime:
     """Times and counts of one stage in this run. `start` is in seconds since the build began; stages overlap.
 
     `documents` and `bytes` of text were read in this run; 0 for stages that do not count them. `step` is the
-    step of the build that the stage belongs to.
+    step of the build that the stage belongs to. `cpu_seconds` are those of all tasks that ran, together.
     """
 
     stage: str
@@ -47,6 +47,7 @@ class StageTime:
     documents: int = 0
     bytes: int = 0
     step: str = ""
+    cpu_seconds: float = 0.0
 
     @property
     def bytes_per_second(self) -> float:
@@ -56,7 +57,7 @@ class StageTime:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return fields | {"start": round(self.start, 3), "seconds": round(self.seconds, 3)}
+        return fields | {name: round(fields[name], 3) for name in ("start", "seconds", "cpu_seconds")}
 
 
 class StageClock:
@@ -100,6 +101,7 @@ class StageClock:
                 last.documents,
                 last.bytes,
                 last.step,
+                last.cpu_seconds,
             )
             for stage, last in self._last.items()
         ]
@@ -259,7 +261,7 @@ class BuildResult(Described):
         ]
 
     def _costs(self) -> Facts:
-        filters = [cost for cost in self.costs if cost.seconds is not None and cost.seconds >= 1]
+        filters = [cost for cost in self.costs if cost.seconds and cost.seconds >= 1 and not cost.is_global]
         filters.sort(key=lambda cost: -(cost.seconds or 0.0))
         shown = [f"{cost.step} {cost.seconds:,.0f} s" for cost in filters[:_MOST_STEPS]]
         advice = better_place(self.costs)

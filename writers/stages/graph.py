@@ -16,7 +16,8 @@ the same inputs and recipe give the same bytes, and a changed recipe repeats onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -78,10 +79,24 @@ def steps_of(recipe: Recipe) -> list[Step]:
     return found
 
 
+def names_over_all(move: GlobalStep, recipe: Recipe, names: Iterable[str]) -> list[str]:
+    """Return the stages, of these names, of a step over all documents; merges of its exchanges, too."""
+    number = _number_of(move)
+    own = [stage.name for stage in _over_all(move).stages(recipe)]
+    end = "" if number == 1 else f"-{number}"
+    merges = "|".join(re.escape(name.removesuffix(end)) for name in own)
+    merge = re.compile(rf"(?:{merges})-.+-merge-[0-9]+{end}")
+    return [name for name in names if name in own or merge.fullmatch(name)]
+
+
+def _number_of(move: GlobalStep) -> int:
+    return move.nth + (move.name == SAMPLE)  # the stages of `amounts`, which are the same, are the first
+
+
 def _over_all(move: GlobalStep) -> Step:
     """Return a step over all documents; its stages, and those of merges, are named by its number."""
     step = OVER_ALL[move.name](move)
-    number = move.nth + (move.name == SAMPLE)  # the stages of `amounts`, which are the same, are the first
+    number = _number_of(move)
     return Step(
         lambda recipe: [stage.nth(number) for stage in step.stages(recipe)],
         lambda documents, build: step.run(documents, build.nth(number)),

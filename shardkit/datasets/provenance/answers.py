@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,10 @@ from shardkit.datasets.provenance.text import Decoder, read_rows
 from shardkit.errors import ShardkitError
 from shardkit.order.token_mask import TokenMask
 from shardkit.progress import counting
+
+_COUNTED = ("token_start", "token_end", "document_id", "source")
+
+_T = TypeVar("_T")
 
 
 class Tracer:
@@ -98,11 +102,8 @@ class Tracer:
         if self.table is not None:
             for piece in pieces_of(self.table.of_rows(sample_ids)):
                 found.setdefault(piece.sample_id, []).append(piece)
-            if missing := [row for row in sample_ids if row not in found]:
-                raise ShardkitError(
-                    f"{self.dataset.location}: row {missing[0]:,} is in no provenance table: a table file "
-                    "is missing; run shardkit verify"
-                )
+            for row in sample_ids:
+                self._checked(row, found.get(row, ()))
         texts = self._texts([piece for pieces in found.values() for piece in pieces] if excerpts else [])
         length = self.dataset.sequence_length
         answers = []
@@ -116,6 +117,24 @@ class Tracer:
             answers[-1]["padding"] = None if length is None else length - used
             answers[-1]["documents"] = [self._facts(piece, texts.get(_key(piece))) for piece in pieces]
         return answers
+
+    def counted(self, sample_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Describe rows briefly: their numbers, and the source, id and tokens of their documents.
+
+        Reads the columns that have these, and no text.
+        """
+        if self.table is None:
+            return self.rows(sample_ids, excerpts=False)
+        found: dict[int, list[dict[str, Any]]] = {row: [] for row in sample_ids}
+        for line in self.table.of_rows(sample_ids, _COUNTED).to_pylist():
+            found[line["sample_id"]].append(
+                {
+                    "source": self._source(line["source"]),
+                    "document_id": line["document_id"].hex(),
+                    "tokens": [line["token_start"], line["token_end"]],
+                }
+            )
+        return [{"row": row, "documents": self._checked(row, found[row])} for row in sample_ids]
 
     def pieces(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Describe pieces, each with the location of its row and an excerpt of its text."""
@@ -147,15 +166,26 @@ class Tracer:
             for piece in wanted[row]
         }
 
+    def _checked(self, row: int, documents: Sequence[_T]) -> Sequence[_T]:
+        """Return the documents of a row; raises ShardkitError if there are none."""
+        if not documents:
+            raise ShardkitError(
+                f"{self.dataset.location}: row {row:,} is in no provenance table: a table file is missing; "
+                "run shardkit verify"
+            )
+        return documents
+
+    def _source(self, number: int) -> str:
+        return self.labels[number] if number < len(self.labels) else str(number)
+
     def _facts(self, piece: Piece, text: str | None) -> dict[str, Any]:
         count = piece.token_end - piece.token_start
-        known = piece.source < len(self.labels)
         return {
             "tokens": [piece.token_start, piece.token_end],
             "document_id": piece.document_id.hex(),
             "document_tokens": [piece.document_start, piece.document_start + count],
             "copies": piece.copies,
-            "source": self.labels[piece.source] if known else str(piece.source),
+            "source": self._source(piece.source),
             "file": piece.file,
             "record": piece.record,
             "id": piece.id,
@@ -204,11 +234,11 @@ def trace_step(
     of_stream = {stream: tracers[id(run.datasets[stream])] for stream in streams}
     asked = list(of_stream.values()) or [tracer]  # in an epoch's last step, a rank may have no rows
     rows: list[dict[str, Any]] = []
-    for part, excerpts in ((wanted[:count], True), (wanted[count:], False)):
+    for part, is_listed in ((wanted[:count], True), (wanted[count:], False)):
         known: dict[tuple[int, int], dict[str, Any]] = {}
         for stream in sorted({each.stream for each in part}):
             numbers = [each.row for each in part if each.stream == stream]
-            found = of_stream[stream].rows(numbers, excerpts=excerpts)
+            found = of_stream[stream].rows(numbers) if is_listed else of_stream[stream].counted(numbers)
             known |= {(stream, row["row"]): row for row in found}
         rows += [asdict(each) | known[each.stream, each.row] for each in part]
     positions = [each.position for each in batch]

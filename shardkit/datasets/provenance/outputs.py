@@ -202,6 +202,8 @@ def _blocks(excluded: Exclusions, rows_at_once: int) -> Iterator[_Ints]:
 
 ENDINGS = (".parquet", ".jsonl", ".csv")
 
+_REPEATING = ("shard", "shard_file", "source", "file")
+
 Texts = Callable[[pa.Table], list[str]]
 
 
@@ -248,7 +250,9 @@ class Exporter:
     def __enter__(self) -> Self:
         try:
             if self._path.suffix == ".parquet":
-                self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
+                self._writer = pq.ParquetWriter(
+                    self._temporary, self._schema, compression="zstd", use_dictionary=list(_REPEATING)
+                )
             else:
                 self._writer = self._temporary.open("wb")
                 if self._path.suffix == ".csv":
@@ -269,16 +273,30 @@ class Exporter:
     def _table(self, pieces: pa.Table) -> pa.Table:
         shards = self._dataset.manifest.shards
         columns: dict[str, Any] = {name: pieces.column(name) for name in pieces.column_names}
-        files = {n: shards[n].stored.basename for n in set(pieces.column("shard").to_pylist())}
-        columns["shard_file"] = [files[n] for n in pieces.column("shard").to_pylist()]
-        columns["document_id"] = [one.hex() for one in pieces.column("document_id").to_pylist()]
-        columns["source"] = [self._label(n) for n in pieces.column("source").to_pylist()]
+        columns["shard_file"] = _named(pieces.column("shard"), lambda n: shards[n].stored.basename)
+        columns["document_id"] = _hex(document_ids(pieces))
+        columns["source"] = _named(pieces.column("source"), self._label)
         if self._texts is not None:
             columns["text"] = self._texts(pieces)
         return pa.table({name: columns[name] for name in self._schema.names}, schema=self._schema)
 
     def _label(self, source: int) -> str:
         return self._sources[source] if source < len(self._sources) else str(source)
+
+
+def _named(numbers: pa.ChunkedArray, name: Callable[[int], str]) -> pa.Array:
+    """Return string[n]: the name of each number, of which few differ."""
+    known, places = np.unique(numbers.to_numpy(), return_inverse=True)
+    return pa.array([name(number) for number in known.tolist()], pa.string()).take(pa.array(places))
+
+
+def _hex(ids: _Ids) -> pa.Array:
+    """Return string[n]: the hexadecimal digits of ids of 16 bytes."""
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    data = ids.view(np.uint8)
+    text = np.stack([digits[data >> 4], digits[data & 15]], axis=1).tobytes()
+    offsets = np.arange(0, 32 * len(ids) + 1, 32, dtype=np.int32)
+    return pa.StringArray.from_buffers(len(ids), pa.py_buffer(offsets), pa.py_buffer(text))
 
 
 def _schema(with_text: bool) -> pa.Schema:

@@ -3,7 +3,9 @@
     explored.py   the data that pages read: an open dataset, its tables and its tokenizer
     scan.py       reads lines of a table from a given place, within a bounded time
     summary.py    counts in one pass over the tables of removed documents; background.py runs it in a thread
-    overview.py removed.py kept.py rows.py search.py compare.py    page functions: parameters -> facts
+    histogram.py kept_values.py    the picture of a rule: values of kept documents beside dropped ones
+    overview.py removed.py kept.py topics.py rows.py search.py compare.py
+                  page functions: parameters -> facts
     site.py       finds pages by name and renders them with the templates in pages/
     server.py     serves the site over HTTP; export.py writes it to files
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Event, Lock, Thread
 from typing import Generic, TypeVar
 
-WAIT_SECONDS = 1.5  # time that a page waits before it shows the progress of the work
+WAIT_SECONDS = 0.3  # time that a page waits before it shows the progress of the work
 
 _Result = TypeVar("_Result")
 
@@ -23,7 +23,7 @@ class Background(Generic[_Result]):
         self.share = 0.0
         """Share of the work that is done, from 0 to 1."""
 
-    def wait(self, seconds: float = WAIT_SECONDS) -> _Result | None:
+    def wait(self, seconds: float | None = WAIT_SECONDS) -> _Result | None:
         """Return the result, or None if it is not ready after `seconds`; raise any exception of the work."""
         with self._lock:
             if self._thread is None:

@@ -47,14 +47,14 @@ class FunnelChange:
 class Difference:
     """Documents that only one of two builds has; `sources` has counts (source, in both, gained, lost).
 
-    `gained` and `lost` are ids of some documents that only the second or only the first build has. One in
+    `gained` and `lost` describe some documents that only the second or only the first build has. One in
     `one_in` documents was compared. `fates` counts why the second build lacks `examined` of the lost ones.
     """
 
     one_in: int
     sources: list[tuple[str, int, int, int]]
-    gained: list[bytes]
-    lost: list[bytes]
+    gained: list[dict[str, object]]
+    lost: list[dict[str, object]]
     fates: list[tuple[str, int]]
     examined: int
 
@@ -77,11 +77,7 @@ class Comparison:
         found = self.work.wait()
         if found is None:
             return {"share": self.work.share}
-        return page | {
-            "difference": found,
-            "gained": _described(after, found.gained),
-            "lost": _described(before, found.lost),
-        }
+        return page | {"difference": found, "gained": found.gained, "lost": found.lost}
 
     def _compare(self, report: Callable[[float], None]) -> Difference:
         sides = (self._before, self._after)
@@ -102,8 +98,8 @@ class Comparison:
         return Difference(
             one_in,
             [entry for entry in named if any(entry[1:])],
-            _some(after[gained], _EXAMPLES),
-            _some(before[lost], _EXAMPLES),
+            _described(sides[1], _some(after[gained], _EXAMPLES)),
+            _described(sides[0], _some(before[lost], _EXAMPLES)),
             _fates(sides[1], examined),
             len(examined),
         )

@@ -24,7 +24,7 @@ from shardkit.formats.dropped_table import (
 )
 from shardkit.formats.provenance import PROVENANCE_FOLDER, PROVENANCE_SCHEMA
 from shardkit.tools.explore.background import Background
-from shardkit.tools.explore.summary import Summary
+from shardkit.tools.explore.summary import ClusterSummary, Rules
 from shardkit.writers.report.costs import StepCost
 
 Params = Mapping[str, str]
@@ -59,7 +59,9 @@ class Explored:
         self.dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
         self.duplicates = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA)
         self.provenance = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA)
-        self.summary = Background(Summary(self.dropped, self.duplicates).count)
+        self.rules, self.clusters = Rules(self.dropped), ClusterSummary(self.duplicates)
+        self.counted_rules = Background(self.rules.count)
+        self.counted_clusters = Background(self.clusters.count)
 
     @property
     def card(self) -> DatasetCard | None:

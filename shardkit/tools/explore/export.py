@@ -16,6 +16,7 @@ from shardkit.tools.explore.site import FRONT, STYLE, Site
 
 _MOST = {
     "funnel": 1, "compare": 1, "rule": 300, "removed": 0, "kept": 100, "clusters": 2, "cluster": 100,
+    "map": 1, "topic": 100,
     "document": 200, "row": 100, "step": 1,
 }  # fmt: skip
 

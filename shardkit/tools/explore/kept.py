@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardkit.datasets.provenance.search import Selection, parse_document_id
 from shardkit.datasets.provenance.table import Piece, pieces_of
 from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
-from shardkit.tools.explore.scan import Equal, Place, scan
+from shardkit.tools.explore.scan import Equal, Line, Place, scan
 
 _ON_PAGE = 20
 _MOST_PIECES = 200  # maximum number of pieces of a document that are shown
@@ -33,12 +34,17 @@ def show_kept(explored: Explored, params: Params) -> dict[str, object]:
     wanted = {"document_start": 0} | ({"source": labels.index(source)} if source else {})
     start = Place.parse(params["at"]) if "at" in params else None
     found = scan(explored.provenance, Equal(wanted), start=start, limit=_ON_PAGE)
+    return page | {"documents": describe_lines(explored, found.lines), "next": found.next}
+
+
+def describe_lines(explored: Explored, lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Describe lines of provenance: documents, each with its row and the beginning of its text."""
     starts = explored.dataset.manifest.shard_starts
     pieces = []
-    for line in found.lines:
+    for line in lines:
         facts: dict[str, Any] = {name: value for name, value in line.items() if name != "at"}
         pieces.append(Piece(sample_id=int(starts[facts["shard"]]) + facts["row"], **facts))
-    return page | {"documents": explored.tracer.pieces(pieces), "next": found.next}
+    return explored.tracer.pieces(pieces)
 
 
 def show_document(explored: Explored, params: Params) -> dict[str, object]:

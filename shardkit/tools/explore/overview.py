@@ -35,21 +35,26 @@ class FunnelRow:
     rule: str | None = None
     fails: float | None = None
     """Share of documents that fail the rule, including those that other rules drop; None if unknown."""
+    seconds: float | None = None
+    """CPU seconds of the step; None if unknown."""
+    share: float | None = None
+    """Their share in the CPU time of all steps; None if that of some step is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """Holds what a step (`level` 0) or a rule of it (`level` 1) judged, removed and took; None: not known.
+    """Holds what a step judged, removed and took; None: not known.
 
-    `bytes` is the text that it removed; `seconds` are of CPU, in all workers together.
+    `bytes` is the text that it removed; `seconds` are of CPU, in all workers together, and `share` is their
+    share in those of all steps, if all are known.
     """
 
     label: str
-    level: int
-    documents: int | None
+    documents: int
     dropped: int
     bytes: int | None
-    seconds: float | None = None
+    seconds: float | None
+    share: float | None
 
     @property
     def seconds_per_million(self) -> float | None:
@@ -66,7 +71,7 @@ def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
             "shards": len(explored.dataset.manifest.shards),
             "rows": len(explored.dataset),
         }
-    rows = funnel_rows(card)
+    rows = funnel_rows(card, explored.costs)
     read, kept = card.funnel.read, card.funnel.kept
     losses = sorted((row for row in rows if row.lost.documents and _is_leaf(row, rows)), key=_most)
     return {
@@ -106,25 +111,36 @@ def read_costs(path: Path, fingerprint: str) -> list[StepCost]:
 
 
 def cost_rows(card: DatasetCard, costs: Sequence[StepCost]) -> list[CostRow]:
-    """Return the steps in their order, each followed by its rules, unless another has the same name."""
-    removed, rows = card.funnel.dropped, list[CostRow]()
+    """Return the steps in their order; the text that steps of one name removed is not known for each."""
+    removed, total = card.funnel.dropped, _total(costs)
+    rows = list[CostRow]()
     for cost in costs:
-        reasons: list[str] = []
-        if sum(one.step == cost.step for one in costs) == 1:
-            duplicates = (f"{cost.step}_duplicate", f"duplicate_{cost.step}", f"not_{cost.step}d")
-            reasons = [name for name in sorted(removed) if name.partition("/")[0] in (cost.step, *duplicates)]
+        is_alone = sum(one.step == cost.step for one in costs) == 1
+        reasons = [name for name in removed if name.partition("/")[0] in _labels(cost)] if is_alone else []
         size = sum(removed[name].bytes for name in reasons) if reasons or not cost.dropped else None
-        rows.append(CostRow(cost.step, 0, cost.documents, cost.dropped, size, cost.seconds))
-        rules = [name for name in reasons if "/" in name]
-        rows += [
-            CostRow(name.partition("/")[2], 1, None, removed[name].documents, removed[name].bytes)
-            for name in rules
-        ]
+        share = _share(cost.seconds, total)
+        rows.append(CostRow(cost.step, cost.documents, cost.dropped, size, cost.seconds, share))
     return rows
 
 
-def funnel_rows(card: DatasetCard) -> list[FunnelRow]:
+def _labels(cost: StepCost) -> tuple[str, ...]:
+    """Return the names that the funnel may have for a step."""
+    return cost.step, f"{cost.step}_duplicate", f"duplicate_{cost.step}", f"not_{cost.step}d"
+
+
+def _total(costs: Sequence[StepCost]) -> float | None:
+    """Return the CPU seconds of all these; None if some are unknown."""
+    known = [cost.seconds for cost in costs if cost.seconds is not None]
+    return sum(known) if len(known) == len(costs) else None
+
+
+def _share(seconds: float | None, total: float | None) -> float | None:
+    return None if seconds is None or not total else seconds / total
+
+
+def funnel_rows(card: DatasetCard, costs: Sequence[StepCost] = ()) -> list[FunnelRow]:
     """Return the funnel's steps in the order of the build; a filter is followed by its rules."""
+    total = _total(costs)
     facts = card.filters if card.has("filters") else None
     fails = {rule.rule: rule.alone / max(1, facts.sampled) for rule in facts.rules} if facts else {}
     dropped = card.funnel.dropped
@@ -136,7 +152,10 @@ def funnel_rows(card: DatasetCard) -> list[FunnelRow]:
         is_duplicates = step.kind == "dropped" and "duplicate" in step.label
         page = "clusters" if is_duplicates else "kept" if step.kind == "kept" else None
         label = f"unreadable: {step.label}" if step.kind == "quarantined" else step.label.replace("_", " ")
-        found.append(FunnelRow(label, step.kind, 0, lost, left, page))
+        spent = [one for one in costs if step.kind == "dropped" and step.label in _labels(one)]
+        seconds = _total(spent) if spent else None
+        share = _share(seconds, total)
+        found.append(FunnelRow(label, step.kind, 0, lost, left, page, seconds=seconds, share=share))
         if step.kind == "dropped":
             rules = [name for name in names if name.partition("/")[0] == step.label]
             found += [_rule(name, dropped.get(name, Count()), fails.get(name)) for name in rules]

@@ -5,39 +5,25 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-
-import numpy as np
 
 from shardkit.datasets.provenance.duplicates import Duplicates
 from shardkit.datasets.provenance.search import Selection, parse_document_id
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
+from shardkit.tools.explore.histogram import draw_chart
+from shardkit.tools.explore.kept_values import KeptRules
 from shardkit.tools.explore.raw import read_raw
-from shardkit.tools.explore.scan import Equal, Line, Place, read_line, scan
-from shardkit.tools.explore.summary import ClusterAt, RuleValues
+from shardkit.tools.explore.scan import Equal, Line, Place, read_line, read_lines, scan
 
 _ON_PAGE = 20
-_BARS = 48
-_TAIL = 0.005  # share of values, the farthest from the bound, that a chart may leave out
 _DIFF_WORDS = 1500  # maximum words compared per text: difflib's time grows with the product of both counts
 _CLUSTER_LINES = 50
+_OF_CLUSTER = ("reason", "kept_source", "kept_file", "kept_record", "kept_id", "kept_url")
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A histogram; a bar is (x, width and height in percent, lowest value, highest value, count)."""
-
-    bars: list[tuple[float, float, float, float, float, int]]
-    bound_x: float | None
-    low: float
-    high: float
-    left_out: int
-
-
-def show_rule(explored: Explored, params: Params) -> dict[str, object]:
-    """Return the facts for a rule's page: a chart of values, and documents that the rule dropped.
+def show_rule(explored: Explored, params: Params, kept: KeptRules) -> dict[str, object]:
+    """Return the facts for a rule's page: values around its bound, and documents that the rule dropped.
 
     Documents are nearest to the bound, farthest from it, random, or all, as the parameter `view` selects.
     """
@@ -51,18 +37,20 @@ def show_rule(explored: Explored, params: Params) -> dict[str, object]:
     page: dict[str, object] = {"rule": rule, "count": dropped[rule], "read": card and card.funnel.read}
     if not explored.dropped.names:
         return page | {"values": None, "documents": [], "view": "", "views": []}
-    if (summary := explored.summary.wait()) is None:
-        return {"share": explored.summary.share}
-    values = summary.rules.get(rule, RuleValues())
+    is_counted = explored.counted_rules.wait() is not None
+    values = explored.rules.so_far(rule)
     views = ["near", "far", "drawn", "all"] if values.near else ["drawn", "all"]
     view = view if view in views else views[0]
-    page |= {"values": values, "chart": _chart(values), "view": view, "views": views}
+    beside, share = kept.find(rule, waits=is_counted) if values.bins else (None, 1.0)
+    chart = draw_chart(values) if beside is None else draw_chart(values, beside.values, one_in=beside.one_in)
+    page |= {"values": values, "chart": chart, "kept": beside, "kept_share": share}
+    page |= {"view": view, "views": views, "share": None if is_counted else explored.counted_rules.share}
     if view == "all":
         start = Place.parse(params["at"]) if "at" in params else None
         found = scan(explored.dropped, Equal({"rule": rule}), start=start, limit=_ON_PAGE)
         return page | {"documents": _plain(explored, found.lines), "next": found.next}
     ranked = {"near": values.near, "far": values.far, "drawn": values.drawn}[view]
-    lines = [read_line(explored.dropped, place) for _, place in ranked[:_ON_PAGE]]
+    lines = read_lines(explored.dropped, [place for _, place in ranked[:_ON_PAGE]])
     return page | {"documents": _plain(explored, lines), "next": None}
 
 
@@ -109,53 +97,21 @@ def _plain(explored: Explored, lines: Sequence[Line]) -> list[dict[str, Any]]:
     return plain
 
 
-def _chart(rule: RuleValues) -> Chart | None:
-    """Return a histogram of a rule's values with its bound; None if the rule has no numeric values."""
-    values, counts = rule.values()
-    if not len(values):
-        return None
-    bound = rule.bound
-    low, high = rule.low, rule.high
-    shares = np.cumsum(counts) / counts.sum()
-    if bound is not None and high > bound:
-        high = float(max(values[np.searchsorted(shares, 1 - _TAIL)], bound))
-    elif bound is not None:
-        low = float(min(values[np.searchsorted(shares, _TAIL)], bound))
-    if bound is not None and np.isfinite(bound):
-        low, high = min(low, bound), max(high, bound)
-    is_whole = bool((values == np.round(values)).all()) and high - low < 4 * _BARS
-    step = max(1.0, np.ceil((high - low + 1) / _BARS)) if is_whole else ((high - low) / _BARS or 1.0)
-    last = low + step * np.ceil((high - low + is_whole) / step)
-    inside = (values >= low) & (values <= high)
-    count = max(1, round((last - low) / step))
-    at = np.minimum(((values[inside] - low) / step).astype(np.int64), count - 1)
-    heights = np.bincount(at, counts[inside], minlength=count).astype(np.int64)
-    most = max(1, int(heights.max()))
-    bars = [
-        (100 * n / count, 100 / count, 100 * height / most, low + n * step, low + (n + 1) * step, height)
-        for n, height in enumerate(heights.tolist())
-        if height
-    ]
-    x = None if bound is None else 100 * (bound - low) / (last - low)
-    return Chart(bars, x, low, float(last), int(counts[~inside].sum()))
-
-
 def show_clusters(explored: Explored, params: Params) -> dict[str, object]:
     """Return the facts for the page of clusters of duplicates: the largest ones, or a random sample."""
     if not explored.duplicates.names:
         return {"clusters": None}
-    if (summary := explored.summary.wait()) is None:
-        return {"share": explored.summary.share}
-    clusters = summary.clusters
+    is_counted = explored.counted_clusters.wait() is not None
+    clusters = explored.clusters.so_far()
     order = "drawn" if params.get("order") == "drawn" else "largest"
     ranked = clusters.drawn if order == "drawn" else clusters.largest
-    shown = [_cluster_line(explored, each) for each in ranked[:_ON_PAGE]]
-    return {"clusters": clusters, "order": order, "shown": shown, "sizes": clusters.sizes.bins()}
-
-
-def _cluster_line(explored: Explored, cluster: ClusterAt) -> dict[str, object]:
-    [line] = _plain(explored, [read_line(explored.duplicates, cluster.at)])
-    return {"size": cluster.size, "at": cluster.at, "line": line}
+    lines = read_lines(explored.duplicates, [each.at for each in ranked[:_ON_PAGE]], _OF_CLUSTER)
+    shown = [
+        {"size": each.size, "at": each.at, "line": line}
+        for each, line in zip(ranked, _plain(explored, lines), strict=False)
+    ]
+    page = {"clusters": clusters, "order": order, "shown": shown, "sizes": clusters.sizes.bins()}
+    return page | {"share": None if is_counted else explored.counted_clusters.share}
 
 
 def show_cluster(explored: Explored, params: Params) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,19 @@ class TokenShown:
     label: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Tokens of one document in a row, or padding (`number` is None); `facts` describe the document if known.
+
+    `is_continued` says that the document began on an earlier page of the row.
+    """
+
+    number: int | None
+    facts: dict[str, Any] | None
+    tokens: list[TokenShown]
+    is_continued: bool
+
+
 def show_row(explored: Explored, params: Params) -> dict[str, object]:
     """Return the facts for a row's page: its documents, eos, padding, position ids and labels."""
     dataset = explored.dataset
@@ -51,7 +65,7 @@ def show_row(explored: Explored, params: Params) -> dict[str, object]:
     page: dict[str, object] = {"row": number, "rows": len(dataset)}
     if dataset.token_column is None:
         sample = {name: _beginning(value) for name, value in dataset[number].items()}
-        return page | {"sample": sample, "spans": None}
+        return page | {"sample": sample, "parts": None}
     [(_, tokens)] = read_rows(dataset, [number])
     [facts] = explored.tracer.rows([number], excerpts=False)
     first = number_param(params, "from", 0, most=len(tokens))
@@ -61,13 +75,24 @@ def show_row(explored: Explored, params: Params) -> dict[str, object]:
     end = first + _TOKENS_ON_PAGE
     return page | {
         "facts": facts,
-        "spans": shown,
+        "parts": _parts(shown, facts["documents"], first),
         "length": len(tokens),
         "trained": None if name is None else int(np.count_nonzero(mask)),
         "first": first,
         "next": end if end < len(tokens) else None,
         "padding": int(sum(token.document is None for token in shown)) if end >= len(tokens) else None,
     }
+
+
+def _parts(shown: list[TokenShown], documents: list[dict[str, Any]] | None, first: int) -> list[RowPart]:
+    """Group the tokens of a page by document; `first` is the page's first token."""
+    found = []
+    for number, tokens in groupby(shown, lambda token: token.document):
+        of_document = list(tokens)
+        facts = None if number is None or documents is None else documents[number]
+        is_continued = number is not None and of_document[0].at == first and not of_document[0].is_start
+        found.append(RowPart(number, facts, of_document, is_continued and first > 0))
+    return found
 
 
 def _shown(

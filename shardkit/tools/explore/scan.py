@@ -145,6 +145,22 @@ def read_line(folder: ParquetFolder, place: Place) -> Line:
     raise ShardkitError(f"{folder.where}: has no line {place}")
 
 
+def read_lines(
+    folder: ParquetFolder, places: Sequence[Place], columns: Sequence[str] | None = None
+) -> list[Line]:
+    """Return the table's lines at places, in their order; each row group is read once, several at a time."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for place in places:
+        groups.setdefault((place.file, place.group), []).append(place.line)
+
+    def read(job: tuple[int, int]) -> list[Line]:
+        return _read(folder, Place(*job), np.array(groups[job], np.int64), columns)
+
+    with closing(folder.run(read, iter(groups))) as found:
+        lines = {line["at"]: line for some in found for line in some}
+    return [lines[place] for place in places]
+
+
 def _groups(folder: ParquetFolder, start: Place) -> Iterator[tuple[int, int]]:
     """Yield (file, row group) of nonempty row groups, in order; each footer is read only when reached."""
     for file in range(start.file, len(folder.names)):

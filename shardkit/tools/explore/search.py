@@ -2,13 +2,17 @@
 
 kept, dropped, duplicates   lines by URL, id or document id; for removed documents, also lines whose stored
                             text contains the words
-rows                        rows that contain the tokens of the words; only candidate rows are decoded. The
-                            search is case-sensitive. Words may span several tokens, but a row in which the
-                            words are tokenized differently may be missed
+rows                        of tokens: rows that contain the tokens of the words; only candidate rows are
+                            decoded. The search is case-sensitive. Words may span several tokens, but a row
+                            in which the words are tokenized differently may be missed.
+                            of texts: rows whose text contains the words
+
+A scan stops in time, and takes no more CPU than DuckDB does for the same table.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,9 +32,10 @@ from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params,
 from shardkit.tools.explore.scan import AnyOf, Place, Wanted, scan
 
 _HITS = 10  # maximum number of hits per part and request
-_SECONDS = 0.35  # time limit per part if all parts are searched
-_SECONDS_CONTINUED = 1.2  # time limit if a single part is continued
+_SECONDS = 0.6  # time limit of a search; a part leaves what it does not need to the parts behind it
 _AROUND = 48  # number of tokens decoded before and after the words that were found
+_AROUND_CHARACTERS = 160  # shown before and after the words that were found in a text
+_ROWS_AT_ONCE = 64  # rows of texts read between two looks at the clock
 _MOST_WORDS = 500  # maximum length of a search text, in characters
 _PARTS = ("kept", "dropped", "duplicates", "rows")
 
@@ -91,12 +96,12 @@ def show_search(explored: Explored, params: Params) -> dict[str, object]:
     part = params.get("part")
     if part is not None and part not in _PARTS:
         raise PageNotFoundError(f"a search has no part {part[:40]!r}; its parts are {', '.join(_PARTS)}")
-    wanted = {name: _wanted(words, has_text=name != "kept") for name in _PARTS[:3]}
-    sections = []
-    for name in _PARTS if part is None else (part,):
-        seconds = _SECONDS if part is None else _SECONDS_CONTINUED
+    sections, end = [], monotonic() + _SECONDS
+    asked = _PARTS if part is None else (part,)
+    for number, name in enumerate(asked):
+        seconds = (end - monotonic()) / (len(asked) - number)
         if name == "rows":
-            first = number_param(params, "at", 0, most=len(explored.dataset.manifest.shards)) if part else 0
+            first = number_param(params, "at", 0, most=len(explored.dataset)) if part else 0
             sections.append(_search_rows(explored, words, first, seconds))
             continue
         start = Place.parse(params["at"]) if part is not None and "at" in params else None
@@ -104,7 +109,7 @@ def show_search(explored: Explored, params: Params) -> dict[str, object]:
             "kept": explored.provenance, "dropped": explored.dropped, "duplicates": explored.duplicates,
         }[name]  # fmt: skip
         if folder.names:
-            sections.append(_search_table(explored, folder, name, wanted[name], start, seconds))
+            sections.append(_search_table(explored, folder, name, words, start, seconds))
     return page | {"sections": sections}
 
 
@@ -126,8 +131,9 @@ def _wanted(words: str, *, has_text: bool) -> Wanted:
 
 
 def _search_table(
-    explored: Explored, folder: ParquetFolder, part: str, wanted: Wanted, start: Place | None, seconds: float
+    explored: Explored, folder: ParquetFolder, part: str, words: str, start: Place | None, seconds: float
 ) -> Section:
+    wanted = _wanted(words, has_text=part != "kept")
     found = scan(folder, wanted, start=start, limit=_HITS, seconds=seconds)
     hits: list[Hit] = []
     seen: set[object] = set()
@@ -142,23 +148,62 @@ def _search_table(
             hits.append(Hit(title, detail, "document", {"id": line["document_id"].hex()}))
         else:
             detail += f", {line['rule'] if part == 'dropped' else line['reason']}"
-            hits.append(Hit(title, detail, "removed", {"table": part, "at": line["at"]}))
+            around = _context(line["text"], words) if isinstance(line["text"], str) else None
+            hits.append(Hit(title, detail, "removed", {"table": part, "at": line["at"]}, around))
     return Section(
         part, hits, None if found.next is None else str(found.next), f"{found.lines_read:,} lines read"
     )
 
 
+def _context(text: str, words: str) -> tuple[str, str, str] | None:
+    """Return the text before the words, whatever their case, the words, and the text after; None without."""
+    found = re.search(re.escape(words), text, re.IGNORECASE)
+    if found is None:
+        return None
+    start, after = found.span()
+    before = text[max(0, start - _AROUND_CHARACTERS) : start]
+    return before, found[0], text[after : after + _AROUND_CHARACTERS]
+
+
 def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> Section:
-    """Search the dataset's rows for the words from shard `first` on, until `seconds` or _HITS are reached."""
-    dataset, decoder = explored.dataset, explored.decoder
-    if dataset.token_column is None or decoder is None:
-        return Section("rows", [], None, problem="Searching for text in rows needs a tokenizer.")
+    """Search the dataset's rows for the words from row `first` on, until `seconds` or _HITS are reached."""
+    dataset, end = explored.dataset, monotonic() + seconds
     if dataset.shards is not None:
         return Section("rows", [], None, problem="Text in rows can be searched in local datasets only.")
-    end = monotonic() + seconds
+    if dataset.token_column is not None:
+        return _search_tokens(explored, words, first, end)
+    if any(column.name == "text" for column in dataset.columns):
+        return _search_texts(explored, words, first, end)
+    return Section("rows", [], None, problem="The rows of this dataset have no text.")
+
+
+def _search_texts(explored: Explored, words: str, first: int, end: float) -> Section:
+    """Search rows of texts from row `first` on."""
+    dataset, hits = explored.dataset, list[Hit]()
+    starts, rows = dataset.manifest.shard_starts.tolist(), len(dataset)
+    row = first
+    for shard in range(int(np.searchsorted(starts, first, side="right")) - 1, len(starts) - 1):
+        opened = dataset.shard(shard)
+        while row < starts[shard + 1]:
+            if len(hits) == _HITS or (row % _ROWS_AT_ONCE == 0 and row > first and monotonic() > end):
+                return Section("rows", hits, str(row), f"{row - first:,} of {rows:,} rows read")
+            text = opened.sample(row - starts[shard], ("text",))["text"]
+            if (around := _context(str(text), words)) is not None:
+                hits.append(Hit(f"row {row:,}", "", "row", {"row": row}, around))
+            row += 1
+    return Section("rows", hits, None, f"{rows - first:,} of {rows:,} rows read")
+
+
+def _search_tokens(explored: Explored, words: str, first_row: int, end: float) -> Section:
+    """Search rows of tokens, from the shard of a row on."""
+    dataset, decoder = explored.dataset, explored.decoder
+    assert dataset.token_column is not None
+    if decoder is None:
+        return Section("rows", [], None, problem="Searching for text in rows needs a tokenizer.")
     hits: list[Hit] = []
     shards = len(dataset.manifest.shards)
     keys = _keys(decoder, words)
+    first = int(np.searchsorted(dataset.manifest.shard_starts, first_row, side="right")) - 1
     for shard in range(first, shards):
         rows = dataset.shard(shard).fixed_rows(dataset.token_column)
         if rows is None:
@@ -168,7 +213,7 @@ def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> 
         for row, around in islice(found, _HITS - len(hits)):
             hits.append(Hit(f"row {starts + row:,}", "", "row", {"row": starts + row}, around))
         if len(hits) >= _HITS or monotonic() > end:
-            after = shard + 1 if shard + 1 < shards else None
+            after = int(dataset.manifest.shard_starts[shard + 1]) if shard + 1 < shards else None
             said = f"{shard + 1:,} of {shards:,} shards read"
             return Section("rows", hits, None if after is None else str(after), said)
     return Section("rows", hits, None, f"{shards:,} of {shards:,} shards read")

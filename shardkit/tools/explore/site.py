@@ -18,14 +18,17 @@ from shardkit.order.state import LoaderState
 from shardkit.tools.explore.compare import Comparison
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.kept import show_document, show_kept
+from shardkit.tools.explore.kept_values import KeptRules
 from shardkit.tools.explore.overview import show_funnel
 from shardkit.tools.explore.removed import show_cluster, show_clusters, show_removed, show_rule
 from shardkit.tools.explore.rows import show_row, show_step
 from shardkit.tools.explore.search import show_search
+from shardkit.tools.explore.topics import Topics, show_map, show_topic
 from shardkit.units import format_bytes
 
 with naming_extras("`shardkit view`"):
     import jinja2
+    import markupsafe
 
 
 FRONT = "funnel"
@@ -40,6 +43,7 @@ _PICTURES = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 1
 _INVISIBLE = re.compile(
     "[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
 )
+_BREAK = re.compile("(?<=[/_.-])(?=[^/_.-])")
 _NO_CHARACTER = re.compile("[\ud800-\udfff\ufffe\uffff]")
 
 
@@ -62,9 +66,10 @@ class Site:
         self, explored: Explored, other: Explored | None = None, state: LoaderState | None = None
     ) -> None:
         self.explored, self.other = explored, other
+        self._kept = KeptRules(explored)
         self._pages: dict[str, _Page] = {
             "funnel": show_funnel,
-            "rule": show_rule,
+            "rule": partial(show_rule, kept=self._kept),
             "removed": show_removed,
             "kept": show_kept,
             "document": show_document,
@@ -74,6 +79,10 @@ class Site:
             "step": partial(show_step, state=state),
             "search": show_search,
         }
+        self._topics = Topics(explored)
+        if self._topics.exists:
+            self._pages["map"] = partial(show_map, topics=self._topics)
+            self._pages["topic"] = partial(show_topic, topics=self._topics)
         self._comparison = None if other is None else Comparison(explored, other)
         if self._comparison is not None:
             self._pages["compare"] = self._comparison.show
@@ -87,6 +96,7 @@ class Site:
         )
         self._templates.filters |= {
             "count": "{:,}".format, "bytes": format_bytes, "percent": _percent, "number": _number,
+            "anchor": _anchor, "name": _name,
         }  # fmt: skip
         self._templates.globals |= {"name": explored.name, "fingerprint": explored.dataset.fingerprint}
 
@@ -100,14 +110,17 @@ class Site:
         if page not in self._pages:
             raise PageNotFoundError(f"there is no page {page[:40]!r}")
         facts = self._pages[page](self.explored, params)
-        return self._render("counting" if "share" in facts else page, link, page, facts)
+        return self._render("counting" if facts.keys() == {"share"} else page, link, page, facts)
 
     def finish_counting(self) -> None:
         """Wait until all background work is finished, so that no page shows progress instead of content."""
-        while self.explored.summary.wait() is None:
-            pass
-        while self._comparison is not None and self._comparison.work.wait() is None:
-            pass
+        self._kept.wait_seconds = None
+        self.explored.counted_rules.wait(None)
+        self.explored.counted_clusters.wait(None)
+        if self._topics.field is not None:
+            self._topics.work.wait(None)
+        if self._comparison is not None:
+            self._comparison.work.wait(None)
 
     def render_error(self, error: ShardkitError, link: Link) -> str:
         """Render an error as a page."""
@@ -125,6 +138,17 @@ class Site:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%" if share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def _name(name: str) -> markupsafe.Markup:
+    """Return a name such as "filter/rule_of_it" as HTML; it may break after "/", "_", "." and "-"."""
+    parts = [markupsafe.escape(part) for part in _BREAK.split(shown(name))]
+    return markupsafe.Markup("<wbr>").join(parts)
+
+
+def _anchor(place: float) -> str:
+    """Return where a label is anchored to a place in percent, so that it is not cut off at an edge."""
+    return "start" if place < 8 else "end" if place > 92 else "middle"
 
 
 def _number(value: object) -> str:
