@@ -91,7 +91,7 @@ class Stream(_Named):
     stream is shuffled differently.
     """
 
-    _words: ClassVar[Mapping[str, str]] = FOREIGN | STREAM
+    _words: ClassVar[Mapping[str, str]] = {**FOREIGN, **STREAM}
 
     path: str | os.PathLike[str] | Dataset
     weight: float | Fraction = 1

@@ -20,7 +20,6 @@ next epoch if all batches were made (when a loop is left within the last prefetc
 batches). To continue exactly, call `dataset.load_state_dict(dataset.state_dict(batches))`.
 
 For remote datasets give `cache_dir`, which workers share. A cache in memory is separate for each worker.
-
 `MapDataset` reads any dataset, local or remote, in stored order: shuffling and resuming are left to the
 sampler. A DataLoader requests one batch at a time (`__getitems__`), which one gather reads. Random samples
 touch about as many shards as there are samples, so a remote dataset needs a cache with room for all of it.
@@ -47,7 +46,6 @@ with naming_extras("shardkit.loaders.pytorch"):
     import torch
     from torch.utils.data import DataLoader
     from torch.utils.data import Dataset as TorchDataset
-
 
 from shardkit.hints import refuse_unknown
 from shardkit.loaders.batch import Batch, BatchMaker, tensor_maker

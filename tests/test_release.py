@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import shardkit as sk
+from support.pages import script
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -93,9 +94,7 @@ def test_constraints_pin_every_dependency_within_its_bounds() -> None:
 def test_the_page_of_dependencies_has_every_one_with_its_extras_and_pin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import dependencies
-
+    dependencies = script("dependencies")
     pins = constraints()
     page = (ROOT / "docs/reference/dependencies.md").read_text()
     assert page.startswith(dependencies.HEAD)

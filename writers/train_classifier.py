@@ -116,11 +116,10 @@ def _floret() -> Any:
     try:
         import floret
     except ImportError as error:
-        if sys.version_info < (3, 13):
-            raise MissingExtraError("floret", "classifier", "training a classifier") from error
         # The extra leaves floret out where it has no wheel.
-        purpose = "training a classifier (pip builds it on Python 3.13, which requires a C++ compiler)"
-        raise MissingExtraError("floret", None, purpose) from error
+        extra = "classifier" if sys.version_info < (3, 13) else None
+        purpose = "training a classifier (on Python 3.13, pip builds floret, which requires a C++ compiler)"
+        raise MissingExtraError("floret", extra, purpose) from error
     return floret
 
 

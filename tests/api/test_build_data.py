@@ -46,7 +46,7 @@ def test_a_dict_is_checked_without_a_build_as_a_file_is(corpus: Path) -> None:
     assert sk.load_recipe(recipe) is recipe
     changed = sk.load_recipe(sk.load_recipe(corpus / "recipe.yaml"), ["pack.sequence_length=32"])
     assert (changed.pack.sequence_length, changed.folder) == (32, corpus)
-    with pytest.raises(RecipeError, match="seq_length: unknown key; did you mean 'sequence_length'"):
+    with pytest.raises(RecipeError, match="seq_length: unknown key; in shardkit: `sequence_length`"):
         sk.load_recipe(data | {"pack": {"seq_length": 64}})
     for wrong in ([data], 5, None):
         with pytest.raises(RecipeError, match="is no recipe; give a YAML file or a dict of the same keys"):

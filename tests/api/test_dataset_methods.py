@@ -164,7 +164,7 @@ def test_the_tokenizer_of_the_card_decodes_rows_or_the_error_says_what_to_do(
 def test_methods_of_other_libraries_are_answered_with_what_to_use(
     dataset: sk.Dataset, name: str, instead: str
 ) -> None:
-    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{instead}"):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; in shardkit: .*{instead}"):
         getattr(dataset, name)
     assert not hasattr(dataset, name)
     with pytest.raises(AttributeError, match=r"no attribute 'no_such_name'$"):

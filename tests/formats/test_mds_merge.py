@@ -209,11 +209,11 @@ def test_wrong_arguments_of_merge_are_answered(tmp_path: Path) -> None:
 
 def test_the_writer_answers_the_words_of_mosaicml_and_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     for name, instead in {
-        "size_limit": "shard_bytes, such as",
+        "size_limit": "`shard_bytes`",
         "out": "first argument",
         "exist_ok": "append",
     }.items():
-        with pytest.raises(TypeError, match=f"no argument '{name}': .*{instead}"):
+        with pytest.raises(TypeError, match=f"argument '{name}'; in shardkit: .*{instead}"):
             sk.MdsWriter(**{"folder": tmp_path, "columns": COLUMNS, name: 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         sk.MdsWriter(tmp_path / "x", columns=COLUMNS, colour=1)  # type: ignore[call-arg]

@@ -24,7 +24,7 @@ _LINE_BYTES = 4096
 
 
 def plain_recipe(
-    recipe: Mapping[str, object] | str | Path, overrides: Sequence[str] = ()
+    recipe: Mapping[str, object] | str | os.PathLike[str], overrides: Sequence[str] = ()
 ) -> tuple[dict[str, Any], Path, str]:
     """Return a recipe as plain data with overrides, the folder of its relative paths, its name in errors."""
     if isinstance(recipe, (str, os.PathLike)):

@@ -149,7 +149,7 @@ class _Written:
 def _path_or_url(source: str | os.PathLike[str]) -> str:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
-            f"source must be a path or URL, not a {type(source).__name__}; `shardkit.formats.mds.MdsWriter` "
+            f"source must be a path or URL, not a {type(source).__name__}; `sk.MdsWriter` "
             "writes records in memory, and `build(recipe, documents=…)` texts"
         )
     return os.fspath(source)
