@@ -43,6 +43,7 @@ RENAMED = {
     "--price-core-hour": "core_hour", "--price-get": "get_1000", "--price-put": "put_1000",
     "--price-gb-month": "gb_month", "--price-egress-gb": "egress_gb",
 }  # fmt: skip
+ANSWERED = {"rewind": "give `shardkit trace PATH --losses FILE`"}  # {no verb: what answers it}
 REMOVED = {"--keep": "the folder is kept unless --clean is given"}
 CONTINUING = ("build", "dedup-index", "download", "pack", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
@@ -55,7 +56,8 @@ class Parser(argparse.ArgumentParser):
         """Print a message and exit with the status of misuse."""
         mistyped = re.match(r"argument VERB: invalid choice: '?([^' ]*)'? ", message)
         if mistyped:
-            message = f"unknown verb {mistyped[1]!r}{_suggestion(mistyped[1], VERBS)}"
+            hint = f"; {ANSWERED[word]}" if (word := mistyped[1]) in ANSWERED else _suggestion(word, VERBS)
+            message = f"unknown verb {word!r}{hint}"
         self.exit(MISUSE, escaped(f"{self.prog}: error: {message}; see `{self.prog} --help`\n"))
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:

@@ -91,18 +91,7 @@ class Tracer:
 
     def rows(self, sample_ids: Sequence[int], *, excerpts: bool = True) -> list[dict[str, Any]]:
         """Describe rows and their documents, in the given order. Raises ShardkitError for a missing row."""
-        found: dict[int, list[Piece]] = {}
-        if self.is_in_place:
-            for piece in pieces_in_place(self.dataset, sample_ids):
-                found.setdefault(piece.sample_id, []).append(piece)
-        if self.table is not None:
-            for piece in pieces_of(self.table.of_rows(sample_ids)):
-                found.setdefault(piece.sample_id, []).append(piece)
-            if missing := [row for row in sample_ids if row not in found]:
-                raise ShardkitError(
-                    f"{self.dataset.location}: row {missing[0]:,} is in no provenance table: a table file "
-                    "is missing; run shardkit verify"
-                )
+        found = self.pieces_of_rows(sample_ids)
         texts = self._texts([piece for pieces in found.values() for piece in pieces] if excerpts else [])
         length = self.dataset.sequence_length
         answers = []
@@ -116,6 +105,25 @@ class Tracer:
             answers[-1]["padding"] = None if length is None else length - used
             answers[-1]["documents"] = [self._facts(piece, texts.get(_key(piece))) for piece in pieces]
         return answers
+
+    def pieces_of_rows(self, sample_ids: Sequence[int]) -> dict[int, list[Piece]]:
+        """Return the pieces of each row; {} if documents are unknown.
+
+        Raises ShardkitError for a row that no table has.
+        """
+        found: dict[int, list[Piece]] = {}
+        if self.is_in_place:
+            for piece in pieces_in_place(self.dataset, sample_ids):
+                found.setdefault(piece.sample_id, []).append(piece)
+        if self.table is not None:
+            for piece in pieces_of(self.table.of_rows(sample_ids)):
+                found.setdefault(piece.sample_id, []).append(piece)
+            if missing := [row for row in sample_ids if row not in found]:
+                raise ShardkitError(
+                    f"{self.dataset.location}: row {missing[0]:,} is in no provenance table: a table file "
+                    "is missing; run shardkit verify"
+                )
+        return found
 
     def pieces(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Describe pieces, each with the location of its row and an excerpt of its text."""

@@ -1,0 +1,388 @@
+"""Jumps of the loss are found in a log, their documents in the dataset, and the run goes on without them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit as sk
+from shardkit.cli.main import main
+from shardkit.errors import ShardkitError
+from shardkit.loaders import Stream, StreamingLoader
+from shardkit.tools.rewind.losses import LossLog, SpikeOptions, find_spikes, read_losses
+from support.planted_spikes import BATCH, Planted, make_planted, train
+
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
+RNG = np.random.default_rng(5)
+NOISE = 3 + 0.05 * RNG.standard_normal(400)
+
+
+def log_of(losses: Sequence[float], steps: Sequence[int] | None = None) -> LossLog:
+    values = np.array(losses, np.float64)
+    numbers = np.arange(1, len(values) + 1) if steps is None else np.array(steps)
+    return LossLog("log", "loss", numbers, values, 1, 0, 0)
+
+
+def spiked(*spikes: tuple[int, float]) -> list[float]:
+    """Noise with other losses at some steps."""
+    losses = list(map(float, NOISE))
+    for step, loss in spikes:
+        losses[step - 1] = loss
+    return losses
+
+
+def read(data: bytes, **options: Any) -> LossLog:
+    return read_losses(io.BytesIO(data), "log", SpikeOptions(**options))
+
+
+# Spikes of a log.
+
+
+def test_noise_alone_has_no_spike_in_a_hundred_thousand_steps() -> None:
+    noise = 3 + 0.05 * np.random.default_rng(0).standard_normal(100_000)
+    assert find_spikes(log_of(noise.tolist()), SpikeOptions()) == []
+
+
+def test_a_jump_is_found_at_its_step_with_its_robust_score() -> None:
+    [spike] = find_spikes(log_of(spiked((200, 4.0))), SpikeOptions())
+    before = NOISE[200 - 33 : 199]
+    median = np.sort(before)[16]
+    scale = 1.4826 * np.sort(np.abs(before - median))[16]
+    assert (spike.step, spike.loss, spike.steps, spike.recovered) == (200, 4.0, (200,), True)
+    assert spike.median == pytest.approx(median)
+    assert spike.score == pytest.approx((4.0 - median) / scale)
+
+
+def test_a_fall_is_no_spike() -> None:
+    assert find_spikes(log_of(spiked((200, 1.0), (201, -math.pi))), SpikeOptions()) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_a_spike_even_at_the_first_step(bad: float) -> None:
+    [first, second] = find_spikes(log_of(spiked((1, bad), (300, bad), (301, bad))), SpikeOptions())
+    assert (first.step, first.steps, second.step, second.score) == (1, (1,), 300, math.inf)
+    assert math.isnan(first.median)
+    assert second.steps == (300, 301)
+    assert second.recovered
+
+
+def test_a_run_that_stays_high_is_one_spike_that_has_not_recovered() -> None:
+    losses = NOISE.tolist()
+    losses[250:] = [loss + 4 for loss in losses[250:]]
+    [spike] = find_spikes(log_of(losses), SpikeOptions())
+    assert (spike.step, spike.recovered) == (251, False)
+    losses[250:] = [math.nan] * 150
+    [spike] = find_spikes(log_of(losses), SpikeOptions())
+    assert (spike.step, spike.recovered) == (251, False)
+
+
+def test_a_loss_that_rises_again_while_it_recovers_is_a_spike_of_its_own() -> None:
+    falling = [(200, 6.0), (201, 5.0), (202, 4.5), (203, 7.0), (204, 4.0)]
+    assert [one.step for one in find_spikes(log_of(spiked(*falling)), SpikeOptions())] == [200, 203]
+
+
+def test_constant_losses_have_a_scale() -> None:
+    assert find_spikes(log_of([2.0] * 50 + [2.005] + [2.0] * 50), SpikeOptions()) == []
+    assert [one.step for one in find_spikes(log_of([2.0] * 50 + [2.1] + [2.0] * 50), SpikeOptions())] == [51]
+
+
+# Logs.
+
+LINES = [(1, 3.5), (2, 2.5), (3, 2.25)]
+JSON_LINES = "".join(
+    json.dumps({"step": step, "loss": loss, "sample_ids": [4, 5]}) + "\n" for step, loss in LINES
+)
+CSV = "epoch,step,train_loss,val_loss\n0,1,3.5,\n0,2,2.5,\n0,2,,1.0\n0,3,2.25,\n"
+WANDB = (
+    '"Step","run-7 - train/loss","run-7 - train/loss__MIN"\n"1","3.5","1"\n"2","2.5","1"\n"3","2.25","0"\n'
+)
+TENSORBOARD = "Wall time,Step,Value\n1764000000.1,1,3.5\n1764000001.2,2,2.5\n1764000002.3,3,2.25\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        JSON_LINES,
+        JSON_LINES + '{"step": 4, "lo',  # of a killed process
+        JSON_LINES.replace("\n", "\r\n"),
+        '{"config": {"lr": 0.1}}\n'
+        + JSON_LINES
+        + '{"step": 3, "eval_loss": 9.0}\n{"step": 4, "loss": null}\n',
+        "\ufeff" + CSV,
+        CSV.replace(",", ";"),
+        CSV.replace(",", "\t"),
+        CSV + "epoch,step,train_loss,val_loss\n",  # a restart writes the header again
+        CSV + '0,"4,5.0,\n',  # an open quote
+        WANDB,
+        TENSORBOARD,
+    ],
+)
+def test_logs_of_trainers_are_read(text: str) -> None:
+    log = read(text.encode())
+    assert (log.steps.tolist(), log.losses.tolist()) == ([1, 2, 3], [3.5, 2.5, 2.25])
+
+
+def test_the_last_loss_of_a_step_counts_in_any_order_and_a_log_from_0_is_moved() -> None:
+    log = read(b"step,loss\n2,9\n0,1\n1,8\n1,7\n2,6\n")
+    assert (log.steps.tolist(), log.losses.tolist()) == ([1, 2, 3], [1, 7, 6])
+    assert (log.first_step, log.repeated) == (0, 2)
+    assert read(b"step,loss\n49,1\n99,1\n", first_step=0).steps.tolist() == [50, 100]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"step": 1, "loss": NaN}', '{"step": 1, "loss": "NaN"}', '{"step": 1.0, "loss": Infinity}'),
+        *('{"step": "1", "loss": 1e999}', '{"step": 1, "loss": -Infinity}', '{"loss": "nan", "step": 1}'),
+    ],
+)
+def test_losses_that_are_not_finite_are_read(line: str) -> None:
+    log = read(f'{{"step": 2, "loss": 1}}\n{line}\n'.encode())
+    assert log.steps.tolist() == [1, 2]
+    assert not math.isfinite(log.losses[0])
+    assert log.skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "log: is empty"),
+        (b"\n \n", "log: is empty"),
+        (b"step,loss\n", "has no steps with a loss"),
+        (b"time,loss\n1,2\n", "has no column `step` .columns: time, loss"),
+        (b"step,accuracy\n1,2\n", "has no column `loss` .columns: step, accuracy.; name it with"),
+        (b"Step,a - loss,b - loss\n1,2,3\n", "losses of several runs: a - loss, b - loss"),
+        (b'{"step": "one", "loss": 2}\n{"step": 1.5, "loss": 2}\n', "has no steps with a loss"),
+        (b"step,loss\n-1,2\n1e300,3\nx,4\n", "lines that could not be read: 3"),
+        (b'{\n "log_history": [{"step": 1, "loss": 2}]\n}', "is one JSON document"),
+        (b'[{"step": 1, "loss": 2}]', "is one JSON document"),
+        (b"\x00\xff\x01" * 50, "has no column `step`"),
+    ],
+)  # fmt: skip
+def test_what_is_no_log_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ShardkitError, match=message):
+        read(data)
+
+
+def test_a_loss_is_named() -> None:
+    assert read(b"step,loss,z\n1,2,3\n", loss="z").losses.tolist() == [3]
+    with pytest.raises(ShardkitError, match="has no losses named 'y'"):
+        read(b"step,loss,z\n1,2,3\n", loss="y")
+
+
+def test_a_log_that_is_all_spikes_is_refused() -> None:
+    with pytest.raises(ShardkitError, match=r"10,001 of 20,002 losses begin a spike: raise the threshold"):
+        find_spikes(log_of([1.0, math.nan] * 10_001), SpikeOptions())
+
+
+# From the log of a training to its documents, and on without them.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> tuple[Planted, Path]:
+    """A run with five planted documents: losses.jsonl, states/ every 50 steps, and usage/."""
+    folder = tmp_path_factory.mktemp("rewind")
+    planted = make_planted(folder / "corpus", 3000, 5)
+    train(planted, folder)
+    return planted, folder
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """The answer of the command, of which everything is listed."""
+    capsys.readouterr()
+    assert main(["trace", *map(str, words), "--limit", "0", "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["trace", *map(str, words)]) == 1
+    return capsys.readouterr().err
+
+
+def sizes(planted: Planted) -> list[object]:
+    return ["--batch-size", BATCH, "--seed", planted.seed]
+
+
+def records(documents: Sequence[dict[str, Any]]) -> set[int]:
+    return {document["record"] for document in documents}
+
+
+def test_documents_that_made_the_loss_jump_come_first_and_alone_stand_out(
+    trained: tuple[Planted, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    answer = asked(capsys, planted.out, "--losses", folder / "losses.jsonl", *sizes(planted))
+    assert {step for spike in answer["spikes"] for step in spike["steps"]} == {*planted.steps.values()}
+    assert records(answer["documents"][: len(planted.steps)]) == {*planted.steps}
+    assert records([one for one in answer["documents"] if one["chosen"]]) == {*planted.steps}
+    assert answer["document_count"] > 40
+    for document in answer["documents"][: len(planted.steps)]:
+        assert planted.steps[document["record"]] in range(document["steps"][0], document["steps"][0] + 3)
+        assert document["evidence"] > 0.5
+        assert document["unusual"] > 1
+
+
+def test_a_run_goes_on_with_a_mask_and_has_no_spike_there(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    mask = tmp_path / "masked.txt"
+    words = ["--losses", folder / "losses.jsonl", "--state", folder / "states", *sizes(planted)[:2]]
+    answer = asked(capsys, planted.out, *words, "--mask", mask)
+    last = max(planted.steps.values())
+    then = answer["continue"]
+    assert then["step"] == (last - 3) // 50 * 50, "the last checkpoint before the candidates"
+    assert then["checkpoint"] == str(folder / "states" / f"step-{then['step']:05d}.json")
+    assert answer["list"] | {"fingerprint": 0} == {
+        "kind": "mask", "file": str(mask), "rows": 5, "documents": 5, "fingerprint": 0,
+        "tokens": answer["list"]["tokens"],
+    }  # fmt: skip
+    space: dict[str, Any] = {}
+    exec("\n".join(then["code"]), space)
+    with (
+        space["loader"] as loader,
+        StreamingLoader(planted.out, batch_size=BATCH, seed=planted.seed, labels="shifted") as plain,
+    ):
+        plain.load_state_dict(space["state"])
+        for step, (batch, before) in enumerate(zip(loader, plain, strict=True), then["step"] + 1):
+            assert batch["tokens"].tolist() == before["tokens"].tolist(), "the order of the run"
+            is_masked = bool((batch["labels"] != before["labels"]).any())
+            assert is_masked == (step in planted.steps.values())
+    train(planted, tmp_path, mask=mask)
+    assert asked(capsys, planted.out, *words[:1], tmp_path / "losses.jsonl", *sizes(planted))["spikes"] == []
+
+
+def test_a_run_goes_on_without_rows_in_another_order(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    first, both = tmp_path / "first.txt", tmp_path / "both.txt"
+    first.write_text("0\n1\n")
+    with StreamingLoader([Stream(planted.out, exclude=first)], batch_size=BATCH, seed=planted.seed) as loader:
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    words = ["--losses", folder / "losses.jsonl", "--without", first, "--state", tmp_path / "state.json"]
+    answer = asked(
+        capsys, planted.out, *words, *sizes(planted)[:2], "--exclude", both, "--spikes", "before=5"
+    )
+    assert answer["list"]["rows"] == answer["list"]["new_rows"] + 2, "rows that the run left out stay out"
+    space: dict[str, Any] = {}
+    exec("\n".join(answer["continue"]["code"]), space)
+    assert "on_mismatch='fork'" in answer["continue"]["code"][-1]
+    with space["loader"] as loader:
+        assert len(sk.open(planted.out)) - answer["list"]["rows"] == sum(len(b["tokens"]) for b in loader)
+
+
+def test_usage_logs_say_what_the_run_was_and_that_a_log_is_of_another(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    words = [planted.out, "--state", folder / "usage", "--losses"]
+    answer = asked(capsys, *words, folder / "losses.jsonl")
+    assert (answer["run"]["seed"], answer["run"]["batch_size"]) == (planted.seed, BATCH)
+    assert records([one for one in answer["documents"] if one["chosen"]]) == {*planted.steps}
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text('{"step": 100000, "loss": NaN}')
+    assert "has a loss of step 100,000, but the usage logs end with step" in refused(capsys, *words, longer)
+    states = [*words[:2], folder / "states", "--losses", folder / "losses.jsonl", "--batch-size"]
+    assert "where no batch of 7 on 1 ranks begins" in refused(capsys, *states, 7)
+    short = tmp_path / "short.csv"
+    short.write_text("step,loss\n1,2\n")
+    notices = asked(capsys, *states[:-2], short, "--batch-size", BATCH)["notices"]
+    assert "the log has 1 losses" in notices[0]
+    assert "but the log ends with step 1: is it of this run?" in notices[1]
+
+
+def test_a_spike_that_follows_its_document_or_has_steps_of_several_batches_is_traced_too(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    late, pairs = tmp_path / "late.jsonl", tmp_path / "pairs.csv"
+    late.write_text(
+        "".join(json.dumps({"step": one["step"] + 2, "loss": one["loss"]}) + "\n" for one in losses)
+    )
+    answer = asked(capsys, planted.out, "--losses", late, *sizes(planted))
+    assert records(answer["documents"][:8]) >= {*planted.steps}
+    none = asked(capsys, planted.out, "--losses", late, *sizes(planted), "--spikes", "before=0")
+    assert not records(none["documents"]) & {*planted.steps}
+    lines = [
+        f"{number},{(one['loss'] + two['loss']) / 2}\n"
+        for number, (one, two) in enumerate(zip(losses[::2], losses[1::2], strict=False))
+    ]
+    pairs.write_text("step,loss\n" + "".join(lines))
+    answer = asked(capsys, planted.out, "--losses", pairs, *sizes(planted), "--accumulate", 2)
+    assert answer["log"]["first_step"] == 0
+    flat = {record for record, step in planted.steps.items() if step > 150}  # where the loss falls no more
+    assert len(flat) == 3
+    assert records(answer["documents"][:5]) >= flat
+
+
+def test_a_log_with_a_loss_every_few_steps_has_all_steps_between_as_candidates(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, _ = trained
+    record, step = max(planted.steps.items(), key=lambda entry: entry[1])
+    logged = -(-step // 5) * 5
+    sparse = tmp_path / "sparse.csv"
+    lines = [f"{at},{4.0 if at == logged else NOISE[at]}\n" for at in range(5, 300, 5)]
+    sparse.write_text("step,loss\n" + "".join(lines))
+    answer = asked(capsys, planted.out, "--losses", sparse, *sizes(planted))
+    [spike] = answer["spikes"]
+    assert (spike["step"], spike["first_candidate"]) == (logged, logged - 4)
+    assert records([one for one in answer["documents"] if one["chosen"]]) == {record}
+
+
+def test_text_and_stdin(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    planted, folder = trained
+    data = (folder / "losses.jsonl").read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert main(["trace", str(planted.out), "--losses", "-", *map(str, sizes(planted)), "--limit", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "stdin: 3" in shown
+    assert "suspicious step" in shown
+    assert "  1* evidence 0." in shown
+    assert "https://planted.org/" in shown
+    assert "continue from a checkpoint of step" in shown
+    assert "--mask FILE keeps the order of the run" in shown
+    calm = tmp_path / "calm.csv"
+    calm.write_text("step,loss\n" + "".join(f"{step},2.5\n" for step in range(1, 90)))
+    assert main(["trace", str(planted.out), "--losses", str(calm), *map(str, sizes(planted))]) == 0
+    assert "no loss is suspicious" in capsys.readouterr().out
+
+
+def test_what_a_log_is_asked_without_is_said(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    log = str(folder / "losses.jsonl")
+    cases = [
+        (["--losses", log], "give --batch-size and --world-size"),
+        (["--losses", log, "--state", str(folder / "states")], "give --batch-size and --world-size"),
+        (["--losses", log, "--batch-size", "2", "--row", "3"], "row and losses are different questions"),
+        (["--losses", log, "--batch-size", "2", "--mask", "a", "--exclude", "b"], "not both"),
+        (["--row", "3", "--spikes", "before=3"], "give --losses FILE"),
+        (["--losses", log, "--batch-size", "2", "--spikes", "window=3"], "window must be from 16"),
+        (["--losses", log, "--batch-size", "2", "--spikes", "threshold=-1"], "threshold must be above 0"),
+    ]
+    for words, message in cases:
+        with pytest.raises(SystemExit) as caught:
+            main(["trace", str(planted.out), *words])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+    huge = tmp_path / "huge.csv"
+    huge.write_text("step,loss\n9007199254740990,nan\n")
+    assert "no run has a step" in refused(capsys, planted.out, "--losses", huge, "--batch-size", 1024)
+    assert "cannot be read: No such file" in refused(capsys, planted.out, "--losses", "none", *sizes(planted))
