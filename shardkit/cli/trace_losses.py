@@ -67,7 +67,7 @@ def _show_shares(answer: Mapping[str, Any]) -> None:
 
 def _show_list(answer: Mapping[str, Any]) -> None:
     console, then = stdout_console(), answer["continue"]
-    if (written := answer["list"]) is not None:
+    for written in answer["lists"]:
         what = f"{written['rows']:,} rows"
         what = f"{written['tokens']:,} tokens in {what}" if written["kind"] == "mask" else what
         console.print(f"\n{written['file']}: {what}, of {written['documents']:,} documents")

@@ -4,9 +4,10 @@
 
 Each run is another corpus and another order. A model is trained for an epoch of some 1,000 steps on small
 documents, of which 20 are random bytes, another script, or a letter again and again; on the same corpus
-without these; and with the mask that `shardkit trace --losses` wrote. The models are a bigram table and a GPT
-of one layer. `rank` is the worst place of a planted document in the list; `unplanted` counts spikes at whose
-steps nothing was planted, and other documents that stand out.
+without these; with the mask that `shardkit trace --losses` wrote; and without the rows that it listed. A mask
+leaves garbage in front of the documents that follow it in a row, which a GPT reads. The models are a bigram
+table and a GPT of one layer. `rank` is the worst place of a planted document in the list; `unplanted` counts
+spikes at whose steps nothing was planted, and other documents that stand out.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ HEADS: Heads = {
     "clean": ("spikes without garbage", ".0f"),
     "clean_steps": ("in steps", ",.0f"),
     "masked": ("spikes with the mask", ".0f"),
+    "excluded": ("spikes without the rows", ".0f"),
 }
 
 
@@ -71,7 +73,7 @@ def measured(name: str, seed: int, place: Path, planted: Planted, clean: Planted
         (place / folder).mkdir()
         return place / folder, len(train(data, place / folder, model, learning_rate=rate, **options))
 
-    mask = place / f"{name}.txt"
+    mask, exclude = place / f"{name}-mask.txt", place / f"{name}-rows.txt"
     folder, steps = trained(f"{name}-planted", planted)
     answer = asked(planted, folder, "--mask", str(mask))
     ranks = {one["record"]: place for place, one in reversed([*enumerate(answer["documents"], 1)])}
@@ -80,6 +82,8 @@ def measured(name: str, seed: int, place: Path, planted: Planted, clean: Planted
     found = {record for record, step in planted.steps.items() if step in high and record in chosen}
     calm, calm_steps = trained(f"{name}-clean", clean)
     masked, _ = trained(f"{name}-masked", planted, mask=mask)
+    asked(planted, folder, "--exclude", str(exclude))
+    excluded, _ = trained(f"{name}-excluded", planted, exclude=exclude)
     return {
         "model": name,
         "seed": seed,
@@ -95,6 +99,7 @@ def measured(name: str, seed: int, place: Path, planted: Planted, clean: Planted
         "clean": asked(clean, calm)["spike_count"],
         "clean_steps": calm_steps,
         "masked": asked(planted, masked)["spike_count"],
+        "excluded": asked(planted, excluded, "--without", str(exclude))["spike_count"],
     }
 
 

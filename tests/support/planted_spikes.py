@@ -100,9 +100,10 @@ def train(
     model: nn.Module | None = None,
     *,
     mask: Path | None = None,
+    exclude: Path | None = None,
     learning_rate: float = 0.05,
 ) -> list[float]:
-    """Train a `Table`, or `model`, for an epoch, with a list for the stream's `mask`; return the losses.
+    """Train a `Table`, or `model`, for an epoch, with the stream's `mask` or `exclude`; return the losses.
 
     Writes losses.jsonl, the usage log in usage/, and the loader's state every 50 steps in states/.
     """
@@ -112,7 +113,7 @@ def train(
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     losses = []
     (folder / "states").mkdir()
-    stream = Stream(planted.out, mask=mask)
+    stream = Stream(planted.out, mask=mask, exclude=exclude)
     loader = StreamingLoader(
         [stream], batch_size=BATCH, seed=planted.seed, labels="shifted", usage_log=folder / "usage"
     )

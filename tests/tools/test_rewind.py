@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit as sk
 from shardkit.cli.main import main
 from shardkit.errors import ShardkitError
-from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders import Order, Stream, StreamingLoader
 from shardkit.tools.rewind.losses import LossLog, SpikeOptions, find_spikes, read_losses
+from support.loader_data import make_rows
 from support.planted_spikes import BATCH, Planted, make_planted, train
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -244,10 +247,10 @@ def test_a_run_goes_on_with_a_mask_and_has_no_spike_there(
     then = answer["continue"]
     assert then["step"] == (last - 3) // 50 * 50, "the last checkpoint before the candidates"
     assert then["checkpoint"] == str(folder / "states" / f"step-{then['step']:05d}.json")
-    assert answer["list"] | {"fingerprint": 0} == {
-        "kind": "mask", "file": str(mask), "rows": 5, "documents": 5, "fingerprint": 0,
-        "tokens": answer["list"]["tokens"],
-    }  # fmt: skip
+    [written] = answer["lists"]
+    assert (written["kind"], written["file"], written["rows"], written["documents"]) == (
+        *("mask", str(mask), 5, 5),
+    )
     space: dict[str, Any] = {}
     exec("\n".join(then["code"]), space)
     with (
@@ -275,12 +278,14 @@ def test_a_run_goes_on_without_rows_in_another_order(
     answer = asked(
         capsys, planted.out, *words, *sizes(planted)[:2], "--exclude", both, "--spikes", "before=5"
     )
-    assert answer["list"]["rows"] == answer["list"]["new_rows"] + 2, "rows that the run left out stay out"
+    assert answer["lists"][0]["rows"] == answer["lists"][0]["new_rows"] + 2, (
+        "rows that the run left out stay out"
+    )
     space: dict[str, Any] = {}
     exec("\n".join(answer["continue"]["code"]), space)
     assert "on_mismatch='fork'" in answer["continue"]["code"][-1]
     with space["loader"] as loader:
-        assert len(sk.open(planted.out)) - answer["list"]["rows"] == sum(len(b["tokens"]) for b in loader)
+        assert len(sk.open(planted.out)) - answer["lists"][0]["rows"] == sum(len(b["tokens"]) for b in loader)
 
 
 def test_usage_logs_say_what_the_run_was_and_that_a_log_is_of_another(
@@ -386,3 +391,83 @@ def test_what_a_log_is_asked_without_is_said(
     huge.write_text("step,loss\n9007199254740990,nan\n")
     assert "no run has a step" in refused(capsys, planted.out, "--losses", huge, "--batch-size", 1024)
     assert "cannot be read: No such file" in refused(capsys, planted.out, "--losses", "none", *sizes(planted))
+
+
+def spike_at(step: int, path: Path, steps: int = 60) -> Path:
+    """Write a log with one spike."""
+    lines = [f"{at},{9.0 if at == step else NOISE[at]}\n" for at in range(1, steps)]
+    path.write_text("step,loss\n" + "".join(lines))
+    return path
+
+
+def test_a_mixture_has_a_list_for_each_dataset(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, _ = trained
+    make_rows(tmp_path / "web", 300, 128)
+    streams = [Stream(planted.out, 1, name="crawl"), Stream(tmp_path / "web", 2)]
+    with StreamingLoader(streams, batch_size=6, seed=3, labels="shifted") as loader:
+        (tmp_path / "state.json").write_text(json.dumps({"run": [loader.state_dict()]}))
+    log = spike_at(40, tmp_path / "log.csv")
+    words = ["--losses", log, "--state", tmp_path / "state.json", "--batch-size", 6, "--spikes", "before=0"]
+    answer = asked(capsys, planted.out, "--stream", tmp_path / "web", *words, "--mask", tmp_path / "mask.txt")
+    assert {one["dataset"] for one in answer["documents"]} == {str(planted.out), str(tmp_path / "web")}
+    space: dict[str, Any] = {}
+    assert answer["continue"]["code"][3].endswith("['run'][0]")
+    first, second = tmp_path / "mask.txt", tmp_path / "mask-1.txt"
+    assert {one["file"]: one["documents"] for one in answer["lists"]} == {
+        str(file): sum(one["chosen"] and one["dataset"] == str(path) for one in answer["documents"])
+        for file, path in ((first, planted.out), (second, tmp_path / "web"))
+        if file.exists()
+    }
+    assert second.exists()
+    exec("\n".join(answer["continue"]["code"]), space)
+    with space["loader"] as loader, StreamingLoader(streams, batch_size=6, seed=3, labels="shifted") as plain:
+        for step, (batch, before) in enumerate(zip(loader, plain, strict=False), 1):
+            assert batch["tokens"].tolist() == before["tokens"].tolist()
+            if step == 40:
+                assert (batch["labels"] != before["labels"]).any()
+                break
+
+
+def test_rows_take_the_place_of_documents_that_are_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_rows(tmp_path / "rows", 200, 65)
+    log = spike_at(30, tmp_path / "log.csv", 50)
+    sizes = ["--batch-size", "4", "--seed", "2"]
+    words = ["--losses", log, *sizes, "--spikes", "before=1"]
+    answer = asked(capsys, tmp_path / "rows", *words, "--exclude", tmp_path / "gone.txt")
+    assert "has no provenance tables" in answer["problem"]
+    assert answer["document_count"] == 8
+    asked_rows = asked(capsys, tmp_path / "rows", "--step", 30, *sizes)["rows"]
+    assert {row["row"] for row in asked_rows} <= {one["row"] for one in answer["documents"]}
+    with StreamingLoader([Stream(tmp_path / "rows", exclude=tmp_path / "gone.txt")], batch_size=1) as loader:
+        assert len([*loader]) == 200 - answer["lists"][0]["rows"]
+    assert main(["trace", str(tmp_path / "rows"), *map(str, words)]) == 0
+    assert "shard.00000.mds record" in capsys.readouterr().out
+
+
+def test_files_that_are_read_in_place_are_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = pa.table({"input_ids": np.random.default_rng(1).integers(0, 50, (200, 64)).tolist()})
+    pq.write_table(lists, tmp_path / "part.parquet")
+    words = [tmp_path / "part.parquet", "--losses", spike_at(30, tmp_path / "log.csv", 50)]
+    words += ["--batch-size", 4, "--loader", "columns=input_ids", "--loader", "sequence_length=64"]
+    answer = asked(capsys, *words, "--mask", tmp_path / "mask.txt")
+    assert answer["documents"][0]["file"].endswith("part.parquet")
+    assert answer["lists"][0]["tokens"] == 64 * answer["lists"][0]["rows"]
+
+
+def test_a_state_with_the_size_of_a_step_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_rows(tmp_path / "rows", 400, 65)
+    order = Order(global_batch=8)
+    with StreamingLoader(tmp_path / "rows", batch_size=2, seed=4, order=order) as loader:
+        state = tmp_path / "state.json"
+        state.write_text(json.dumps(loader.state_dict()))
+    log = spike_at(30, tmp_path / "log.csv", 50)
+    answer = asked(capsys, tmp_path / "rows", "--losses", log, "--state", state, "--spikes", "before=0")
+    assert answer["document_count"] == 8
+    [positions] = [asked(capsys, tmp_path / "rows", "--step", 30, "--state", state)["positions"]]
+    assert positions == [232, 240]

@@ -62,12 +62,7 @@ def rewind(
         notices.append(
             f"the documents of the {len(found.examined):,} highest of {len(spikes):,} spikes were looked at"
         )
-    written = _write(tracer, run, found.chosen, exclude, mask) if exclude or mask else None
-    if (exclude or mask) and (others := sum(one.tracer is not tracer for one in found.chosen)):
-        notices.append(
-            f"{others:,} of the documents that stand out are in other streams: ask again with the path of "
-            "each stream, and the others as --stream"
-        )
+    lists = _write(tracer, run, found.chosen, exclude, mask)
     documents, several = found.suspects[: limit or None], spikes[: limit or None]
     return {
         "log": _log(log),
@@ -81,8 +76,8 @@ def rewind(
         "chosen": len(found.chosen),
         "sources": found.sources,
         "hosts": found.hosts,
-        "list": written,
-        "continue": _continue(run, saved, spikes, options, written, without) if spikes else None,
+        "lists": lists,
+        "continue": _continue(run, saved, spikes, options, lists, without) if spikes else None,
         "notices": notices,
         "problem": tracer.problem,
         "no_text": tracer.no_text if found.suspects else None,
@@ -180,32 +175,52 @@ def _document(suspect: Suspect, found: Findings, spikes: Sequence[Spike]) -> dic
 
 def _write(
     tracer: Tracer, run: Run, chosen: Sequence[Suspect], exclude: Path | None, mask: Path | None
-) -> dict[str, Any] | None:
-    """Write all rows, or the tokens, of the chosen documents of a dataset; None if it has none of them."""
-    here = [one for one in chosen if one.tracer is tracer]
-    if not here:
-        return None
-    pieces = [piece for one in here for piece in one.pieces]
-    if tracer.table is not None:
-        ids = {piece.document_id for piece in pieces}
-        pieces = [one for table in tracer.table.search(Selection(documents=ids)) for one in pieces_of(table)]
-    dataset = tracer.dataset
-    facts = {"documents": len(here), "fingerprint": dataset.fingerprint}
-    if mask is not None:
-        spans = [_span(piece) for piece in pieces]
-        if any(begin == end for _, begin, end in spans):
-            raise ShardkitError(f"{dataset.location}: has no rows of tokens to mask; give --exclude FILE")
-        tokens = TokenMask(np.array(spans, np.int64))
-        write_mask(mask, dataset, tokens, len(here))
-        return {"kind": "mask", "file": str(mask), "rows": tokens.rows, "tokens": tokens.tokens, **facts}
-    assert exclude is not None
-    rows = Exclusions.of(np.array([piece.sample_id for piece in pieces], np.int64))
+) -> list[dict[str, Any]]:
+    """Write a list for each dataset that has chosen documents, to the file given for that of `tracer`.
+
+    The files of other datasets of a mixture have the number of the stream behind their name.
+    """
+    lists = []
+    for number, dataset in enumerate(run.datasets):
+        here = [one for one in chosen if one.tracer.dataset is dataset]
+        if (file := exclude or mask) is None or not here or dataset in run.datasets[:number]:
+            continue
+        if dataset is not tracer.dataset:
+            file = file.with_name(f"{file.stem}-{number}{file.suffix}")
+        written = _write_exclusions(run, here, file) if exclude else _write_mask(here, file)
+        facts = {"kind": "exclude" if exclude else "mask", "file": str(file), "documents": len(here)}
+        lists.append(facts | {"fingerprint": dataset.fingerprint} | written)
+    return lists
+
+
+def _pieces(suspects: Sequence[Suspect]) -> list[Piece]:
+    """Return all pieces of documents in their dataset; without tables, those in candidate rows."""
+    pieces = [piece for one in suspects for piece in one.pieces]
+    if (table := suspects[0].tracer.table) is None:
+        return pieces
+    ids = {piece.document_id for piece in pieces}
+    return [piece for some in table.search(Selection(documents=ids)) for piece in pieces_of(some)]
+
+
+def _write_mask(suspects: Sequence[Suspect], file: Path) -> dict[str, int]:
+    dataset = suspects[0].tracer.dataset
+    spans = [_span(piece) for piece in _pieces(suspects)]
+    if any(begin == end for _, begin, end in spans):
+        raise ShardkitError(f"{dataset.location}: has no rows of tokens to mask; give --exclude FILE")
+    tokens = TokenMask(np.array(spans, np.int64))
+    write_mask(file, dataset, tokens, len(suspects))
+    return {"rows": tokens.rows, "tokens": tokens.tokens}
+
+
+def _write_exclusions(run: Run, suspects: Sequence[Suspect], file: Path) -> dict[str, int]:
+    """Write the rows of documents, and the rows that the run has excluded before."""
+    dataset = suspects[0].tracer.dataset
+    rows = Exclusions.of(np.array([piece.sample_id for piece in _pieces(suspects)], np.int64))
     before = [one for one in map(run.exclusions_of, run.streams_of(dataset)) if one is not None]
-    ranges = [pair for one in (rows, *before) for pair in one.to_list()]
-    all_rows = Exclusions(ranges)
-    why = [f"rows that hold {len(here):,} documents of steps at which the loss jumped: {rows.count:,}"]
-    write_exclusions(exclude, dataset, all_rows, why)
-    return {"kind": "exclude", "file": str(exclude), "rows": all_rows.count, "new_rows": rows.count, **facts}
+    merged = Exclusions([pair for one in (rows, *before) for pair in one.to_list()])
+    why = [f"rows of {len(suspects):,} documents of steps at which the loss jumped: {rows.count:,}"]
+    write_exclusions(file, dataset, merged, why)
+    return {"rows": merged.count, "new_rows": rows.count}
 
 
 def _span(piece: Piece) -> tuple[int, int, int]:
@@ -217,7 +232,7 @@ def _continue(
     saved: SavedRun | None,
     spikes: Sequence[Spike],
     options: SpikeOptions,
-    written: Mapping[str, Any] | None,
+    lists: Sequence[Mapping[str, Any]],
     without: Sequence[Path],
 ) -> dict[str, Any]:
     """Say from which step and checkpoint the run goes on, and by which lines of code."""
@@ -229,24 +244,22 @@ def _continue(
         if (steps_before(run, one.state.position) or 0) <= last:
             checkpoint = one
     position = run.plan.start_of_step(last * run.accumulate + 1)
-    code: list[str] = []
-    if written is not None:
-        code = _code(run, checkpoint, written, without)
     return {
         "spike": spike.step,
         "step": last if checkpoint is None else steps_before(run, checkpoint.state.position),
         "position": position if checkpoint is None else checkpoint.state.position,
         "checkpoint": None if checkpoint is None else str(checkpoint.file),
-        "code": code,
+        "code": _code(run, checkpoint, lists, without) if lists else [],
     }
 
 
 def _code(
-    run: Run, checkpoint: Checkpoint | None, written: Mapping[str, Any], without: Sequence[Path]
+    run: Run, checkpoint: Checkpoint | None, lists: Sequence[Mapping[str, Any]], without: Sequence[Path]
 ) -> list[str]:
-    """Return the lines that make the loader of the run again, with the list, and load its state."""
+    """Return the lines that make the loader of the run again, with the lists, and load its state."""
     assert run.plan is not None
-    settings, is_mask = run.settings, written["kind"] == "mask"
+    settings, is_mask = run.settings, lists[0]["kind"] == "mask"
+    of_dataset = {one["fingerprint"]: one["file"] for one in lists}
     weights = None if settings.schedule is None else settings.schedule.weights_at(0)
     digests = {Exclusions.read(path).digest: path for path in without}
     streams = []
@@ -254,10 +267,10 @@ def _code(
         words = [repr(dataset.location)]
         words += [] if weights is None else [f"weight={weights[number]}"]
         words += [f"name={stream.name!r}"] if stream.name and weights is not None else []
-        lists = {"exclude": str(digests[stream.excluded])} if stream.excluded in digests else {}
-        if dataset.fingerprint == written["fingerprint"]:
-            lists[written["kind"]] = written["file"]
-        words += [f"{kind}={path!r}" for kind, path in lists.items()]
+        given = {"exclude": str(digests[stream.excluded])} if stream.excluded in digests else {}
+        if dataset.fingerprint in of_dataset:
+            given[lists[0]["kind"]] = of_dataset[dataset.fingerprint]
+        words += [f"{kind}={path!r}" for kind, path in given.items()]
         streams.append(f"Stream({', '.join(words)})")
     order = settings.order
     words = [f"[{', '.join(streams)}]", f"batch_size={run.plan.batch_size}", f"seed={order.seed}"]
