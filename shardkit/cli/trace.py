@@ -69,8 +69,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=natural,
         default=20,
         metavar="N",
-        help="number of rows of a step, pieces of a search, or documents of each outcome to print; 0: all "
-        "(default: 20); totals and files always include all",
+        help="number of rows of a step, pieces of a search, suspects, or documents of each outcome to print; "
+        "0: all (default: 20); totals and files always include all",
     )
     add_json_argument(parser)
     _add_run(parser)

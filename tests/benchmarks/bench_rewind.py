@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,6 +32,7 @@ from figures import Heads, benchmark_parser, give
 from shardkit.cli.main import main as shardkit
 from support.planted_spikes import BATCH, VOCABULARY, Planted, Table, make_planted, train
 
+FIRST_SEED = 10  # the defaults were chosen on corpora of smaller ones
 HEADS: Heads = {
     "model": ("model", ""),
     "seed": ("corpus", ""),
@@ -62,7 +64,8 @@ def model_of(name: str) -> tuple[nn.Module, float]:
     """A model, and its learning rate."""
     if name == "bigram":
         return Table(), 0.05
-    return GPT(GPTConfig(VOCABULARY, layers=1, heads=2, width=32)), 1e-2
+    torch.manual_seed(17)
+    return GPT(GPTConfig(VOCABULARY, layers=1, heads=2, width=32)), 3e-3
 
 
 def measured(name: str, seed: int, place: Path, planted: Planted, clean: Planted) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=10_000)
     arguments = parser.parse_args()
     rows = []
-    for seed in range(arguments.runs):
+    for seed in range(FIRST_SEED, FIRST_SEED + arguments.runs):
         with tempfile.TemporaryDirectory() as name:
             place = Path(name)
             planted = make_planted(place / "planted", arguments.documents, arguments.planted, salt=seed)

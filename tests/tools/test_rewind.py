@@ -57,9 +57,9 @@ def test_noise_alone_has_no_spike_in_a_hundred_thousand_steps() -> None:
 
 def test_a_jump_is_found_at_its_step_with_its_robust_score() -> None:
     [spike] = find_spikes(log_of(spiked((200, 4.0))), SpikeOptions())
-    before = NOISE[200 - 33 : 199]
-    median = np.sort(before)[16]
-    scale = 1.4826 * np.sort(np.abs(before - median))[16]
+    median = np.sort(NOISE[199 - 16 : 199])[8]
+    deviations = [abs(NOISE[at] - np.sort(NOISE[at - 16 : at])[8]) for at in range(199 - 64, 199)]
+    scale = 1.4826 * sorted(deviations)[32]
     assert (spike.step, spike.loss, spike.steps, spike.recovered) == (200, 4.0, (200,), True)
     assert spike.median == pytest.approx(median)
     assert spike.score == pytest.approx((4.0 - median) / scale)
@@ -232,7 +232,7 @@ def test_documents_that_made_the_loss_jump_come_first_and_alone_stand_out(
     assert answer["document_count"] > 40
     for document in answer["documents"][: len(planted.steps)]:
         assert planted.steps[document["record"]] in range(document["steps"][0], document["steps"][0] + 3)
-        assert document["evidence"] > 0.5
+        assert document["evidence"] > 0.4  # two of them share a spike
         assert document["unusual"] > 1
 
 
@@ -285,7 +285,8 @@ def test_a_run_goes_on_without_rows_in_another_order(
     exec("\n".join(answer["continue"]["code"]), space)
     assert "on_mismatch='fork'" in answer["continue"]["code"][-1]
     with space["loader"] as loader:
-        assert len(sk.open(planted.out)) - answer["lists"][0]["rows"] == sum(len(b["tokens"]) for b in loader)
+        kept = len(sk.open(planted.out)) - answer["lists"][0]["rows"]
+        assert len([*loader]) == -(-kept // BATCH)
 
 
 def test_usage_logs_say_what_the_run_was_and_that_a_log_is_of_another(
@@ -328,9 +329,7 @@ def test_a_spike_that_follows_its_document_or_has_steps_of_several_batches_is_tr
     pairs.write_text("step,loss\n" + "".join(lines))
     answer = asked(capsys, planted.out, "--losses", pairs, *sizes(planted), "--accumulate", 2)
     assert answer["log"]["first_step"] == 0
-    flat = {record for record, step in planted.steps.items() if step > 150}  # where the loss falls no more
-    assert len(flat) == 3
-    assert records(answer["documents"][:5]) >= flat
+    assert records(answer["documents"][:8]) >= {*planted.steps}
 
 
 def test_a_log_with_a_loss_every_few_steps_has_all_steps_between_as_candidates(
@@ -340,7 +339,7 @@ def test_a_log_with_a_loss_every_few_steps_has_all_steps_between_as_candidates(
     record, step = max(planted.steps.items(), key=lambda entry: entry[1])
     logged = -(-step // 5) * 5
     sparse = tmp_path / "sparse.csv"
-    lines = [f"{at},{4.0 if at == logged else NOISE[at]}\n" for at in range(5, 300, 5)]
+    lines = [f"{at},{4.0 if at == logged else NOISE[at]}\n" for at in range(5, 305, 5)]
     sparse.write_text("step,loss\n" + "".join(lines))
     answer = asked(capsys, planted.out, "--losses", sparse, *sizes(planted))
     [spike] = answer["spikes"]
@@ -434,13 +433,13 @@ def test_rows_take_the_place_of_documents_that_are_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_rows(tmp_path / "rows", 200, 65)
-    log = spike_at(30, tmp_path / "log.csv", 50)
+    log = spike_at(40, tmp_path / "log.csv", 50)
     sizes = ["--batch-size", "4", "--seed", "2"]
     words = ["--losses", log, *sizes, "--spikes", "before=1"]
     answer = asked(capsys, tmp_path / "rows", *words, "--exclude", tmp_path / "gone.txt")
     assert "has no provenance tables" in answer["problem"]
     assert answer["document_count"] == 8
-    asked_rows = asked(capsys, tmp_path / "rows", "--step", 30, *sizes)["rows"]
+    asked_rows = asked(capsys, tmp_path / "rows", "--step", 40, *sizes)["rows"]
     assert {row["row"] for row in asked_rows} <= {one["row"] for one in answer["documents"]}
     with StreamingLoader([Stream(tmp_path / "rows", exclude=tmp_path / "gone.txt")], batch_size=1) as loader:
         assert len([*loader]) == 200 - answer["lists"][0]["rows"]
@@ -453,7 +452,7 @@ def test_files_that_are_read_in_place_are_documents(
 ) -> None:
     lists = pa.table({"input_ids": np.random.default_rng(1).integers(0, 50, (200, 64)).tolist()})
     pq.write_table(lists, tmp_path / "part.parquet")
-    words = [tmp_path / "part.parquet", "--losses", spike_at(30, tmp_path / "log.csv", 50)]
+    words = [tmp_path / "part.parquet", "--losses", spike_at(40, tmp_path / "log.csv", 50)]
     words += ["--batch-size", 4, "--loader", "columns=input_ids", "--loader", "sequence_length=64"]
     answer = asked(capsys, *words, "--mask", tmp_path / "mask.txt")
     assert answer["documents"][0]["file"].endswith("part.parquet")
@@ -466,8 +465,57 @@ def test_a_state_with_the_size_of_a_step_says_it(tmp_path: Path, capsys: pytest.
     with StreamingLoader(tmp_path / "rows", batch_size=2, seed=4, order=order) as loader:
         state = tmp_path / "state.json"
         state.write_text(json.dumps(loader.state_dict()))
-    log = spike_at(30, tmp_path / "log.csv", 50)
+    log = spike_at(40, tmp_path / "log.csv", 50)
     answer = asked(capsys, tmp_path / "rows", "--losses", log, "--state", state, "--spikes", "before=0")
     assert answer["document_count"] == 8
-    [positions] = [asked(capsys, tmp_path / "rows", "--step", 30, "--state", state)["positions"]]
-    assert positions == [232, 240]
+    [positions] = [asked(capsys, tmp_path / "rows", "--step", 40, "--state", state)["positions"]]
+    assert positions == [312, 320]
+
+
+def test_a_folder_of_checkpoints_may_hold_other_files_but_no_other_run(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, folder = trained
+    for file in (folder / "states").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "step-00300.json").write_bytes(b'{"step": 300, "loader": {"posi')
+    (tmp_path / "config.json").write_text('{"layers": 4}')
+    (tmp_path / "model.bin").write_bytes(b"no zip")
+    words = [planted.out, "--losses", folder / "losses.jsonl", "--batch-size", BATCH, "--state"]
+    for where in (tmp_path, tmp_path / "*"):
+        answer = asked(capsys, *words, where)
+        assert answer["continue"]["checkpoint"] == str(tmp_path / "step-00250.json")
+        assert [notice.split(": ")[1] for notice in answer["notices"]] == [
+            *(str(tmp_path / "model.bin"), str(tmp_path / "step-00300.json"))
+        ]
+    with StreamingLoader(planted.out, batch_size=BATCH, seed=planted.seed + 1) as loader:
+        (tmp_path / "other.json").write_text(json.dumps(loader.state_dict()))
+    assert "other.json: is of another run than the furthest state: seed" in refused(capsys, *words, tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "has no file (.json, .pt" in refused(capsys, *words, tmp_path / "empty")
+    assert "has no file (.json, .pt" in refused(capsys, *words, tmp_path / "none*")
+    assert "cannot be read as JSON" in refused(capsys, *words, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4}, "the batch over all ranks changed from 2 to 4 at position 4"),
+        ({"batch_size": 2, "seed": 9}, "seed changed at position 4: these are two orders"),
+    ],
+)
+def test_usage_logs_of_two_orders_or_batch_sizes_have_no_numbers_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], message: str
+) -> None:
+    make_rows(tmp_path / "rows", 100, 65)
+    usage = tmp_path / "usage"
+    with StreamingLoader(tmp_path / "rows", batch_size=2, seed=4, usage_log=usage) as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+        next(batches)
+    with StreamingLoader(tmp_path / "rows", usage_log=usage, **{"seed": 4, **options}) as loader:
+        loader.load_state_dict(state, on_mismatch="fork")
+        next(iter(loader))
+    words = ["--losses", spike_at(40, tmp_path / "log.csv"), "--state", usage]
+    assert message in refused(capsys, tmp_path / "rows", *words)

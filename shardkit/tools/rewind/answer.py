@@ -26,7 +26,6 @@ from shardkit.order.order import MAX_POSITION
 from shardkit.order.token_mask import TokenMask
 from shardkit.tools.rewind.checkpoints import Checkpoint, SavedRun
 from shardkit.tools.rewind.losses import (
-    LEAST_BEFORE,
     LossLog,
     Spike,
     SpikeOptions,
@@ -55,7 +54,7 @@ def rewind(
     write, `without` has the exclusion lists of the run. Raises ShardkitError if log and run do not fit.
     """
     log = read_losses(file, name, options)
-    notices = _check(run, saved, log)
+    notices = _check(run, saved, log, options)
     spikes = find_spikes(log, options)
     found = find_suspects(tracer, run, log, spikes, options) if spikes else Findings()
     if len(found.examined) < len(spikes):
@@ -96,19 +95,20 @@ def _log(log: LossLog) -> dict[str, Any]:
     }
 
 
-def _check(run: Run, saved: SavedRun | None, log: LossLog) -> list[str]:
+def _check(run: Run, saved: SavedRun | None, log: LossLog, options: SpikeOptions) -> list[str]:
     """Return notices on what is odd about log and run. Raises ShardkitError if they do not fit."""
     assert run.plan is not None
     last = int(log.steps[-1])
     if last * run.accumulate * run.plan.global_batch >= MAX_POSITION:
         raise ShardkitError(f"{log.name}: no run has a step {last:,}")
     notices = []
-    if len(log.steps) <= LEAST_BEFORE:
+    if len(log.steps) <= (least := options.least_before):
         notices.append(
-            f"the log has {len(log.steps):,} losses; a finite one can be suspicious only after {LEAST_BEFORE}"
+            f"the log has {len(log.steps):,} losses; a finite one can be suspicious only after {least}"
         )
     if saved is None:
         return notices
+    notices += [f"skipped: {problem}" for problem in saved.unread]
     for one in saved.checkpoints:
         if steps_before(run, one.state.position) is None:
             batch = f"{run.plan.batch_size:,} on {run.plan.world_size:,} ranks"

@@ -36,13 +36,14 @@ class SavedRun:
     """The checkpoints of a run by ascending position, and its furthest state, which may be of usage logs.
 
     `sizes` has batch_size, world_size and accumulate if they are known, else it is empty. `logged` is the
-    position that usage logs reach, None without them.
+    position that usage logs reach, None without them. `unread` says which files of folders cannot be read.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     state: LoaderState
     sizes: dict[str, int]
     logged: int | None = None
+    unread: tuple[str, ...] = ()
 
 
 def read_run(paths: Sequence[str]) -> SavedRun:
@@ -50,15 +51,16 @@ def read_run(paths: Sequence[str]) -> SavedRun:
     found: list[Checkpoint] = []
     logged: LoaderState | None = None
     sizes: dict[str, int] = {}
+    unread: list[str] = []
     for text in paths:
         path = Path(text)
         if path.is_dir() and any(path.glob(f"*{SUFFIX}")):
             logged, sizes = _of_usage_logs(path)
         elif path.is_dir():
-            found += _of_folder(path, sorted(path.iterdir()))
+            found += _of_folder(path, sorted(path.iterdir()), unread)
         elif any(mark in text for mark in "*?[") and not path.exists():
             base = Path(path.anchor)
-            found += _of_folder(path, sorted(base.glob(str(path.relative_to(base)))))
+            found += _of_folder(path, sorted(base.glob(str(path.relative_to(base)))), unread)
         else:
             state, keys = find_state(path)
             found.append(Checkpoint(path, keys, state))
@@ -72,20 +74,31 @@ def read_run(paths: Sequence[str]) -> SavedRun:
     steps = None if furthest.step_sizes is None else furthest.step_sizes.to_list()
     if not sizes and steps is not None and len(steps) == 1 and furthest.settings.tail == "carry":
         sizes = {"batch_size": steps[0][1], "world_size": 1, "accumulate": 1}
-    return SavedRun(tuple(found), furthest, sizes, None if logged is None else logged.position)
+    reached = None if logged is None else logged.position
+    return SavedRun(tuple(found), furthest, sizes, reached, tuple(unread))
 
 
-def _of_folder(path: Path, files: Sequence[Path]) -> list[Checkpoint]:
-    """Return the files that contain a state; other files, such as those of a model, need not."""
+def _of_folder(path: Path, files: Sequence[Path], unread: list[str]) -> list[Checkpoint]:
+    """Return the files that contain a state; other files, such as those of a model, need not.
+
+    Adds to `unread` why a file cannot be read: a killed run leaves such, and trainers other pickles.
+    """
     found = []
     for file in files:
-        if file.suffix in _ENDINGS and file.is_file() and (states := find_states(file)):
-            if len(states) > 1:
-                raise StateError(f"{file}: holds {len(states)} different states of loaders: name one file")
-            found.append(Checkpoint(file, states[0][1], states[0][0]))
+        if file.suffix not in _ENDINGS or not file.is_file():
+            continue
+        try:
+            states = find_states(file)
+        except StateError as error:
+            unread.append(str(error))
+            continue
+        if len(states) > 1:
+            raise StateError(f"{file}: holds {len(states)} different states of loaders: name one file")
+        found += [Checkpoint(file, keys, state) for state, keys in states]
     if not found:
         raise StateError(
             f"{path}: has no file ({', '.join(_ENDINGS)}) that holds a loader's state, and no usage logs"
+            + "".join(f"; {one}" for one in unread[:1])
         )
     return found
 
@@ -100,6 +113,11 @@ def _of_usage_logs(folder: Path) -> tuple[LoaderState, dict[str, int]]:
             raise ShardkitError(
                 f"{folder}: the batch over all ranks changed from {before:,} to {now:,} at position "
                 f"{last.start:,}, so numbers of steps say nothing about positions: ask with --position"
+            )
+        if differences := run.settings.differences(last.settings, last.start):
+            raise StateError(
+                f"{folder}: {differences[0].what} changed at position {last.start:,}: these are two orders; "
+                "give a checkpoint of the one that is asked about as --state instead"
             )
     reached = last.last + last.world_size * last.batch_size
     sizes = {"batch_size": last.batch_size, "world_size": last.world_size}

@@ -7,12 +7,14 @@ counted. Arrow parses blocks of lines; a block that it refuses is parsed line by
 
 A loss is suspicious if it is not finite, or if its robust z-score exceeds `threshold`:
 
-    z = (loss - median) / max(1.4826 * MAD, 0.001 * |median|)
+    deviation = loss - median of the window / 4 finite losses before it
+    z = deviation / max(1.4826 * MAD, 0.001 * |median|)
 
-with the median and the median absolute deviation (MAD) of the `window` finite losses logged before it. This
-is the one-sided Hampel identifier (Davies and Gather, "The identification of multiple outliers", JASA 88,
-1993); 1.4826 makes the MAD of normal noise its standard deviation. Only losses before the step count, so that
-a loss that jumps and stays high is found where it jumped; a window around it would call both levels normal.
+with MAD the median of the absolute deviations of the `window` finite losses before it. This is a one-sided
+Hampel identifier (Davies and Gather, "The identification of multiple outliers", JASA 88, 1993); 1.4826 makes
+the MAD of normal noise its standard deviation. The median is of fewer losses than the MAD, so that it follows
+a loss that still falls, whose fall would widen the MAD of the losses themselves. Only losses before the step
+count: a loss that jumps and stays high is found where it jumped, and a window around it has both levels.
 
 Suspicious losses that follow each other are one spike, found at its first step, unless one of them exceeds
 the loss before it by as much as is suspicious: that is a new spike.
@@ -48,7 +50,7 @@ LOSS_NAMES = (
     *("loss", "train_loss", "train/loss", "train_loss_step", "train/loss_step", "training_loss"),
     *("loss/train", "lm loss", "value"),  # the last one is TensorBoard's
 )
-LEAST_BEFORE = 16  # a step with fewer losses before it is not judged
+LEAST_DEVIATIONS = 16  # a step with fewer deviations before it is not judged
 MOST_BETWEEN = 64  # steps between a suspicious loss and the logged one before it that are candidates
 MAX_LOSSES = 1 << 28  # they take 4 GiB; no run has as many steps
 MAX_SPIKES = 10_000  # of a log with more, none tells much
@@ -65,9 +67,9 @@ _LEAST_SCALE = 0.001  # of the median
 class SpikeOptions:
     """How spikes are found in a log. Raises ValueError for values that make no sense."""
 
-    window: int = 32
-    """Number of losses before a step that its loss is compared with."""
-    threshold: float = 7.0
+    window: int = 64
+    """Number of losses before a step whose noise its loss is compared with."""
+    threshold: float = 6.0
     """Robust z-score above which a loss is suspicious."""
     before: int = 2
     """Number of steps before a suspicious step whose documents are candidates, too."""
@@ -77,14 +79,19 @@ class SpikeOptions:
     """Number that the log gives the first step (default: 0 if the log has a step 0, else 1)."""
 
     def __post_init__(self) -> None:
-        if not LEAST_BEFORE <= self.window <= 1 << 16:
-            raise ValueError(f"window must be from {LEAST_BEFORE} to 65,536 losses, not {self.window:,}")
+        if not LEAST_DEVIATIONS <= self.window <= 1 << 16:
+            raise ValueError(f"window must be from {LEAST_DEVIATIONS} to 65,536 losses, not {self.window:,}")
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"threshold must be above 0, not {self.threshold}")
         if not 0 <= self.before <= MOST_BETWEEN:
             raise ValueError(f"before must be at most {MOST_BETWEEN} steps, not {self.before:,}")
         if self.first_step not in (None, 0, 1):
             raise ValueError(f"first_step must be 0 or 1, not {self.first_step:,}")
+
+    @property
+    def least_before(self) -> int:
+        """The number of losses before a step without which a finite one is not judged."""
+        return self.window // 4 + LEAST_DEVIATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,7 @@ class Spike:
 
     `steps` are this step and the next ones at its height: suspicious, with at least half of its deviation.
     `logged_before` is the last logged step before it, 0 if there is none. `recovered` says that a later loss
-    is no longer suspicious beside `median`, which is NaN if fewer than LEAST_BEFORE losses precede the step.
+    is no longer suspicious beside `median`, which is NaN if too few losses precede the step.
     """
 
     step: int
@@ -194,27 +201,30 @@ def find_spikes(log: LossLog, options: SpikeOptions) -> list[Spike]:
 
 
 def _moving(losses: Floats, window: int) -> tuple[Floats, Floats]:
-    """Return the median and the scale of the `window` losses before each loss, and before the end.
+    """Return the median and the scale for each loss, and for one behind the end, from the losses before it.
 
-    Both are NaN where fewer than LEAST_BEFORE losses precede.
+    They are NaN where there are too few losses before.
     """
+    near = window // 4
     medians, scales = np.full((2, len(losses) + 1), np.nan)
-    for end in range(LEAST_BEFORE, min(window, len(losses) + 1)):
-        medians[end : end + 1], scales[end : end + 1] = _median_and_scale(losses[None, :end])
-    for end in range(window, len(losses) + 1, _WINDOWS_AT_ONCE):
-        some = losses[end - window : end + _WINDOWS_AT_ONCE - 1]
-        found = _median_and_scale(sliding_window_view(some, window))
-        medians[end : end + len(found[0])], scales[end : end + len(found[0])] = found
-    return medians, scales
+    if len(losses) >= near:
+        medians[near:] = _medians(losses, near)
+    deviations = np.abs(losses[near:] - medians[near:-1])
+    for end in range(LEAST_DEVIATIONS, min(window, len(deviations) + 1)):
+        scales[near + end] = _medians(deviations[:end], end)[0]
+    if len(deviations) >= window:
+        scales[near + window :] = _medians(deviations, window)
+    return medians, np.maximum(_SIGMAS_PER_MAD * scales, _LEAST_SCALE * np.abs(medians))
 
 
-def _median_and_scale(windows: Floats) -> tuple[Floats, Floats]:
-    """Return the (upper) median of each row, and the scale of the deviations from it."""
-    middle = windows.shape[1] // 2
-    medians = np.partition(windows, middle, axis=1)[:, middle]
-    deviations = np.abs(windows - medians[:, None])
-    deviations.partition(middle, axis=1)
-    return medians, np.maximum(_SIGMAS_PER_MAD * deviations[:, middle], _LEAST_SCALE * np.abs(medians))
+def _medians(values: Floats, window: int) -> Floats:
+    """Return the (upper) median of each `window` consecutive values, float64[len(values) - window + 1]."""
+    windows, middle = sliding_window_view(values, window), window // 2
+    medians = np.empty(len(windows))
+    for first in range(0, len(windows), _WINDOWS_AT_ONCE):
+        some = windows[first : first + _WINDOWS_AT_ONCE]
+        medians[first : first + len(some)] = np.partition(some, middle, axis=1)[:, middle]
+    return medians
 
 
 def _ordered(steps: Ints, losses: Floats) -> tuple[Ints, Floats]:
