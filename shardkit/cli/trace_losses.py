@@ -24,7 +24,9 @@ def show_losses(answer: Mapping[str, Any], *, describe: Callable[[Mapping[str, A
         return
     _show_spikes(answer)
     number, chosen = answer["document_count"], answer["chosen"]
-    console.print(f"\n{number:,} documents in these steps and before; {chosen:,} stand out (*)", style="bold")
+    console.print(
+        f"\n{number:,} documents in these steps and before, {chosen:,} of them marked *", style="bold"
+    )
     for place, document in enumerate(answer["documents"], 1):
         steps = ", ".join(f"{step:,}" for step in document["steps"][:8])
         steps += ", …" if len(document["steps"]) > 8 else ""
@@ -47,8 +49,9 @@ def _show_spikes(answer: Mapping[str, Any]) -> None:
         median = "" if spike["median"] is None else f"{spike['median']:.4f}"
         score = "" if not isinstance(spike["score"], float) else f"{spike['score']:.1f}"
         candidates = f"{spike['first_candidate']:,} to {spike['steps'][-1]:,}"
-        ends = "" if spike["recovered"] else "the loss has not recovered"
-        rows.append((f"{spike['step']:,}", loss, median, score, candidates, ends))
+        ends = [] if spike["recovered"] else ["the loss has not recovered"]
+        ends += ["no document stands out, so all are marked"] if spike["alike"] else []
+        rows.append((f"{spike['step']:,}", loss, median, score, candidates, "; ".join(ends)))
     heads = ("suspicious step", "loss", "median before", "robust z", "candidates", "")
     print_columns("", heads, rows, left=(4, 5))
     _more(len(rows), answer["spike_count"], "spikes")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -357,7 +359,7 @@ def test_text_and_stdin(
     shown = capsys.readouterr().out
     assert "stdin: 3" in shown
     assert "suspicious step" in shown
-    assert "  1* evidence 0." in shown
+    assert "  1* evidence 1.00, step" in shown
     assert "https://planted.org/" in shown
     assert "continue from a checkpoint of step" in shown
     assert "--mask FILE keeps the order of the run" in shown
@@ -439,6 +441,7 @@ def test_rows_take_the_place_of_documents_that_are_unknown(
     answer = asked(capsys, tmp_path / "rows", *words, "--exclude", tmp_path / "gone.txt")
     assert "has no provenance tables" in answer["problem"]
     assert answer["document_count"] == 8
+    assert answer["spikes"][0]["alike"]
     asked_rows = asked(capsys, tmp_path / "rows", "--step", 40, *sizes)["rows"]
     assert {row["row"] for row in asked_rows} <= {one["row"] for one in answer["documents"]}
     with StreamingLoader([Stream(tmp_path / "rows", exclude=tmp_path / "gone.txt")], batch_size=1) as loader:
@@ -519,3 +522,43 @@ def test_usage_logs_of_two_orders_or_batch_sizes_have_no_numbers_of_steps(
         next(iter(loader))
     words = ["--losses", spike_at(40, tmp_path / "log.csv"), "--state", usage]
     assert message in refused(capsys, tmp_path / "rows", *words)
+
+
+def test_a_document_that_several_spikes_share_is_first_though_its_tokens_are_ordinary(
+    trained: tuple[Planted, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A document of many rows, all at the steps of a log's spikes, and a document of two rows."""
+    planted, _ = trained
+    chance = random.Random(3)
+    texts = ["word " * chance.randint(5, 30) for _ in range(500)]
+    texts[7], texts[8] = " ".join(["word"] * 128 * 6), " ".join(["word"] * 128 * 2)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = {"path": str(planted.out.parent / "tokenizer.json"), "eos": "<|endoftext|>"}
+    recipe = {
+        "inputs": str(tmp_path / "texts.jsonl"),
+        "tokenizer": tokenizer,
+        "output": str(tmp_path / "out"),
+    }
+    sk.build({**recipe, "pack": {"sequence_length": 128}}, progress=False, workers=1)
+    found = asked(capsys, tmp_path / "out", "--file", "texts.jsonl", "--record", 7, "--batch-size", 1)
+    steps = {piece["runs"][0]["seen"][0]["step"] for piece in found["shown"]}
+    high = [step for step in sorted(steps) if step > 40]
+    lines = [f"{at},{9.0 if at in high else NOISE[at]}\n" for at in range(1, max(high) + 20)]
+    (tmp_path / "log.csv").write_text("step,loss\n" + "".join(lines))
+    words = ["--losses", tmp_path / "log.csv", "--batch-size", 1, "--spikes", "before=0"]
+    answer = asked(capsys, tmp_path / "out", *words)
+    assert len(answer["spikes"]) > 3
+    assert records([one for one in answer["documents"] if one["chosen"]]) == {7}
+    assert answer["documents"][0]["shared"] == len(answer["spikes"]) - 1
+    assert all(not one["shared"] for one in answer["documents"][1:])
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_twenty_planted_documents_are_found_and_nothing_else() -> None:
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "bench_rewind.py"
+    command = [sys.executable, str(script), "--runs", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+    for row in json.loads(done.stdout):
+        assert row["found"] == row["planted"] == row["rank"] == 20
+        assert row["unplanted_spikes"] == row["unplanted_documents"] == row["clean"] == row["excluded"] == 0

@@ -67,7 +67,7 @@ def rewind(
         "log": _log(log),
         "spike_count": len(spikes),
         "spikes": [
-            _spike(one, options) | {"examined": number in found.examined}
+            _spike(one, options) | {"examined": number in found.examined, "alike": number in found.alike}
             for number, one in enumerate(several)
         ],
         "document_count": len(found.suspects),
@@ -165,7 +165,7 @@ def _document(suspect: Suspect, found: Findings, spikes: Sequence[Spike]) -> dic
         "evidence": suspect.evidence,
         "steps": [spikes[number].step for number in sorted(suspect.shares)],
         "shares": [suspect.shares[number] for number in sorted(suspect.shares)],
-        "expected": suspect.expected,
+        "shared": suspect.shared,
         "unusual": suspect.unusual,
         "chosen": any(suspect is one for one in found.chosen),
         "dataset": suspect.tracer.dataset.location,
@@ -188,7 +188,11 @@ def _write(
         if dataset is not tracer.dataset:
             file = file.with_name(f"{file.stem}-{number}{file.suffix}")
         written = _write_exclusions(run, here, file) if exclude else _write_mask(here, file)
-        facts = {"kind": "exclude" if exclude else "mask", "file": str(file), "documents": len(here)}
+        facts: dict[str, Any] = {
+            "kind": "exclude" if exclude else "mask",
+            "file": str(file),
+            "documents": len(here),
+        }
         lists.append(facts | {"fingerprint": dataset.fingerprint} | written)
     return lists
 

@@ -6,20 +6,23 @@ between, all of them are candidates (at most MOST_BETWEEN). Steps resolve to row
 `shardkit trace --step`, and rows to documents by the provenance tables.
 
 A step has dozens of innocent documents. `TokenModel` tells them from the culprit without the trained model: a
-bigram model of rows that the run saw at ordinary steps. A document's *excess* is how much it raises the mean
-negative log-likelihood of its step above that of a median document. Of each spike, documents get shares that
-add up to 1, in proportion to weight times excess (or to weight alone, if no document has an excess).
+bigram model of rows that the run saw at ordinary steps. A document is *unusual* by its mean negative
+log-likelihood above that of a median document, and its *excess* is what exceeds three times the spread of
+ordinary documents, times its part of the tokens of its step. Of each spike, documents get shares that add up
+to 1, in proportion to weight times excess, or to weight alone if no document has an excess.
 
-    evidence = sum of shares + max(0, spikes - 1 - expected)
+    evidence = sum of shares + shared
 
-where `spikes` have the document among their candidates, each by steps of its own, and `expected` is how many
-would by chance: its pieces in the dataset times the candidates' part of the rows. A list for the loader takes
-the documents that have at least half of the best evidence for a spike, so all of a step if nothing tells them
+where `shared` is the number of further spikes that have the document among their candidates, each by steps of
+its own, unless that is chance: documents * P(Poisson(expected) >= shared) must be below 0.05; `expected` is
+the document's pieces in the dataset times the candidates' part of the rows. A list for the loader takes the
+documents that have at least half of the best evidence for a spike, so all of a step if nothing tells them
 apart. Where documents are unknown, rows take their place.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +44,14 @@ _ORDINARY_STEPS = 64
 _ORDINARY_ROWS = 1024
 _ORDINARY_TOKENS = 1 << 21
 _PRIOR = 10.0  # pseudo-counts of the unigram distribution behind each token
+_SPREADS = 3.0
+_LEAST_SPREAD = 0.05
+_SIGMAS_PER_MAD = 1.4826
 _SHARE_OF_BEST = 0.5
 _HOSTS = 10
-_OFTEN = 4  # times as many tokens of a host as in ordinary steps, so that it is named
+_OFTEN = 4  # times as many tokens of a host as in ordinary steps, so that it is named, and at least
+_LEAST_SHARE = 0.01  # of the tokens
+_CHANCE = 0.05  # number of documents that may be in as many spikes by chance
 
 Key = tuple[int, bytes]
 """The number of a document's dataset among those of the run, and its id."""
@@ -54,19 +62,14 @@ class Suspect:
     """A candidate document: its pieces in candidate rows, and its share of each spike, by the spike's number.
 
     `unusual` is the most that a piece exceeds the median document by, in nats a token; None without tokens.
-    `expected` is the number of spikes that would have the document by chance.
+    `shared` is the evidence that follows from the number of spikes alone.
     """
 
     tracer: Tracer
     pieces: list[Piece] = field(default_factory=list)
     shares: dict[int, float] = field(default_factory=dict)
     unusual: float | None = None
-    expected: float = 0.0
-
-    @property
-    def shared(self) -> float:
-        """The evidence that follows from the number of spikes alone."""
-        return max(0.0, len(self.shares) - 1 - self.expected)
+    shared: int = 0
 
     @property
     def evidence(self) -> float:
@@ -108,11 +111,11 @@ def _count(known: Ints, counts: Ints, values: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A row that the run delivered, with its pieces and their excess over a median document, nats a token."""
+    """A row that the run delivered, its pieces, and by how many nats a token each is unusual."""
 
     row: BatchRow
     pieces: list[Piece]
-    excess: list[float] | None
+    unusual: list[float] | None
 
 
 class Rows:
@@ -126,6 +129,8 @@ class Rows:
         self.tracers = [known[id(dataset)] for dataset in run.datasets]
         self._model: TokenModel | None = None
         self._median = 0.0
+        self.ordinary = _LEAST_SPREAD
+        """How unusual, in nats a token, an ordinary document may be."""
 
     def learn(self, rows: Sequence[BatchRow]) -> list[Seen]:
         """Make a model of every second one of some ordinary rows; the others give the median document."""
@@ -136,8 +141,11 @@ class Rows:
         self._model = TokenModel([tokens[_place(row)] for row in read[::2]])
         seen = self.look_up(rows)
         held_out = {_place(row) for row in read[1::2]} - {_place(row) for row in read[::2]}
-        values = [one for each in seen if _place(each.row) in held_out for one in each.excess or ()]
-        self._median = float(np.median(values)) if values else 0.0
+        values = np.array([one for row in seen if _place(row.row) in held_out for one in row.unusual or ()])
+        if len(values):
+            self._median = float(np.median(values))
+            spread = _SIGMAS_PER_MAD * float(np.median(np.abs(values - self._median)))
+            self.ordinary = max(_LEAST_SPREAD, _SPREADS * spread)
         return seen
 
     def look_up(self, rows: Sequence[BatchRow]) -> list[Seen]:
@@ -149,16 +157,16 @@ class Rows:
             pieces |= {(stream, row): found.get(row) or [self._whole(stream, row)] for row in numbers}
         seen = []
         for row in rows:
-            excess = None
+            unusual = None
             if self._model is not None and _place(row) in tokens:
                 nats = np.concatenate([[0.0], np.cumsum(self._model.nats(tokens[_place(row)]))])
-                excess = [
+                unusual = [
                     (nats[piece.token_end] - nats[piece.token_start])
                     / max(1, piece.token_end - piece.token_start)
                     - self._median
                     for piece in pieces[_place(row)]
                 ]
-            seen.append(Seen(row, pieces[_place(row)], excess))
+            seen.append(Seen(row, pieces[_place(row)], unusual))
         return seen
 
     def _tokens(self, rows: Sequence[BatchRow]) -> dict[tuple[int, int], Ints]:
@@ -197,12 +205,14 @@ def _by_stream(rows: Iterable[BatchRow]) -> dict[int, list[int]]:
 class Findings:
     """The suspects by falling evidence, and what distinguishes the candidates' sources and hosts.
 
-    `chosen` are the suspects for a list, `examined` the numbers of the spikes whose documents were looked up.
+    `chosen` are the suspects for a list, `examined` the numbers of the spikes whose documents were looked up,
+    and `alike` those of which nothing tells the documents apart.
     """
 
     suspects: list[Suspect] = field(default_factory=list)
     chosen: list[Suspect] = field(default_factory=list)
     examined: set[int] = field(default_factory=set)
+    alike: set[int] = field(default_factory=set)
     sources: list[dict[str, Any]] = field(default_factory=list)
     hosts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -222,12 +232,13 @@ def find_suspects(
     rows = Rows(tracer, run)
     usual = rows.learn(_ordinary_rows(run, log, steps))
     suspects: dict[Key, Suspect] = {}
-    count = 0
+    count, alike = 0, set[int]()
     shares_of: list[tuple[str, int, int]] = []  # source or host, spike, tokens
     for number in sorted(examined):
         seen = [(rows.look_up(run.batch(step)), weight) for step, weight in steps[number].items()]
         count += sum(len(some) for some, _ in seen)
-        _add_shares(suspects, rows, number, seen)
+        if not _add_shares(suspects, rows, number, seen):
+            alike.add(number)
         shares_of += [
             (name, number, piece.token_end - piece.token_start)
             for some, _ in seen
@@ -235,7 +246,7 @@ def find_suspects(
             for piece in one.pieces
             for name in _names(rows.tracers[one.row.stream], piece)
         ]
-    _expect(suspects, count)
+    _set_shared(suspects, count)
     ranked = sorted(suspects.items(), key=lambda entry: (-entry[1].evidence, entry[0]))
     usual_tokens: Counter[str] = Counter()
     for one in usual:
@@ -243,10 +254,12 @@ def find_suspects(
             for name in _names(rows.tracers[one.row.stream], piece):
                 usual_tokens[name] += piece.token_end - piece.token_start
     chosen = {key for number in examined for key in _best(suspects, number)}
+    alike -= {number for suspect in suspects.values() if suspect.shared for number in suspect.shares}
     return Findings(
         [suspect for _, suspect in ranked],
         [suspect for key, suspect in ranked if key in chosen],
         examined,
+        alike,
         _compared(shares_of, usual_tokens, "source"),
         _compared(shares_of, usual_tokens, "host"),
     )
@@ -294,8 +307,8 @@ def _ordinary_rows(run: Run, log: LossLog, steps: Sequence[Mapping[int, float]])
 
 def _add_shares(
     suspects: dict[Key, Suspect], rows: Rows, number: int, seen: Sequence[tuple[list[Seen], float]]
-) -> None:
-    """Divide spike `number` among the documents of its candidate steps."""
+) -> bool:
+    """Divide spike `number` among the documents of its candidates; return whether one has an excess."""
     values: dict[Key, list[float]] = {}  # of each document: weight times excess, and weight
     for some, weight in seen:
         tokens = sum(piece.token_end - piece.token_start for one in some for piece in one.pieces) or 1
@@ -308,31 +321,44 @@ def _add_shares(
                 best = suspect.unusual
                 value = values.setdefault(key, [0.0, 0.0])
                 value[1] = max(value[1], weight)
-                if one.excess is not None:
-                    excess = float(one.excess[place])
-                    if best is None or excess > best:  # its text is shown
-                        suspect.unusual = excess
+                if one.unusual is not None:
+                    unusual = float(one.unusual[place])
+                    if best is None or unusual > best:  # its text is shown
+                        suspect.unusual = unusual
                         suspect.pieces.insert(0, suspect.pieces.pop())
-                    value[0] += weight * max(0.0, excess) * (piece.token_end - piece.token_start) / tokens
+                    excess = max(0.0, unusual - rows.ordinary)
+                    value[0] += weight * excess * (piece.token_end - piece.token_start) / tokens
     kind = 0 if any(excess for excess, _ in values.values()) else 1
     total = sum(value[kind] for value in values.values())
     for key, value in values.items():
         suspects[key].shares[number] = value[kind] / total
+    return kind == 0
 
 
-def _expect(suspects: Mapping[Key, Suspect], rows: int) -> None:
-    """Set how many spikes would have the documents that several have by chance."""
+def _set_shared(suspects: Mapping[Key, Suspect], rows: int) -> None:
+    """Set the evidence of documents that several spikes have, from `rows` candidate rows."""
     several: dict[int, list[bytes]] = defaultdict(list)
     for (dataset, document), suspect in suspects.items():
-        if len(suspect.shares) > 1 and suspect.tracer.table is not None:
+        if len(suspect.shares) > 1:
             several[dataset].append(document)
     for dataset, documents in several.items():
         pieces: Counter[bytes] = Counter()
         tracer = suspects[dataset, documents[0]].tracer
-        for table in tracer.known().search(Selection(documents=documents)):
-            pieces.update(table.column("document_id").to_pylist())
+        if tracer.table is not None:
+            for table in tracer.table.search(Selection(documents=documents)):
+                pieces.update(table.column("document_id").to_pylist())
         for document in documents:
-            suspects[dataset, document].expected = pieces[document] * rows / len(tracer.dataset)
+            suspect = suspects[dataset, document]
+            further = len(suspect.shares) - 1
+            expected = pieces[document] * rows / len(tracer.dataset)
+            if len(suspects) * _poisson_tail(expected, further) < _CHANCE:
+                suspect.shared = further
+
+
+def _poisson_tail(expected: float, least: int) -> float:
+    """Return the probability that a Poisson variable of this mean is at least `least`."""
+    below = sum(math.exp(-expected) * expected**number / math.factorial(number) for number in range(least))
+    return max(0.0, 1 - below)
 
 
 def _best(suspects: Mapping[Key, Suspect], number: int) -> list[Key]:
@@ -378,4 +404,5 @@ def _compared(
     if kind == "source":
         return found
     several = [one for one in found if one["spikes"] > 1]
-    return [one for one in several if one["share"] >= _OFTEN * one["usual_share"]][:_HOSTS]
+    least = {one[kind]: max(_LEAST_SHARE, _OFTEN * one["usual_share"]) for one in several}
+    return [one for one in several if one["share"] >= least[one[kind]]][:_HOSTS]
