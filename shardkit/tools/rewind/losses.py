@@ -69,7 +69,7 @@ class SpikeOptions:
 
     window: int = 64
     """Number of losses before a step whose noise its loss is compared with."""
-    threshold: float = 6.0
+    threshold: float = 5.0
     """Robust z-score above which a loss is suspicious."""
     before: int = 2
     """Number of steps before a suspicious step whose documents are candidates, too."""
