@@ -227,7 +227,8 @@ def find_suspects(
     tracer: Tracer, run: Run, log: LossLog, spikes: Sequence[Spike], options: SpikeOptions
 ) -> Findings:
     """Rank the documents of the spikes' candidate steps. Raises ShardkitError if the run has no such step."""
-    steps = _candidates(spikes, options)
+    assert run.plan is not None
+    steps = _candidates(spikes, options, MAX_ROWS // (run.plan.global_batch * run.accumulate))
     examined = _examined(run, spikes, steps)
     rows = Rows(tracer, run)
     usual = rows.learn(_ordinary_rows(run, log, steps))
@@ -265,13 +266,16 @@ def find_suspects(
     )
 
 
-def _candidates(spikes: Sequence[Spike], options: SpikeOptions) -> list[dict[int, float]]:
-    """Return {candidate step: weight} for each spike. A step is a candidate for only one of them."""
+def _candidates(spikes: Sequence[Spike], options: SpikeOptions, most: int) -> list[dict[int, float]]:
+    """Return {candidate step: weight} for each spike. A step is a candidate for only one of them.
+
+    Besides the spike's own steps, they are the nearest ones before it, `most` in all.
+    """
     found: list[dict[int, float]] = [dict.fromkeys(spike.steps, 1.0) for spike in spikes]
     taken = {step for steps in found for step in steps}
     for spike, steps in zip(spikes, found, strict=True):
         for step in range(spike.step - 1, first_candidate(spike, options) - 1, -1):
-            if step not in taken:
+            if step not in taken and len(steps) < most:
                 steps[step] = 1 / (1 + spike.step - step)
                 taken.add(step)
     return found
