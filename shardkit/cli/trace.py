@@ -404,12 +404,11 @@ def _rewind(
     if arguments.losses == "-":
         return rewind(tracer, traced, saved, sys.stdin.buffer, "stdin", options, **lists)
     try:
-        with Path(arguments.losses).open("rb") as file:
-            return rewind(tracer, traced, saved, file, arguments.losses, options, **lists)
+        file = Path(arguments.losses).open("rb")  # noqa: SIM115
     except OSError as error:
-        if error.filename != arguments.losses:
-            raise
-        raise ShardkitError(f"{arguments.losses}: cannot be read: {error.strerror}") from error
+        raise ShardkitError(f"--losses {arguments.losses}: cannot be read: {error.strerror}") from error
+    with file:
+        return rewind(tracer, traced, saved, file, arguments.losses, options, **lists)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

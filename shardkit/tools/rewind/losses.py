@@ -356,7 +356,7 @@ def _number(value: object) -> float | None:
 
 def _named(names: Sequence[str], log: str, loss: str | None, what: str) -> tuple[str, str]:
     """Return the names of step and loss in a log. Raises ShardkitError if one is missing or ambiguous."""
-    found = f"{what}: {', '.join(names)[:300] or 'none'}"
+    found = f"{what}: {', '.join(names)[:120] or 'none'}"
     steps = _first_known(names, STEP_NAMES)
     if not steps:
         raise ShardkitError(
