@@ -504,6 +504,7 @@ VERBS: Mapping[str, str] = {
     ),
     "shuffle": "`convert SRC DST --shuffle`; loaders shuffle by themselves",
     "split": "`split` of a recipe",
+    **_for("rewind spikes spike", "`trace PATH --losses FILE`"),
     **_for("push sync put cp copy publish send", "`upload`"),
     **_for("pull fetch get cache warm prefetch", "`download`"),
     **_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,21 @@ from shardkit.cli.common import (
     print_json,
     storage_options,
 )
-from shardkit.cli.declared import given
+from shardkit.cli.declared import add_keys, given, settings
 
 if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
     from shardkit.datasets.provenance.answers import Tracer
     from shardkit.datasets.provenance.run import Run
     from shardkit.datasets.provenance.search import Selection
+    from shardkit.tools.rewind.checkpoints import SavedRun
 
 
 _SEARCH = ("document", "url", "url_list", "id", "source", "file")
 _OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options valid only if rows are searched
 _OF_ORDER = ("seed", "shuffle", "tail", "batch_size")
 _IDS = ("eos_id", "bos_id", "pad_id")
+_SPIKES = "shardkit.tools.rewind.losses:SpikeOptions"
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,9 +46,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="find the documents in a row or a training step, the rows of a document, or why it has no row",
         description="Trace a row to its documents (source file, record, URL, tokens, text) and to the steps "
         "and ranks that receive it; a training step to its rows and documents; a document, URL or domain to "
-        "its rows, which can be exported or excluded from training. With --why, show the outcome of a "
-        "document: kept; dropped by a rule, with its value and the rule's bound; removed as a duplicate of "
-        "another document; or unreadable.",
+        "its rows, which can be exported or excluded from training. With --losses, find the spikes in a log "
+        "of the loss, rank the documents of their steps, and say how to continue without them. With --why, "
+        "show the outcome of a document: kept; dropped by a rule, with its value and the rule's bound; "
+        "removed as a duplicate of another document; or unreadable.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL of a dataset")
@@ -65,8 +69,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=natural,
         default=20,
         metavar="N",
-        help="number of rows of a step, pieces of a search, or documents of each outcome to print; 0: all "
-        "(default: 20); totals and files always include all",
+        help="number of rows of a step, pieces of a search, suspects, or documents of each outcome to print; "
+        "0: all (default: 20); totals and files always include all",
     )
     add_json_argument(parser)
     _add_run(parser)
@@ -98,6 +102,14 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "it), for runs whose batch size has changed (default: none)",
     )
     where.add_argument("--rank", type=natural, metavar="R", help="show only rows of this rank (default: all)")
+    where.add_argument(
+        "--losses",
+        metavar="FILE",
+        help="log of the run's losses, as JSON lines or CSV; - for stdin: find the steps at which the loss "
+        "jumped, and rank their documents, for --mask or --exclude (default: none)",
+    )
+    spikes = list(settings(_SPIKES))
+    add_keys(where, "--spikes", "how --losses finds spikes, such as before=5", _SPIKES, spikes)
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -168,14 +180,15 @@ def _add_search_output(search: argparse._ArgumentGroup) -> None:
         "--exclude",
         type=file_path,
         metavar="FILE",
-        help="write the documents' rows as a list for Stream(exclude=FILE) (default: none)",
+        help="write the rows of the documents, found or suspected, as a list for Stream(exclude=FILE) "
+        "(default: none)",
     )
     search.add_argument(
         "--mask",
         type=file_path,
         metavar="FILE",
-        help="write the documents' token spans as a list for Stream(mask=FILE), which sets their labels to "
-        "-100; other documents in the same rows are not affected (default: none)",
+        help="write the token spans of the documents, found or suspected, as a list for Stream(mask=FILE), "
+        "which sets their labels to -100; other documents in the same rows are not affected (default: none)",
     )
 
 
@@ -200,9 +213,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the training run, to see when a row is delivered")
     group.add_argument(
         "--state",
-        metavar="FILE",
-        help="loader state as JSON, or a torch checkpoint that contains one; sets all options except batch "
-        "size and world size (default: the options below)",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="loader state as JSON, or a torch checkpoint that contains one: a file, or a folder or pattern "
+        "of them; sets all options except batch size and world size, which a folder of usage logs sets, too; "
+        "may be repeated (default: the options below)",
     )
     group.add_argument(
         "--stream",
@@ -244,12 +260,18 @@ def run(arguments: argparse.Namespace) -> int:
     from shardkit.datasets.dataset import open_dataset
     from shardkit.datasets.provenance.answers import parse_row, trace_rows, trace_step
     from shardkit.tools.fates import find_dropped, find_fates
+    from shardkit.tools.rewind.checkpoints import read_run
 
     kind = _kind(arguments)
     with ExitStack() as opened:
         options = {"storage": storage_options(arguments)} | file_options(arguments)
         dataset = opened.enter_context(open_dataset(arguments.path, **options))
-        traced = find_run(arguments, dataset, opened)
+        saved = read_run(arguments.state) if arguments.state else None
+        traced = find_run(arguments, dataset, saved, opened)
+        if kind in ("step", "losses") and (traced is None or traced.plan is None):
+            arguments.misuse(
+                "the rows of a step depend on the batch size: give --batch-size and --world-size"
+            )
         tracer = _tracer(arguments, dataset)
         if kind == "search":
             answer = _search(arguments, tracer, traced)
@@ -258,6 +280,9 @@ def run(arguments: argparse.Namespace) -> int:
         elif kind == "dropped":
             rule = arguments.dropped or None
             answer = find_dropped(tracer, rule, limit=arguments.limit, nearest=arguments.nearest)
+        elif kind == "losses":
+            assert traced is not None
+            answer = _rewind(arguments, tracer, traced, saved)
         elif kind == "row":
             rows = [parse_row(dataset, text) for text in arguments.row]
             answer = trace_rows(tracer, rows, traced, arguments.epochs)
@@ -275,13 +300,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Return the kind of question: "row", "step", "search", "why" or "dropped"."""
+    """Return the kind of question: "row", "step", "losses", "search", "why" or "dropped"."""
     asked = {
         "row": bool(arguments.row),
         "step": arguments.step is not None,
         "position": arguments.position is not None,
         "search": any(getattr(arguments, name) for name in _SEARCH),
         "dropped": arguments.dropped is not None,
+        "losses": arguments.losses is not None,
     }
     if arguments.why and not asked["search"]:
         arguments.misuse("--why needs documents to look for: give --url, --id, --document or --file")
@@ -295,17 +321,23 @@ def _kind(arguments: argparse.Namespace) -> str:
     if len(found) != 1:
         which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
         arguments.misuse(
-            f"{which}: give --row, --step, --position, --dropped, or what to search for (--url, …); --export "
-            "alone writes all documents"
+            f"{which}: give --row, --step, --position, --losses, --dropped, or what to search for (--url, …); "
+            "--export alone writes all documents"
         )
     for name in _OF_ROWS:
         option = name.replace("_", "-")
+        if found == ["losses"] and name in ("exclude", "mask"):
+            continue
         if getattr(arguments, name) and found != ["search"]:
             arguments.misuse(f"--{option} needs a search: give --url, --document, --source or --file")
         if getattr(arguments, name) and arguments.why:
             arguments.misuse(f"--{option} applies to rows, which --why does not show: leave out one of them")
-    if found[0] in ("step", "position") and arguments.batch_size is None:
+    if found[0] in ("step", "position", "losses") and arguments.batch_size is None and not arguments.state:
         arguments.misuse("the rows of a step depend on the batch size: give --batch-size and --world-size")
+    if arguments.spikes and found != ["losses"]:
+        arguments.misuse("--spikes says how spikes of a log are found: give --losses FILE")
+    if found == ["losses"] and arguments.exclude and arguments.mask:
+        arguments.misuse("give --mask or --exclude, not both: a run goes on with one of them")
     if arguments.rank is not None and not arguments.rank < arguments.world_size:
         arguments.misuse(f"--rank {arguments.rank} must be below --world-size {arguments.world_size}")
     if arguments.why:
@@ -313,10 +345,12 @@ def _kind(arguments: argparse.Namespace) -> str:
     return "step" if found == ["position"] else found[0]
 
 
-def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack) -> Run | None:
+def find_run(
+    arguments: argparse.Namespace, dataset: Dataset, saved: SavedRun | None, opened: ExitStack
+) -> Run | None:
     """Return the run that the options describe, or None; register its other datasets with `opened`."""
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.datasets.provenance.run import Run, read_state
+    from shardkit.datasets.provenance.run import Run
     from shardkit.errors import ShardkitError
     from shardkit.order.balance import DocumentIds
     from shardkit.order.exclusions import Exclusions
@@ -328,13 +362,13 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
         arguments.misuse(str(error))
     balance = {"balance": options.pop("balance", None), "ids": ids}
     order = given(arguments, *_OF_ORDER) | options
-    if arguments.state is None and arguments.stream:
+    if saved is None and arguments.stream:
         arguments.misuse("--stream needs --state, which has the weights and the order of the mixture")
-    if arguments.state is None and not order and arguments.step is None and arguments.position is None:
+    if saved is None and not order and arguments.step is None and arguments.position is None:
         if arguments.without:
             arguments.misuse("--without applies to a run: describe the run with --state or --batch-size")
         return None
-    if arguments.state is not None and (clashing := [name for name in order if name != "batch_size"]):
+    if saved is not None and (clashing := [name for name in order if name != "batch_size"]):
         option = "--loader " if clashing[0] in options else "--"
         arguments.misuse(f"{option}{clashing[0]} is defined by --state: leave it out")
     try:
@@ -345,17 +379,40 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
         arguments.misuse(
             "balance decides which rank gets a row of a step: give --batch-size and --world-size"
         )
-    if arguments.state is not None:
-        state, opening = read_state(Path(arguments.state)), file_options(arguments)
-        opening |= {"storage": storage_options(arguments)}
+    if saved is not None:
+        opening = file_options(arguments) | {"storage": storage_options(arguments)}
         others = [opened.enter_context(open_dataset(path, **opening)) for path in arguments.stream]
         sizes = {name: getattr(arguments, name) for name in ("batch_size", "world_size", "accumulate")}
-        return Run.from_state(state, [dataset, *others], exclusions, **sizes, **balance)
+        sizes |= saved.sizes if arguments.batch_size is None else {}
+        return Run.from_state(saved.state, [dataset, *others], exclusions, **sizes, **balance)
     if len(exclusions) > 1:
         raise ShardkitError("a single dataset has only one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
     sizes = {name: getattr(arguments, name) for name in ("world_size", "accumulate")}
     return Run.from_options(dataset, excluded, **sizes, **balance, **order)
+
+
+def _rewind(
+    arguments: argparse.Namespace, tracer: Tracer, traced: Run, saved: SavedRun | None
+) -> dict[str, Any]:
+    from shardkit.errors import ShardkitError
+    from shardkit.tools.rewind.answer import rewind
+    from shardkit.tools.rewind.losses import SpikeOptions
+
+    try:
+        options = SpikeOptions(**(arguments.spikes or {}))
+    except ValueError as error:
+        arguments.misuse(f"--spikes: {error}")
+    lists = {name: getattr(arguments, name) for name in ("limit", "exclude", "mask")}
+    lists["without"] = [Path(path) for path in arguments.without]
+    if arguments.losses == "-":
+        return rewind(tracer, traced, saved, sys.stdin.buffer, "stdin", options, **lists)
+    try:
+        file = Path(arguments.losses).open("rb")  # noqa: SIM115
+    except OSError as error:
+        raise ShardkitError(f"--losses {arguments.losses}: cannot be read: {error.strerror}") from error
+    with file:
+        return rewind(tracer, traced, saved, file, arguments.losses, options, **lists)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

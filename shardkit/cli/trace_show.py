@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from shardkit.cli.common import print_columns, stderr_console, stdout_console
 from shardkit.cli.trace_fates import show_dropped, show_fates
+from shardkit.cli.trace_losses import show_losses
 
 _UNMATCHED_SHOWN = 10
 
 
 def show(kind: str, answer: Mapping[str, Any]) -> None:
-    """Print the answer to a question of kind "row", "step", "search", "why" or "dropped"."""
+    """Print the answer to a question of kind "row", "step", "losses", "search", "why" or "dropped"."""
     if answer.get("problem"):
         stderr_console().print(answer["problem"])
     if (run := answer["run"]) is not None:
         stdout_console().print(_run(run), style="dim")
+    shows: dict[str, Callable[[Mapping[str, Any]], None]]
     shows = {"row": _show_rows, "step": _show_step, "search": _show_search}
     shows |= {"why": show_fates, "dropped": show_dropped}
+    shows["losses"] = partial(show_losses, describe=lambda one: [*_identity(one), _part(one)])
     shows[kind](answer)
     if answer.get("no_text"):
         stderr_console().print(answer["no_text"])

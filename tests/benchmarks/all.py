@@ -96,6 +96,7 @@ BENCHMARKS = (
     Benchmark("driver", "bench_driver.py", 6),
     Benchmark("pack", "bench_pack.py", 2),
     Benchmark("trace", "bench_trace.py", 5),
+    Benchmark("rewind", "bench_rewind.py", 4),
     Benchmark("audit", "bench_audit.py", 2),
     Benchmark("explore", "bench_explore.py", 6),
     Benchmark("convert", "bench_convert.py", 3),

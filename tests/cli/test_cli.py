@@ -159,6 +159,7 @@ USAGE = [
         ([], "usage: shardkit"),
         (["biuld", "r"], "shardkit: error: unknown verb 'biuld'; did you mean build?; see"),
         (["zzz"], "shardkit: error: unknown verb 'zzz'; see `shardkit --help`"),
+        (["rewind", "out"], "unknown verb 'rewind'; in shardkit: `trace PATH --losses FILE`; see"),
         (["build", "r", "--outptu", "x"], "shardkit build: error: unknown option --outptu; did you mean"),
         (["build", "r", "--worker=2"], "unknown option --worker; did you mean --workers?"),
         (

@@ -22,6 +22,7 @@ from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import grouped
 from shardkit.order.exclusions import Exclusions
+from shardkit.tools.rewind.checkpoints import read_run
 from support.loader_data import make_dataset
 
 SAMPLES = 53
@@ -41,7 +42,8 @@ def traced(*words: object) -> Iterator[Run]:
     """The run that a command line describes."""
     arguments = make_parser().parse_args(["trace", *map(str, words), "--step", "1"])
     with ExitStack() as opened:
-        found = find_run(arguments, opened.enter_context(open_dataset(arguments.path)), opened)
+        saved = read_run(arguments.state) if arguments.state else None
+        found = find_run(arguments, opened.enter_context(open_dataset(arguments.path)), saved, opened)
         assert found is not None
         yield found
 

@@ -95,15 +95,7 @@ class Tracer:
 
     def rows(self, sample_ids: Sequence[int], *, excerpts: bool = True) -> list[dict[str, Any]]:
         """Describe rows and their documents, in the given order. Raises ShardkitError for a missing row."""
-        found: dict[int, list[Piece]] = {}
-        if self.is_in_place:
-            for piece in pieces_in_place(self.dataset, sample_ids):
-                found.setdefault(piece.sample_id, []).append(piece)
-        if self.table is not None:
-            for piece in pieces_of(self.table.of_rows(sample_ids)):
-                found.setdefault(piece.sample_id, []).append(piece)
-            for row in sample_ids:
-                self._checked(row, found.get(row, ()))
+        found = self.pieces_of_rows(sample_ids)
         texts = self._texts([piece for pieces in found.values() for piece in pieces] if excerpts else [])
         length = self.dataset.sequence_length
         answers = []
@@ -135,6 +127,22 @@ class Tracer:
                 }
             )
         return [{"row": row, "documents": self._checked(row, found[row])} for row in sample_ids]
+
+    def pieces_of_rows(self, sample_ids: Sequence[int]) -> dict[int, list[Piece]]:
+        """Return the pieces of each row; {} if documents are unknown.
+
+        Raises ShardkitError for a row that no table has.
+        """
+        found: dict[int, list[Piece]] = {}
+        if self.is_in_place:
+            for piece in pieces_in_place(self.dataset, sample_ids):
+                found.setdefault(piece.sample_id, []).append(piece)
+        if self.table is not None:
+            for piece in pieces_of(self.table.of_rows(sample_ids)):
+                found.setdefault(piece.sample_id, []).append(piece)
+            for row in sample_ids:
+                self._checked(row, found.get(row, ()))
+        return found
 
     def pieces(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Describe pieces, each with the location of its row and an excerpt of its text."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -46,6 +46,9 @@ _MAX_STATE_BYTES = 64 << 20
 _TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
 NO_IDS = DocumentIds()
+
+Keys = tuple[Any, ...]
+"""Keys and indexes that lead to a value in nested mappings and lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +263,13 @@ class Run:
 
     def is_excluded(self, row: int, stream: int = 0) -> bool:
         """Return whether the run excludes this row of a stream."""
-        order = self._orders[stream]
-        excluded = order.exclusions if isinstance(order, StreamOrder) else None
+        excluded = self.exclusions_of(stream)
         return excluded is not None and bool(excluded.contains([row])[0])
+
+    def exclusions_of(self, stream: int) -> Exclusions | None:
+        """Return the rows that the run excludes of a stream; None if there are none."""
+        order = self._orders[stream]
+        return order.exclusions if isinstance(order, StreamOrder) else None
 
     def sightings(self, row: int, stream: int = 0, *, epochs: int) -> list[Sighting]:
         """List the deliveries of a row in its stream's first `epochs` epochs; empty for an excluded row."""
@@ -340,6 +347,20 @@ class Run:
 
 def read_state(path: Path) -> LoaderState:
     """Find the loader's state in a JSON file or a torch checkpoint, at any depth. Raises StateError."""
+    return find_state(path)[0]
+
+
+def find_state(path: Path) -> tuple[LoaderState, Keys]:
+    """Find the loader's state as `read_state` does, and the keys that lead to it in the file."""
+    states = find_states(path)
+    if len(states) != 1:
+        found = "no loader's state" if not states else f"{len(states)} different states of loaders"
+        raise StateError(f"{path}: holds {found}: give the dict of StreamingLoader.state_dict() as JSON")
+    return states[0]
+
+
+def find_states(path: Path) -> list[tuple[LoaderState, Keys]]:
+    """Find all different states in a file, with the keys that lead to each. Raises StateError."""
     try:
         if path.suffix in _TORCH_ENDINGS:
             data = _load_torch(path)
@@ -349,11 +370,10 @@ def read_state(path: Path) -> LoaderState:
             data = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: cannot be read as JSON: {error}") from error
-    states = {json.dumps(dict(each), sort_keys=True, default=str): each for each in _states_in(data)}
-    if len(states) != 1:
-        found = "no loader's state" if not states else f"{len(states)} different states of loaders"
-        raise StateError(f"{path}: holds {found}: give the dict of StreamingLoader.state_dict() as JSON")
-    return LoaderState.from_dict(next(iter(states.values())))
+    states: dict[str, tuple[Mapping[str, Any], Keys]] = {}
+    for state, keys in _states_in(data):
+        states.setdefault(json.dumps(dict(state), sort_keys=True, default=str), (state, keys))
+    return [(LoaderState.from_dict(state), keys) for state, keys in states.values()]
 
 
 def _load_torch(path: Path) -> object:
@@ -383,13 +403,15 @@ def _is_torchscript(path: Path) -> bool:
         return False
 
 
-def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
-    """Yield all loader states in the nested mappings and lists of a checkpoint."""
+def _states_in(data: object, keys: Keys = ()) -> Iterator[tuple[Mapping[str, Any], Keys]]:
+    """Yield all loader states in the nested mappings and lists of a checkpoint, with the keys to each."""
+    entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(data, Mapping):
         if data.keys() >= _STATE_KEYS:
-            yield data
+            yield data, keys
             return
-        data = list(data.values())
-    if isinstance(data, (list, tuple)):
-        for value in data:
-            yield from _states_in(value)
+        entries = data.items()
+    elif isinstance(data, (list, tuple)):
+        entries = enumerate(data)
+    for key, value in entries:
+        yield from _states_in(value, (*keys, key))

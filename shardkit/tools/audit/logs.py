@@ -86,7 +86,7 @@ class Run:
         return f"run {self.number} ({self.world_size} x {self.batch_size} from position {self.start:,})"
 
 
-def _find_runs(folder: Path, findings: Findings) -> list[Run]:
+def find_runs(folder: Path, findings: Findings) -> list[Run]:
     """Return the runs in a folder's logs, in order of time; raises ShardError if no log has a step."""
     if not folder.is_dir():
         raise ShardError(folder, "is not a folder of usage logs")
@@ -144,7 +144,7 @@ def audit_logs(
     """
     began = time.perf_counter()
     findings = Findings()
-    runs = _find_runs(folder, findings)
+    runs = find_runs(folder, findings)
     settings = runs[-1].settings
     expected = Expectation(settings, datasets, exclusions)
     report = AuditReport("logs", str(folder), settings.to_dict(), findings)
