@@ -321,8 +321,8 @@ def _kind(arguments: argparse.Namespace) -> str:
     if len(found) != 1:
         which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
         arguments.misuse(
-            f"{which}: give --row, --step, --position, --losses, --dropped, or what to search for (--url, …); "
-            "--export alone writes all documents"
+            f"{which}: give --row, --step, --position, --losses, --dropped, or what to search for (--url, "
+            "…); --export alone writes all documents"
         )
     for name in _OF_ROWS:
         option = name.replace("_", "-")
