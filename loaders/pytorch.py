@@ -297,6 +297,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         dataset.loop_logs = True
         self._cursor = dataset.next
         self._own_iterations: tuple[int, ...] = (dataset.iteration,)
+        self._follows_other = False  # whether another DataLoader iterated last
         self._delivery: weakref.ref[_Delivery] | None = None
         self._stop_together = StopTogether(self, grace_seconds=dataset.loader.config.stop_grace_seconds)
 
@@ -311,6 +312,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             loader.prepare_workers(self._cursor)
         dataset.start_at(self._cursor, left=(self._team, self._round))
         number = dataset.iteration
+        self._follows_other = False
         self._own_iterations = (number, number + 1)  # the number grows when the iterator or workers begin
         self._round += 1
         source: Any = self._begin_workers() if self.num_workers else super().__iter__()
@@ -382,8 +384,13 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._follow_dataset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to an epoch as `StreamingDataset.set_epoch` does; end the iterator if the position moves."""
+        """Move to an epoch as `StreamingDataset.set_epoch` does; end the iterator if the position moves.
+
+        Raises ValueError if another DataLoader ended an epoch, and a trainer now leaves out the next one.
+        """
         self._follow_dataset()
+        if self._follows_other:
+            self._batches.refuse_gap(self._cursor, epoch)
         self._batches.move_to_epoch(self._cursor, epoch)
         self._follow_dataset()
 
@@ -403,6 +410,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         if number not in self._own_iterations:
             self._end_delivery()
             self._cursor, self._own_iterations = self._batches.next, (number,)
+            self._follows_other = True
 
     def _end_delivery(self) -> None:
         delivery = self._delivery() if self._delivery is not None else None

@@ -204,6 +204,22 @@ class StreamingDataset(IterableDataset[Batch]):
         self._refuse_regrouping()
         self.move_to_epoch(self.next, epoch)
 
+    def refuse_gap(self, cursor: Cursor, epoch: int) -> None:
+        """Raise ValueError if an epoch begins at `cursor` that `set_epoch(epoch)` would leave out.
+
+        The Trainer of transformers 5 resumes so: it skips batches in the first epoch instead of its own.
+        """
+        plan, config = self.loader.plan, self.loader.config
+        current = plan.epoch(cursor[0])
+        begins = plan.start(cursor[0]) == current * plan.samples > 0
+        if begins and epoch > current and not (config.restart or config.endless):
+            raise ValueError(
+                f"set_epoch({epoch}), but another DataLoader has just read the end of epoch {current - 1}: a "
+                "resumed trainer skipped batches in the wrong epoch and trained on samples again. Resume by "
+                "shardkit.loaders.integrations.hugging_face.StreamingTrainer, or with ignore_data_skip=True "
+                "and the loader's own state"
+            )
+
     def move_to_epoch(self, cursor: Cursor, epoch: int) -> None:
         """Do what `set_epoch` does, for a loop that is at `cursor`."""
         loader = self.loader

@@ -183,6 +183,9 @@ def test_the_hugging_face_trainer_resumes_exactly_or_says_how(tmp_path: Path) ->
             assert whole == expected[: 16 if case == "endless" else None], name
             if case == "carry":
                 assert "epochs of 53 samples differ" in rest
+            elif case in ("drop", "pad") and isinstance(rest, str):  # transformers 5 skips in the first epoch
+                assert "skipped batches in the wrong epoch" in rest
+                assert "StreamingTrainer" in rest
             else:
                 assert rest == whole[9:], name
             assert sought == whole[9:], name
