@@ -18,8 +18,7 @@ schedule may change anywhere, also inside a block, without affecting earlier pos
 vectors and a plain-Python reference in the tests pin all of it.
 
 Costs. Nothing is kept in memory between calls. Seeking costs one block (about 100 microseconds), a position
-10-50 ns in calls for thousands (tests/benchmarks/bench_mixture.py). Threads and forked processes may share a
-`Mixture`.
+10-50 ns in calls for thousands (tests/benchmarks/bench_mixture.py). Threads and forks may share a `Mixture`.
 """
 
 from __future__ import annotations
