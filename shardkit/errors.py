@@ -68,6 +68,7 @@ _EXTRAS = {
     "llvmlite": ("numba", "write"),
     "lz4": ("lz4", "formats"),
     "msgpack": ("msgpack", "webdataset"),
+    "markupsafe": ("Jinja2", "view"),  # a dependency of Jinja2
     "mwparserfromhell": ("mwparserfromhell", "wiki"),
     "numba": ("numba", "write"),
     "orjson": ("orjson", "write"),

@@ -162,7 +162,7 @@ def hub_peak(folder: Path, parts: int, documents: int) -> int:
 def test_a_hub_holds_no_more_if_its_documents_are_in_many_parts(tmp_path: Path) -> None:
     hub_peak(tmp_path / "first", 2, 200)  # kernels are compiled
     few, many = hub_peak(tmp_path / "few", 4, 4000), hub_peak(tmp_path / "many", 800, 4000)
-    assert many < few + 200_000, (few, many)  # of files alone 2 MB, if each took what a RowFile does
+    assert many < few + 500_000, (few, many)  # of files alone 2 MB, if each took what a RowFile does
 
 
 def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path) -> None:

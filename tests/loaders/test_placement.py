@@ -318,37 +318,6 @@ def test_the_processes_of_a_machine_follow_its_fair_share_of_lanes(topology: Top
     assert followed == [shares[machine] for machine in topology.machines]
 
 
-def span(values: list[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
-def table() -> str:
-    """The topologies as the documentation shows them."""
-    rows = [
-        "| mesh, outermost first | machines | processes each | data-parallel ranks | on a machine "
-        "| lanes followed |",
-        "|---|---|---|---|---|---|",
-    ]
-    for topology in TOPOLOGIES:
-        machines = sorted(set(topology.machines))
-        of = {
-            m: [p.rank for p, at in zip(topology.places, topology.machines, strict=True) if at == m]
-            for m in machines
-        }
-        followed = dict(zip(topology.machines, topology.lanes_followed, strict=True))
-        rows.append(
-            f"| {topology.name} | {len(machines)} | {span([len(ranks) for ranks in of.values()])} | "
-            f"{topology.places[0].world_size} | {span([len(set(ranks)) for ranks in of.values()])} | "
-            f"{span([len(lanes) for lanes in followed.values()])} of {topology.order.lanes} |"
-        )
-    return "\n".join(rows)
-
-
-def test_the_documentation_shows_what_is_followed() -> None:
-    assert table() in DOCUMENT.read_text()
-
-
 def test_the_examples_of_the_documentation_run(tmp_path: Path, process_groups: ProcessGroups) -> None:
     path = make_dataset(tmp_path / "mds", "mds", samples=600)
     write_card(path)
