@@ -245,7 +245,7 @@ class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
         self, *args: Any, train_dataset: Any = None, eval_dataset: Any = None, **kwargs: Any
     ) -> None:
         shown = {"train_dataset": _shown(train_dataset), "eval_dataset": _shown(eval_dataset)}
-        super().__init__(*args, **shown, **kwargs)
+        cast(Any, super().__init__)(*args, **shown, **kwargs)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.add_callback(LoaderState())  # type: ignore[no-untyped-call, unused-ignore]
 

@@ -146,7 +146,7 @@ def test_the_tokenizer_of_the_card_decodes_rows_or_the_error_says_what_to_do(
 ) -> None:
     recipe = make_corpus(tmp_path / "corpus", 40)
     built = sk.open(sk.build(recipe, workers=1, progress=False).location)
-    tokens = built[0][built.token_column or ""]
+    tokens: Any = built[0][built.token_column or ""]
     assert built.tokenizer.decode(tokens, skip_special_tokens=False).startswith(built.text(0)[:20])
     assert built.tokenizer.encode(built.text(0)[:20]).ids
     for file in tmp_path.rglob("*tokenizer*.json"):

@@ -69,7 +69,7 @@ def test_every_document_is_in_the_rows_as_its_tokens_once(corpus: Path, made: Bu
         tokens = [token for _, part in sorted(parts) for token in part]
         assert tokens[-1] == eos
         assert eos not in tokens[:-1]
-        texts["".join(tokenizer.id_to_token(token) for token in tokens[:-1]).replace("Ġ", " ")] += 1
+        texts["".join(str(tokenizer.id_to_token(token)) for token in tokens[:-1]).replace("Ġ", " ")] += 1
     assert texts == Counter(text_of(n) for n in range(400) if n % 10 != 9)
     assert rows.size == made.tokens + made.padding
     assert sum(len(part) for parts in pieces.values() for _, part in parts) == made.tokens

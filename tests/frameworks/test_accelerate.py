@@ -139,7 +139,7 @@ def trained(rank: int, path: Path, folder: Path) -> None:
             remove_unused_columns=False,
         )
         model = Model()
-        trainer = Own(model, arguments, train_dataset=data, data_collator=unchanged)
+        trainer = Own(model, arguments, train_dataset=data, data_collator=cast(Any, unchanged))
         try:
             trainer.train(resume_from_checkpoint=str(folder / name / "checkpoint-9") if resume else None)
         except (TypeError, ValueError) as error:

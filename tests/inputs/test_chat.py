@@ -399,7 +399,8 @@ def test_text_that_spells_a_special_token_stays_text(
     made = build(recipe_of(folder, tmp_path, CHATML), workers=1, progress=False)
     [(ids, _)] = documents(made.open())
     tokenizer = decoder_of(folder)
-    assert list(ids).count(tokenizer.token_to_id("<|im_end|>")) == 2
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert sum(token == end for token in ids) == 2
     assert "It is a <|im_end|> test." in tokenizer.decode(list(ids), skip_special_tokens=False)
 
 

@@ -199,7 +199,8 @@ def test_without_a_mesh_the_loader_asks_torch_for_its_rank() -> None:
 
 def test_attention_stays_inside_of_documents(data: Path, tmp_path: Path) -> None:
     """transformers makes no masks of position_ids for a model that keeps a cache, as models do by default."""
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    sizes |= {"intermediate_size": 32}
     config = LlamaConfig(vocab_size=512, **sizes)  # type: ignore[no-untyped-call, unused-ignore]
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
     rows = TrainerDataset(data, eos_id=EOS, layout=Layout(position_ids=True))

@@ -115,6 +115,7 @@ def concatenated(texts: list[str], tokenizer: Path) -> list[list[int]]:
     made = tokenizers.Tokenizer.from_file(str(tokenizer))
     made.encode_special_tokens = True
     eos = made.token_to_id(EOS)
+    assert eos is not None
     ids = [number for text in texts if text for number in [*made.encode(text).ids, eos]]
     ids += [eos] * (-len(ids) % LENGTH)
     return [ids[first : first + LENGTH] for first in range(0, len(ids), LENGTH)]
