@@ -337,7 +337,7 @@ def tutorial(palette: Palette) -> Drawing:
 
 
 def dump(palette: Palette) -> Drawing:
-    """What the stages keep of a dump, by the command on the page of fifty terabytes."""
+    """Draw what the stages keep of a dump, by the command on the page of fifty terabytes."""
     page = (DOCS / "guides" / "fifty_terabytes.md").read_text()
     [left] = map(float, re.findall(r"--raw ([\d.]+)TB", page))
     kept = [(name, float(share)) for name, share in re.findall(r"--retention (\w+)=([\d.]+)", page)]

@@ -212,6 +212,18 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` at the end, or remove it after an error."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def publish_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` atomically and durably: after a power cut it is there whole or not at all."""
     # Threads, and hosts whose process ids are equal, may write the same file at the same time. The name is

@@ -45,6 +45,9 @@ Format = Literal[
     "datatrove",
 ]
 
+DESCRIPTIONS = ("index.json", "shards.json", "documents.json", "dataset.json")
+"""The files that describe a dataset: indexes of MDS, tars and texts or documents, and the card."""
+
 BLOCKS_NAME = "blocks.bin"
 """The file of block checksums (`shardkit.formats.block_checksums`)."""
 

@@ -80,7 +80,7 @@ def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listene
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Where a command's progress and messages go besides stderr, and whether stderr gets progress."""
+    """Says where a command's progress and messages go besides stderr, and whether stderr gets progress."""
 
     quiet: bool = False
     log: IO[str] | None = None

@@ -1,4 +1,4 @@
-"""Recipes as plain data: YAML files and dicts, and overrides such as "pack.sequence_length=512".
+"""Recipes as plain data: YAML files, and overrides such as "pack.sequence_length=512".
 
 YAML here is the safe subset of PyYAML with two repairs: a repeated key is an error instead of a silent
 override, and `1e-3` is a number.

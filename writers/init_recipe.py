@@ -46,6 +46,7 @@ from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, dec
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, XML_FORMATS, FirstBytes, compression_in, look
 from shardkit.writers.inputs.scan import SEEKING, TEXTUAL, guess_format
+from shardkit.writers.recipe.plain import YAML_ENDINGS
 from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 
 __all__ = ["Draft", "DraftInput", "Fields", "draft_recipe", "names_data", "recipe_of_data", "tokenizer_keys"]
@@ -130,7 +131,7 @@ def names_data(given: object, *, has_settings: bool) -> bool:
         return True
     name = os.fspath(given)
     suffix = Path(name).suffix.lower()
-    if suffix in (".yaml", ".yml"):
+    if suffix in YAML_ENDINGS:
         return False
     is_named = suffix not in (".json", ".txt") and guess_format(name) is not None
     return has_settings or is_named or any(sign in name for sign in _SIGNS) or Path(name).is_dir()

@@ -52,7 +52,7 @@ from shardkit.formats.tar.find import expand, is_there
 from shardkit.formats.tar.shard_list import common_folder, is_pattern, matches
 from shardkit.formats.tokens import Piece, name_of
 from shardkit.limits import usable_cores
-from shardkit.manifest import TOKENS, Column, FileInfo, Manifest, ShardInfo, token_layout
+from shardkit.manifest import DESCRIPTIONS, TOKENS, Column, FileInfo, Manifest, ShardInfo, token_layout
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions
 from shardkit.storage.url import is_remote, local_path
@@ -71,7 +71,7 @@ ChooseColumns = Callable[[Mapping[str, str]], Sequence[str]]
 _ABOUT = {  # files in folders of Hugging Face's `datasets` and of shardkit, which hold no rows
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"),
     "metadata.jsonl",  # a list of images
-    *("index.json", "shards.json", "documents.json", "dataset.json"),
+    *DESCRIPTIONS,
 }
 _HIDDEN = ("_", "cache-")
 _NO_FILES = "holds no Parquet, Arrow or JSON lines files"

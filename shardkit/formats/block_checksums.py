@@ -17,7 +17,7 @@ the card nor the index lists it, a dataset has no block checksums, even if a fil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,14 +65,19 @@ def write_blocks(folder: Path, shards: Sequence[ShardInfo]) -> FileInfo | None:
     """
     if any(shard.compression is not None for shard in shards):
         return None
-    file, hasher = folder / BLOCKS_NAME, new_hash(_FILE_HASH)
+    return write_parts(folder / BLOCKS_NAME, shard_parts(folder, shards))
+
+
+def write_parts(file: Path, parts: Iterable[bytes]) -> FileInfo:
+    """Write the parts of all shards, in their order, durably to `file`; return the entry of blocks.bin."""
+    hasher, size = new_hash(_FILE_HASH), 0
     with file.open("wb") as opened:
-        for part in shard_parts(folder, shards):
+        for part in parts:
             hasher.update(part)
-            opened.write(part)
+            size += opened.write(part)
         opened.flush()
         os.fsync(opened.fileno())
-    return FileInfo(BLOCKS_NAME, file.stat().st_size, {_FILE_HASH: hasher.hexdigest()})
+    return FileInfo(BLOCKS_NAME, size, {_FILE_HASH: hasher.hexdigest()})
 
 
 def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:

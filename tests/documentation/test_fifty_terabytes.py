@@ -33,7 +33,7 @@ def commands(first: str) -> list[list[str]]:
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    """What a command prints with --json."""
+    """Return what a command prints with --json."""
     assert run_command([*words[1:], "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -123,7 +123,7 @@ def test_the_recipe_builds_a_dump_by_the_commands_of_the_page(
 
 
 def test_the_job_of_kubernetes_is_a_job_and_its_pod_fits_the_recipe(tmp_path: Path) -> None:
-    """As documented for batch/v1: required fields, and the names of those that the file uses."""
+    """Return the fields of batch/v1 as documented: required ones, and the names of those that are used."""
     job = yaml.safe_load(JOB.read_text())
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     assert job["spec"].keys() <= {

@@ -47,7 +47,7 @@ def test_every_block_of_datatrove_is_on_the_page() -> None:
 
 
 def test_the_recorded_blocks_are_datatroves() -> None:
-    """Of the installed version, which may be older, by its sources: importing them needs further packages."""
+    """Read the sources of the installed version, which may be older: importing them needs more packages."""
     found = importlib.util.find_spec("datatrove")
     if found is None or found.origin is None:
         pytest.skip("datatrove is not installed")

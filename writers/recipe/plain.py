@@ -16,10 +16,10 @@ from typing import Any
 
 from shardkit.errors import RecipeError
 from shardkit.files import local_path
+from shardkit.manifest import DESCRIPTIONS
 from shardkit.yaml_file import apply_override, load_yaml
 
-_YAML = (".yaml", ".yml")
-_INDEXES = ("index.json", "shards.json", "documents.json", "dataset.json")
+YAML_ENDINGS = (".yaml", ".yml")
 _LINE_BYTES = 4096
 
 
@@ -45,7 +45,7 @@ def plain_recipe(
 
 def is_recipe(place: str) -> bool:
     """Return whether a path or URL is a YAML file with inputs, which is a recipe and not text."""
-    if not place.lower().endswith(_YAML) or not Path(place).is_file():
+    if not place.lower().endswith(YAML_ENDINGS) or not Path(place).is_file():
         return False
     with suppress(RecipeError):
         return "inputs" in load_yaml(Path(place))
@@ -75,17 +75,17 @@ def _what_it_is(path: Path) -> str:
     """Return what a path is that is not a recipe, and the command for it; "" if it may be meant as one."""
     named = shlex.quote(str(path))
     if path.is_dir():
-        if any((path / name).is_file() for name in _INDEXES):
+        if any((path / name).is_file() for name in DESCRIPTIONS):
             return _is_dataset(path)
-        recipes = sorted(one for one in path.iterdir() if one.suffix.lower() in _YAML)
+        recipes = sorted(one for one in path.iterdir() if one.suffix.lower() in YAML_ENDINGS)
         if recipes:
             return f"is a folder; give the recipe in it: {recipes[0]}"
         return f"is a folder of data, not a recipe: `shardkit init {named}` writes a recipe for it"
     if not path.exists():
         return "there is no such file; `shardkit init DATA` writes a recipe for data"
-    if path.name in _INDEXES:
+    if path.name in DESCRIPTIONS:
         return _is_dataset(path.parent)
-    if path.suffix.lower() in _YAML:
+    if path.suffix.lower() in YAML_ENDINGS:
         return ""
     if _lists_paths(path):
         return (

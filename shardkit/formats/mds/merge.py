@@ -22,13 +22,10 @@ from pathlib import Path
 
 from shardkit.card import CARD_NAME
 from shardkit.errors import ShardError
-from shardkit.files import fsync_path, local_path, map_path
-from shardkit.formats.block_checksums import BlockFile
+from shardkit.files import fsync_path, local_path, map_path, replaced
+from shardkit.formats.block_checksums import BlockFile, write_parts
 from shardkit.formats.mds.index import INDEX_NAME, read_index, write_index
-from shardkit.hashing import new_hash
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, ShardInfo
-
-_BLOCKS_HASH = "xxh3_128"
 
 
 def merge(folder: str | os.PathLike[str], *, parts: Sequence[str] | None = None) -> Manifest:
@@ -166,19 +163,7 @@ def _merge_blocks(folder: Path, sources: Sequence[_Source]) -> FileInfo | None:
     """Write the block checksums of all shards, and return their entry; None if some have none."""
     if not all(source.has_blocks for source in sources):
         return None
-    final, hasher, size = folder / BLOCKS_NAME, new_hash(_BLOCKS_HASH), 0
-    temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            for source in sources:
-                for part in source.blocks():
-                    hasher.update(part)
-                    size += file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(final)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replaced(folder / BLOCKS_NAME) as temporary:
+        entry = write_parts(temporary, (part for source in sources for part in source.blocks()))
     fsync_path(folder)
-    return FileInfo(BLOCKS_NAME, size, {_BLOCKS_HASH: hasher.hexdigest()})
+    return entry

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.files import local_path
+from shardkit.files import local_path, replaced
 from shardkit.formats.block_checksums import write_blocks
 from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
@@ -310,23 +310,17 @@ class _ShardFile:
         raw_bytes = len(header) + int(sizes.sum())
         stored_name = f"{basename}.{self._suffix}" if self._compression else basename
         final = self._folder / stored_name
-        temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
         raw, stored = _Digests(self._hashes), _Digests(self._hashes)
         compressor = new_compressor(self._compression, raw_bytes) if self._compression else None
-        try:
-            with temporary.open("wb") as file:
-                for piece in _pieces([header, *samples]):
-                    raw.update(piece)
-                    file.write(piece if compressor is None else stored.update(compressor.compress(piece)))
-                if compressor is not None:
-                    file.write(stored.update(compressor.flush()))
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            temporary.replace(final)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replaced(final) as temporary, temporary.open("wb") as file:
+            for piece in _pieces([header, *samples]):
+                raw.update(piece)
+                file.write(piece if compressor is None else stored.update(compressor.compress(piece)))
+            if compressor is not None:
+                file.write(stored.update(compressor.flush()))
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         assert raw.bytes == raw_bytes
         return ShardInfo(
             raw=raw.info(basename),

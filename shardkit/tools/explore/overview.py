@@ -38,7 +38,7 @@ class FunnelRow:
     seconds: float | None = None
     """CPU seconds of the step; None if unknown."""
     share: float | None = None
-    """Their share in the CPU time of all steps; None if that of some step is unknown."""
+    """Share of these seconds in the CPU time of all steps; None if that of some step is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
