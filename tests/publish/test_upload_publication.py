@@ -96,7 +96,9 @@ def test_an_upload_killed_at_any_operation_leaves_no_false_index_and_sends_only_
         assert data_files(puts + again.puts) == sorted(expected), f"{limit}: a file was sent twice, or never"
         counts.add(len(data_files(again.puts)))
     assert limit > 15
-    assert counts == set(range(len(expected) + 1))
+    every = set(range(len(expected) + 1))
+    # Threads that end at the same time pass over a count.
+    assert counts == every if threads == 1 else {0, len(expected)} <= counts <= every
 
 
 def test_a_replacement_that_was_killed_after_its_claim_goes_on_without_being_told_again(
