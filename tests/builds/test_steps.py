@@ -82,6 +82,7 @@ def texts_of(folder: Path, name: str, **keys: Any) -> list[str]:
     return sorted(row["text"] for row in rows if "text" in row)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("filters", "dedup", "steps"),
     [
@@ -390,6 +391,7 @@ SLOW: dict[str, Step] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("filters", "behind"),
     [

@@ -93,6 +93,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_recipe_brings_the_bytes_of_a_fresh_build(
     finished: Finished, tmp_path: Path, change: str

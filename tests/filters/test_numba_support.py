@@ -79,6 +79,7 @@ def test_without_a_home_kernels_are_kept_in_a_private_temporary_folder(tmp_path:
     assert own.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.extended
 def test_a_temporary_folder_that_others_made_is_not_used(tmp_path: Path) -> None:
     own = tmp_path / f"shardkit-{os.getuid()}"
     own.mkdir()
@@ -89,6 +90,7 @@ def test_a_temporary_folder_that_others_made_is_not_used(tmp_path: Path) -> None
     assert not list(own.iterdir())
 
 
+@pytest.mark.extended
 def test_a_named_folder_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
     printed, warned = run_kernel(NUMBA_CACHE_DIR="/dev/null/x", XDG_CACHE_HOME=str(tmp_path))
     assert str(tmp_path / "shardkit" / "kernels-") in printed

@@ -181,6 +181,7 @@ def test_a_forked_worker_collects_none_of_the_loops_garbage(data: dict[str, Path
         loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("delays", [(150, 0, 0), (0, 40, 150)])
 def test_however_slowly_workers_start_they_begin_at_the_same_place(
     data: dict[str, Path], delays: tuple[int, ...]
@@ -203,6 +204,7 @@ def test_a_seed_that_repeats_does_not_repeat_an_epoch(data: dict[str, Path]) -> 
     assert_same(got, reference(data["mds"], sum(lengths)), "the same seed")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_plain_dataloader_left_early_starts_the_epoch_again(
     data: dict[str, Path], persistent: bool
@@ -214,6 +216,7 @@ def test_a_plain_dataloader_left_early_starts_the_epoch_again(
         assert_same(list(islice(loader, 4)), expected, "left early")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_goes_on_from_a_number_of_batches(data: dict[str, Path], workers: int) -> None:
     """At every step of two epochs, through a state that passes through JSON."""
@@ -292,6 +295,7 @@ def test_states_go_from_any_loader_to_any_other(data: dict[str, Path]) -> None:
     assert sorted(ids) == sorted(int(i) for batch, _ in expected[8:14] for i in batch["sample_id"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_workers_that_persist_follow_a_state_and_an_early_end(data: dict[str, Path], tail: str) -> None:
     expected = reference(data["mds"], 30, tail=tail)
@@ -379,6 +383,7 @@ def test_one_workers_state_is_not_the_datasets(data: dict[str, Path]) -> None:
         dataset.load_state_dict(dataset.state_dict() | {"worker": {}})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_dataloader_that_would_make_batches_of_batches_is_refused(
@@ -410,6 +415,7 @@ def test_a_streaming_dataloader_seeks_as_the_loader_does(data: dict[str, Path], 
     loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_set_epoch_goes_to_an_epoch_or_stays_in_it(data: dict[str, Path], workers: int) -> None:
     for tail, length in (("drop", 13), ("pad", 14)):
@@ -445,6 +451,7 @@ def test_an_epoch_that_may_not_be_the_datas_is_refused(data: dict[str, Path]) ->
     placed.set_epoch(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_streaming_dataloader_follows_another_dataloader_over_its_dataset(
     data: dict[str, Path], workers: int
@@ -466,6 +473,7 @@ def test_a_streaming_dataloader_follows_another_dataloader_over_its_dataset(
     loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_answers_composer(data: dict[str, Path], workers: int) -> None:
     """`state_dict(samples of the epoch over all ranks, True)` at each batch, with either DataLoader."""
@@ -493,6 +501,7 @@ def test_a_dataset_answers_composer(data: dict[str, Path], workers: int) -> None
         dataset.state_dict(SIZE * 2, True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_starts_anew_in_each_for(data: dict[str, Path], workers: int) -> None:
     """Left early or not, under either DataLoader, with persistent workers too."""

@@ -184,6 +184,7 @@ def check(batch: dict[str, Any], dataset: Path, raw: Path, starts: Any) -> int:
     return count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -238,6 +239,7 @@ def test_a_run_resumes_exactly(built: Path, options: dict[str, Any]) -> None:
     assert_exact_resume(lambda: loader(built, **options, rank=0, world_size=2), steps=12, tail_steps=4)
 
 
+@pytest.mark.extended
 def test_a_run_resumes_exactly_in_another_process(built: Path, tmp_path: Path) -> None:
     arguments = OPTIONS | {"dataset": str(built), "document_values": {"score": "float32", "url": "hash"}}
     assert_exact_resume_in_new_process(arguments, tmp_path, steps=9, at=[0, 4])
@@ -664,6 +666,7 @@ def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter(())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(
     "ignore:.*rows have no text:RuntimeWarning", "ignore:cache_bytes of:RuntimeWarning"
 )
@@ -717,6 +720,7 @@ def test_workers_and_lost_indexes_give_the_values_of_texts(texts: Path, raw: Pat
             assert_equal(one, other, "measured again")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*rows have no text:RuntimeWarning")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "parquet"])
 def test_values_are_the_same_from_files_of_any_format(

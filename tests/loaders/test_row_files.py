@@ -186,6 +186,7 @@ def test_a_run_over_files_resumes_exactly_local_and_remote(folder: Path, url: st
     assert_exact_resume(lambda: StreamingLoader(url, **options), steps=6, tail_steps=3)
 
 
+@pytest.mark.sampled(2)
 def test_a_run_continues_on_another_number_of_ranks_and_at_another_place(folder: Path, url: str) -> None:
     def maker(place: Path | str) -> Any:
         def make(rank: int, ranks: int) -> StreamingLoader:
@@ -281,6 +282,7 @@ def test_an_audit_proves_that_each_row_of_the_files_comes_once(
     assert [name.partition(" ")[2] for name in shards] == expected
 
 
+@pytest.mark.sampled(2)
 def test_files_on_the_hub_are_read_at_one_commit(folder: Path, tmp_path: Path) -> None:
     files = {f"data/train-{file.name}": file.read_bytes() for file in sorted(folder.iterdir())}
     suffix = "".join(Path(min(files)).suffixes)

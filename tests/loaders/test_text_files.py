@@ -131,6 +131,7 @@ def test_rows_are_the_documents_of_each_shard_one_after_the_other(folder: Path, 
         assert rows_of(dataset) == [row for rows in expected for row in rows]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pack", ["best_fit", "concat"])
 @pytest.mark.parametrize("bos", [None, "<s>"])
 def test_rows_and_order_are_those_of_a_build(
@@ -196,6 +197,7 @@ def test_conversations_have_the_loss_masks_of_a_build(tmp_path: Path, tokenizer:
         assert 0.05 < float((got["labels"] >= 0).float().mean()) < 0.9
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", ["folder", "url"])
 @pytest.mark.parametrize("pack", ["best_fit", "concat"])
 def test_a_run_resumes_exactly(
@@ -206,6 +208,7 @@ def test_a_run_resumes_exactly(
     assert_exact_resume(make, steps=16, tail_steps=4)
 
 
+@pytest.mark.sampled(1)
 def test_a_run_continues_on_another_number_of_ranks_and_at_another_place(
     folder: Path, url: str, tokenizer: Path, cache: Path
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_run_continues_on_another_number_of_ranks_and_at_another_place(
             assert rest == reference[stop + 1 :]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache_bytes", ["20kB", "1GB"])
 def test_a_small_cache_gives_the_same_rows(
     cache_bytes: str, folder: Path, url: str, tokenizer: Path, cache: Path
@@ -237,6 +241,7 @@ def test_a_small_cache_gives_the_same_rows(
             assert state == wanted
 
 
+@pytest.mark.sampled(1)
 def test_processes_of_a_node_share_rows_and_a_second_start_makes_none(
     url: str, tokenizer: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +288,7 @@ def test_a_mixture_has_streams_of_texts_and_of_rows(parquet: Path, tokenizer: Pa
     assert torch.bincount(ids).tolist() == [16, 32, 16]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "other", [{"sequence_length": 64}, {"pack": "concat"}, {"tokenizer": {"bos": "<s>"}}, {"columns": ["b"]}]
 )
@@ -319,6 +325,7 @@ def test_every_kind_of_string_is_read(kind: pa.DataType, tokenizer: Path, tmp_pa
         assert rows_of(dataset) == concatenated(texts, tokenizer)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", [b"\xff", b"\xe4\xbd", b"\xed\xa0\x80", b"\xc0\x80"])
 @pytest.mark.parametrize("before", [0, 700])
 def test_a_text_that_is_not_utf8_is_named(

@@ -114,6 +114,7 @@ def sets_of_steps(make_rank: Callable[[int], Any], ranks: int, steps: int, state
     ]
 
 
+@pytest.mark.sampled(3)
 @kinds
 @pytest.mark.parametrize("place", ["local", "remote", "mixture"])
 def test_random_transforms_resume_exactly(places: dict[str, Any], place: str, kind: str) -> None:
@@ -138,6 +139,7 @@ def test_workers_threads_and_prefetching_change_nothing(places: dict[str, Any], 
                 assert state == expected[number][1]
 
 
+@pytest.mark.sampled(2)
 @kinds
 @pytest.mark.parametrize("place", ["local", "mixture"])
 def test_ranks_and_batch_sizes_change_nothing(places: dict[str, Any], place: str, kind: str) -> None:
@@ -453,6 +455,7 @@ def collate_by_generator(samples: list[dict[str, Any]], rng: np.random.Generator
     return {"keys": [sample["key"] for sample in samples], "drawn": rng.random()}
 
 
+@pytest.mark.sampled(2)
 @kinds
 @pytest.mark.parametrize("function", [collate, collate_by_generator])
 def test_collate_fn_makes_the_batch(places: dict[str, Any], kind: str, function: Any) -> None:

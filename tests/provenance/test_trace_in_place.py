@@ -64,6 +64,7 @@ def test_a_row_of_a_file_is_traced_to_its_number_there(kind: str, tmp_path: Path
             assert dataset[row]["text"] == texts_of(row // 50)[found.record]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pack", ["best_fit", "concat"])
 @pytest.mark.parametrize("bos", [None, "<s>"])
 @pytest.mark.parametrize("kind", ["parquet", "zst"])
