@@ -123,7 +123,7 @@ def build_dedup_index(
         stored = target if isinstance(target, StoreTarget) else None
 
         def steps() -> tuple[Documents, IndexFiles]:
-            documents = find_survivors(Build(inputs, runner.run))
+            documents = find_survivors(Build(inputs, runner.run, to_index=True))
             made = write_index(runner.run, documents, config, sketch, stored, limits=inputs.limits)
             if stored is None:
                 runner.require(_files(made))

@@ -27,7 +27,7 @@ from shardkit.kernels.text_arrays import text_pieces
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, StoreError
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.exact import KEYS, partition_bounds
+from shardkit.writers.dedup.exact import partition_bounds
 from shardkit.writers.dedup.index import (
     BANDS_OF_INDEX,
     BLOCKS_FILE,
@@ -48,7 +48,7 @@ from shardkit.writers.dedup.population import (
     STARTS_FILE,
 )
 from shardkit.writers.dedup.shingle_store import distinct_sets
-from shardkit.writers.dedup.signatures import bands_and_rows
+from shardkit.writers.dedup.signatures import EQUAL_KEYS, bands_and_rows
 from shardkit.writers.dedup.sketches import INDEXED_LIMIT, SketchWriter
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
@@ -110,7 +110,8 @@ def write_index(
     tasks: dict[str, Task] = {}
     for split, part, removed in zip(documents.files, near.parts, near.removed, strict=True):
         weight, texts = split.outputs[TEXTS_FILE].bytes, split.file(TEXTS_FILE)
-        args = texts, part.files, removed, config.minhash, sketch, memory_bytes, target
+        once = [part.file(name) for name in (BANDS_FILE, EQUAL_KEYS.file)]
+        args = texts, part.files, once, removed, config.minhash, sketch, memory_bytes, target
         named = partial(INDEX.task, split.name, weight, *args)
         name = f"part-{named('').digest}"  # the name is not in the digest
         tasks[name] = named(name)
@@ -186,6 +187,7 @@ def index_split(
     folder: Path,
     documents: Artifact,
     part: Artifact,
+    once: Annotated[Sequence[Artifact], DecidesNoByte("are files of `part`, which counts as a whole")],
     removed: SplitTable,
     minhash: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
     sketch: int,
@@ -193,7 +195,10 @@ def index_split(
     target: StoreTarget | None,
     name: Annotated[str, DecidesNoByte("is a digest of the other arguments")],
 ) -> IndexPart:
-    """Write a split's part of an index into `folder`; if `target` is set, upload it there as part `name`."""
+    """Write a split's part of an index into `folder`; if `target` is set, upload it there as part `name`.
+
+    `once` are files of `part` that are gone if a build was their last reader: then they are made again.
+    """
     gone = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
     made = index_part(documents, part, gone, minhash, sketch, folder, memory_bytes=memory_bytes)
     if target is not None:
@@ -223,7 +228,7 @@ def index_part(
     removed = np.sort(removed)
     keys_bytes = min(_KEYS_MEMORY_BYTES, memory_bytes // 4)
     gone = _write_signatures(part, removed, folder, memory_bytes)
-    _filter_keys(part / KEYS.file, gone, folder / OWN_WORDS.file, keys_bytes)
+    _filter_keys(part / EQUAL_KEYS.file, gone, folder / OWN_WORDS.file, keys_bytes)
     piece_bytes = max(1, min(_PIECE_BYTES, memory_bytes // 2 // _NGRAM_BYTES))
     texts = _texts(documents, part, removed, piece_bytes)
     count, text_bytes, sketches = _write_documents(texts, minhash, sketch, folder)
@@ -272,7 +277,7 @@ def _write_signatures(
 def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory_bytes: int) -> None:
     """Write the word keys of a part as OWN_WORDS without the rows `gone`; renumber the other rows."""
     with RunWriter(path, OWN_WORDS, memory_bytes=memory_bytes) as writer:
-        for rows, _ in Slice.whole(KEYS, [keys]).stream(memory_bytes):
+        for rows, _ in Slice.whole(EQUAL_KEYS, [keys]).stream(memory_bytes):
             rows = rows[_stays(rows["row"], gone)]
             own = np.empty(len(rows), OWN_WORDS.dtype)
             own["key"], own["low"], own["part"] = rows["key"], rows["low"], -1

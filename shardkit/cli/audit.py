@@ -150,11 +150,18 @@ def _watch(arguments: argparse.Namespace) -> AuditReport:
                 _show_line(report)
             elif before is not None and not before.ok:
                 return report
-            time.sleep(arguments.every)
+            _sleep(arguments.every)
         except KeyboardInterrupt:
             if report is None:
                 raise
             return report
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep in short turns: a signal that comes just before a sleep is seen only after it."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, 0.5))
 
 
 def _show_line(report: AuditReport) -> None:

@@ -11,7 +11,7 @@ from shardkit.errors import RecipeError
 from shardkit.writers.dedup.bands import BANDS, partitions_for
 from shardkit.writers.dedup.config import MinHashConfig, Scope
 from shardkit.writers.dedup.outcomes import Removed
-from shardkit.writers.dedup.population import BANDS_FILE, Part
+from shardkit.writers.dedup.population import BANDS_FILE
 from shardkit.writers.dedup.signatures import LOST, band_keys, sign_batch, sign_documents, write_bands
 from shardkit.writers.exchange.exchange import Exchanged, RunWriter
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
@@ -34,11 +34,11 @@ def test_a_part_has_the_keys_of_its_documents_groups(tmp_path: Path, scope: Scop
     assert (keys[:20] == keys[20:]).all() == (scope == "global")
 
 
-def make_part(folder: Path, count: int) -> tuple[Part, npt.NDArray[np.uint64]]:
+def make_part(folder: Path, count: int) -> tuple[Artifact, npt.NDArray[np.uint64]]:
     rng = np.random.default_rng(count)
     keys = band_keys(rng.integers(0, 3, (count, 12)).astype(np.uint32), 3, 4)
     np.save(folder / BANDS_FILE, keys)
-    return Part(Artifact(folder), count), keys
+    return Artifact(folder / BANDS_FILE), keys
 
 
 @pytest.mark.parametrize("memory_bytes", [3000, 1 << 20])

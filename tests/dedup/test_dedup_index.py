@@ -436,7 +436,7 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     texts = made_texts(200, seed=9)
     old, new = ({n: text for n, text in texts.items() if n % 2 == side} for side in (0, 1))
     paths = [write_records(tmp_path / f"{name}.arrow", some) for name, some in (("old", old), ("new", new))]
-    alone = find_near_duplicates(paths[:1], CONFIG, folder=tmp_path / "old-work")
+    alone = find_near_duplicates(paths[:1], CONFIG, folder=tmp_path / "old-work", to_index=True)
     [part] = (tmp_path / "old-work" / "signatures").iterdir()
     index = make_index(tmp_path, [(paths[0], part, alone.losers["row"])], CONFIG, 0)
     found = find_near_duplicates(paths[1:], CONFIG, folder=tmp_path / "new-work", indexes=[index])

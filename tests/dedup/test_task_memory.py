@@ -68,8 +68,8 @@ def bands(folder: Path, documents: int) -> Work:
     with RowsWriter(folder / BANDS_FILE, "<u8", width=8) as keys:
         keys.write(np.random.default_rng(1).integers(0, 1 << 64, (documents, 8), dtype=np.uint64))
     lost = run_of(folder / LOST.file, LOST, np.arange(0, documents, 3, dtype=np.uint64).view(LOST.dtype))
-    part = Part(Artifact(folder), documents)
-    return lambda made: write_bands(made, part, 0, lost.within(0, 1 << 32), MEMORY)
+    stored = Artifact(folder / BANDS_FILE)
+    return lambda made: write_bands(made, stored, 0, lost.within(0, 1 << 32), MEMORY)
 
 
 def signatures(folder: Path, documents: int) -> Work:

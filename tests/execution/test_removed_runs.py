@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from crash.builds import STAGES, make_recipe
-from shardkit.writers import build
-from shardkit.writers.execution.artifacts import RUN_SUFFIX
+from shardkit.writers import build, build_dedup_index
+from shardkit.writers.execution.artifacts import may_be_gone
 from shardkit.writers.execution.work import COMMIT_NAME, Work
 from support.small_build import tree
 
@@ -56,8 +56,8 @@ def expected(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def runs_in(work: Path) -> list[str]:
-    """Runs that have rows; an empty one is not exchanged."""
-    runs = [path for path in work.rglob(f"*{RUN_SUFFIX}") if path.stat().st_size > 32]
+    """Files that go with their last reader and have rows; an empty run is not exchanged."""
+    runs = [path for path in work.rglob("*") if may_be_gone(path.name) and path.stat().st_size > 32]
     return sorted(f"{path.parent.parent.name}/{path.name}" for path in runs if path.name not in KEPT)
 
 
@@ -102,3 +102,21 @@ def test_a_changed_recipe_brings_the_bytes_of_a_fresh_build(
     shutil.copytree(finished.folder, fresh, ignore=shutil.ignore_patterns("work"))
     assert finished.build(tmp_path / "changed", CHANGES[change])[0] == built(fresh, [CHANGES[change]])[0]
     assert runs_in(tmp_path / "changed" / "work") == []
+
+
+def test_an_index_in_the_work_folder_of_a_build_is_the_one_made_alone(
+    finished: Finished, tmp_path: Path
+) -> None:
+    """It is made of signatures whose last reader, in the build, was another stage."""
+    found = []
+    for name in ("alone", "behind"):
+        folder = tmp_path / name
+        shutil.copytree(finished.folder, folder, ignore=shutil.ignore_patterns("work"))
+        if name == "behind":
+            built(folder, [CHANGES["near"]])
+        places = [f"work={folder / 'work'}", CHANGES["near"]]
+        build_dedup_index(
+            folder / "recipe.yaml", folder / "index", overrides=places, workers=1, progress=False
+        )
+        found.append(tree(folder / "index"))
+    assert found[0] == found[1]

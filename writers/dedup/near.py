@@ -36,7 +36,7 @@ from shardkit.writers.dedup.blocks import PAIRS_OF_BLOCK, PLACES, block_bits, pu
 from shardkit.writers.dedup.candidates import CANDIDATES, CandidateCounts
 from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
+from shardkit.writers.dedup.exact import find_copies, partition_bounds
 from shardkit.writers.dedup.index import BANDS_OF_INDEX, DedupIndex, keys_of
 from shardkit.writers.dedup.known import Known, find_known
 from shardkit.writers.dedup.outcomes import (
@@ -48,6 +48,7 @@ from shardkit.writers.dedup.outcomes import (
     write_tables,
 )
 from shardkit.writers.dedup.population import (
+    BANDS_FILE,
     PARTS,
     PARTS_FILE,
     STARTS_FILE,
@@ -59,6 +60,7 @@ from shardkit.writers.dedup.population import (
 from shardkit.writers.dedup.resolve import EQUALS, LOSERS_FILE, WINNERS_FILE, Resolved, resolve
 from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
 from shardkit.writers.dedup.signatures import (
+    EQUAL_KEYS,
     LOST,
     MAKE_BANDS,
     SIGN,
@@ -107,11 +109,13 @@ def remove_near(
     *,
     indexes: Sequence[DedupIndex] = (),
     limits: Limits = DEFAULT_LIMITS,
+    to_index: bool = False,
 ) -> NearResult:
     """Run all stages of near-duplicate removal.
 
     `removals` are the earlier removals of each split. Documents of `indexes` have priority over all inputs.
-    `memory_bytes` limits the memory of one task; `limits` apply to exchanges.
+    `memory_bytes` limits the memory of one task; `limits` apply to exchanges. With `to_index`, the files of
+    the parts that an index is made of stay.
     """
     known = find_known(run, splits, removals, config.minhash, indexes, memory_bytes, limits)
     how, tasks = (config.minhash, *bands_and_rows(config), config.scope), []
@@ -125,18 +129,13 @@ def remove_near(
     population = Population.of([*parts, *(part for index in indexes for part in index.parts)])
     stored = _store(run, population)
 
-    partitions = limits.partitions(population.count("input"), KEYS.dtype)
-    keys = exchange(run, EQUAL_WORDS, KEYS, signed, readers=partitions, limits=limits)
-    tasks = []
-    for number in range(partitions):
-        piece = keys.slice(*partition_bounds(number, partitions))
-        name = partition_name(number, partitions)
-        tasks.append(EQUAL_WORDS.task(name, piece.bytes, piece, stored.starts, memory_bytes))
-    [equal] = run(tasks)
-
+    equal = _find_equal(run, signed, population, stored, memory_bytes, limits, consumed=not to_index)
     names = [split.name for split in splits]
     names += [f"index-{number:05d}" for number in range(len(population.parts) - len(splits))]
-    candidates = _pair(run, names, population, stored, equal, indexes, config, memory_bytes, limits)
+    band_keys = [replace(commit.file(BANDS_FILE), goes=not to_index) for commit in signed]
+    candidates = _pair(
+        run, names, population, stored, band_keys, equal, indexes, config, memory_bytes, limits
+    )
     verified = _verify(run, names, population, splits, candidates, config, memory_bytes, limits)
     compared = [VERIFY.result(commit) for commit in verified]
     edges = sum(block.verified for block in compared)
@@ -160,6 +159,28 @@ def remove_near(
     return NearResult(lost, kept, decided, removed, signed, known, counts)
 
 
+def _find_equal(
+    run: RunTasks,
+    signed: Sequence[Commit],
+    population: Population,
+    stored: PopulationFile,
+    memory_bytes: int,
+    limits: Limits,
+    *,
+    consumed: bool,
+) -> list[Commit]:
+    """Find documents that have the same words as another one; `consumed` is as in `exchange`."""
+    readers = limits.partitions(population.count("input"), EQUAL_KEYS.dtype)
+    keys = exchange(run, EQUAL_WORDS, EQUAL_KEYS, signed, readers=readers, limits=limits, consumed=consumed)
+    tasks = []
+    for number in range(readers):
+        piece = keys.slice(*partition_bounds(number, readers))
+        name = partition_name(number, readers)
+        tasks.append(EQUAL_WORDS.task(name, piece.bytes, piece, stored.starts, memory_bytes))
+    [equal] = run(tasks)
+    return equal
+
+
 def _store(run: RunTasks, population: Population) -> PopulationFile:
     """Run a task that stores the locations of all parts in files, so that task arguments stay short."""
     inputs, others = population.parts[: population.inputs], population.parts[population.inputs :]
@@ -176,6 +197,7 @@ def _pair(
     names: Sequence[str],
     population: Population,
     stored: PopulationFile,
+    band_keys: Sequence[Artifact],
     equal: Sequence[Commit],
     indexes: Sequence[DedupIndex],
     config: NearDedupConfig,
@@ -184,14 +206,15 @@ def _pair(
 ) -> list[Commit]:
     """Find candidate pairs among documents that were not removed for equal words.
 
-    `names` are the names of the tasks of each part.
+    `names` are the names of the tasks of each part, and `band_keys` the files with the keys of each.
     """
-    (bands, _), parts = bands_and_rows(config), population.parts[: population.inputs]
-    lost = exchange(run, MAKE_BANDS, LOST, equal, readers=len(parts), end=len(parts) << 32, limits=limits)
+    (bands, _), parts = bands_and_rows(config), len(band_keys)
+    lost = exchange(run, MAKE_BANDS, LOST, equal, readers=parts, end=parts << 32, limits=limits)
     tasks = []
-    for number, part in enumerate(parts):
+    for number, file in enumerate(band_keys):
         first, own = int(population.starts[number]), lost.slice(number << 32, number + 1 << 32)
-        tasks.append(MAKE_BANDS.task(names[number], part.documents, part, first, own, memory_bytes))
+        weight = population.parts[number].documents
+        tasks.append(MAKE_BANDS.task(names[number], weight, file, first, own, memory_bytes))
     [keys] = run(tasks)
     end = population.count("input")
     partitions = band_partitions(end * bands, memory_bytes)
@@ -329,11 +352,13 @@ def find_near_duplicates(
     memory_bytes: int = 512 << 20,
     workers: int = 0,
     indexes: Sequence[DedupIndex] = (),
+    to_index: bool = False,
 ) -> NearDuplicates:
     """Find near-duplicates among documents in Arrow files of DOCUMENT_SCHEMA, whose ids are distinct.
 
     `folder` is the work folder; finished tasks in it are reused. With 0 `workers` tasks run in this process.
-    `memory_bytes` limits the memory of one task. Equal documents are near-duplicates, too.
+    `memory_bytes` limits the memory of one task; `to_index` is as in `remove_near`. Equal documents are
+    near-duplicates, too.
     """
     splits = []
     for number, path in enumerate(documents):
@@ -344,7 +369,9 @@ def find_near_duplicates(
     with Journal(Work.at(folder)) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
         result = runner.complete(
-            lambda: remove_near(runner.run, splits, removals, config, memory_bytes, indexes=indexes)
+            lambda: remove_near(
+                runner.run, splits, removals, config, memory_bytes, indexes=indexes, to_index=to_index
+            )
         )
     losers, winners = (
         np.concatenate([np.load(commit.folder / name) for commit in commits])

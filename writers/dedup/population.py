@@ -8,8 +8,10 @@ lowest content rank (rows/documents.py).
 
     documents.npy    DOCUMENT, one row per document of the part
     prints.npy       uint8[n, permutations]: a byte of each value of the signature, for hubs (hubs.py)
-    bands.npy        uint64[n, bands]: the keys of the signature's bands, which differ between groups (scope)
-    keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
+    bands.once.npy   uint64[n, bands]: the keys of the signature's bands, which differ between groups (scope)
+    equal_keys.run   EQUAL_KEYS (signatures.py): the hash of the normalized words
+
+The last two go with their last reader, unless an index is made of the part.
 
 A part of an index has documents.npy with rows of INDEXED, prints.npy and sketches.bin (index.py). Only the
 rows of documents in candidate pairs are read of them.
@@ -31,7 +33,7 @@ from shardkit.writers.execution.stage import Stage
 
 DOCUMENTS_FILE = "documents.npy"
 PRINTS_FILE = "prints.npy"
-BANDS_FILE = "bands.npy"
+BANDS_FILE = "bands.once.npy"
 
 DOCUMENT = np.dtype(
     [

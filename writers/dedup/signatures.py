@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -45,7 +45,6 @@ from shardkit.writers.dedup.population import (
     DOCUMENTS_FILE,
     PRINTS_FILE,
     LanguageLabels,
-    Part,
 )
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter, Slice, StepReader, Table
@@ -55,6 +54,8 @@ from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, character_tables, composed
 from shardkit.writers.rows.documents import content_ranks, metadata_values, text_digests
+
+EQUAL_KEYS = replace(KEYS, file="equal_keys.run", stays=False)  # as KEYS, of the normalized words
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 
@@ -315,7 +316,9 @@ def sign_documents(
         width = minhash.permutations
         prints = stack.enter_context(RowsWriter(folder / PRINTS_FILE, np.uint8, width=width))
         bands = stack.enter_context(RowsWriter(folder / BANDS_FILE, "<u8", width=banding[0]))
-        keys = stack.enter_context(RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2))
+        keys = stack.enter_context(
+            RunWriter(folder / EQUAL_KEYS.file, EQUAL_KEYS, memory_bytes=memory_bytes // 2)
+        )
         fields = [0, 1, 4, 7] if isinstance(scope, FieldScope) else [0, 1, 4]
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
@@ -337,20 +340,22 @@ def sign_documents(
     return SignedPart(table.rows, wordless, unspaced)
 
 
-def write_bands(folder: Path, part: Part, first: int, lost: Slice, memory_bytes: MemoryBytes) -> None:
-    """Write the band keys of a part whose first document has number `first`, without documents in LOST."""
-    stored, gone = RowFile(part.folder / BANDS_FILE), StepReader(lost, memory_bytes // 8)
+def write_bands(folder: Path, keys: Artifact, first: int, lost: Slice, memory_bytes: MemoryBytes) -> None:
+    """Write the band keys of a part whose first document has number `first`, without documents in LOST.
+
+    `keys` is the part's BANDS_FILE.
+    """
+    stored, gone = RowFile(keys), StepReader(lost, memory_bytes // 8)
     [bands] = stored.row_shape
     # A chunk is held as keys, and twice as entries, within a quarter of the memory.
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // ((8 + 2 * BANDS.dtype.itemsize) * bands)))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes // 2) as run:
-        for start in range(0, part.documents, most):
-            stop = min(start + most, part.documents)
+        for start in range(0, stored.rows, most):
+            stop = min(start + most, stored.rows)
             losers = (gone.before(lost.start + stop)["key"] - np.uint64(lost.start)).astype(np.int64)
             kept = start + kept_rows(losers, start, stop - start)
-            keys = stored.read(kept)
-            entries = np.empty(keys.size, BANDS.dtype)
-            entries["key"], entries["number"] = keys.reshape(-1), np.repeat(first + kept, bands)
+            entries = np.empty(len(kept) * bands, BANDS.dtype)
+            entries["key"], entries["number"] = stored.read(kept).reshape(-1), np.repeat(first + kept, bands)
             run.write(entries)
 
 
@@ -399,7 +404,7 @@ def _key_rows(
     groups: npt.NDArray[np.uint64] | None,
     first_row: int,
 ) -> npt.NDArray[np.void]:
-    rows = np.empty(len(described), KEYS.dtype)
+    rows = np.empty(len(described), EQUAL_KEYS.dtype)
     rows["key"], rows["low"] = signed.keys.view(">u8").T
     if groups is not None:  # the same words must get different keys in different groups
         rows["key"] ^= (groups + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -33,6 +33,16 @@ RUN_SUFFIX = ".run"
 
 Most of them are removed as soon as the last task that reads them is finished (runner.py)."""
 
+ONCE_SUFFIX = ".once.npy"
+"""Of the names of other files that go with their last reader. Their hashes are compared, as of all files.
+
+A task that reads a folder does not read its runs and these files: they are arguments of their own."""
+
+
+def may_be_gone(name: str) -> bool:
+    """Return whether a finished task may lack this output, because it went with its last reader."""
+    return name.endswith((RUN_SUFFIX, ONCE_SUFFIX))
+
 
 class DamagedRangeError(BuildError):
     """Bytes of a local file differ from their hash; `path` is the file."""
@@ -72,13 +82,14 @@ class Artifact:
 
     With `remote`, the file is read from there unless it was fetched to `path` before. `content` is the hash
     of the file if it is known; the digest of a task with this argument depends on it. `remedy` is the advice
-    in errors about a damaged file.
+    in errors about a damaged file. A file that no later stage reads `goes` when its readers are finished.
     """
 
     path: Path
     remote: RemoteFiles | None = None
     content: str = field(default="", compare=False)
     remedy: str = field(default="run the same command again, which makes it anew", compare=False)
+    goes: bool = field(default=False, compare=False)
 
     def __truediv__(self, name: str) -> Artifact:
         return Artifact(self.path / name, self.remote, remedy=self.remedy)
@@ -90,6 +101,11 @@ class Artifact:
     def paths(self) -> Iterator[Path]:
         """The path, as `Files.paths`."""
         yield self.path
+
+    @property
+    def consumed(self) -> tuple[Artifact, ...]:
+        """The file itself if it goes, as `Task.consumed`."""
+        return (self,) if self.goes else ()
 
     @property
     def _source(self) -> RemoteFiles | None:

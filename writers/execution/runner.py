@@ -46,6 +46,7 @@ from shardkit.writers.execution.artifacts import (
     Files,
     LostFilesError,
     files_in,
+    may_be_gone,
 )
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import Engine
@@ -135,7 +136,7 @@ class Journal:
 
 
 _THREADS = 8
-_REMOVED_TOGETHER = 1000  # files that are removed at a time; a store gets their requests concurrently
+_REMOVED_TOGETHER = 1000  # objects that are removed at a time; a store gets their requests concurrently
 
 
 class FoundFiles:
@@ -188,7 +189,7 @@ class FoundFiles:
     def _outputs_at(self, path: Path) -> Iterator[tuple[Commit, list[str]]]:
         """Yield the finished tasks at a path (a file, or a folder of a task or stage), and names of outputs.
 
-        Runs are only read by their own paths, not as a part of a folder.
+        Files that go with their last reader are only read by their own paths, not as a part of a folder.
         """
         if (place := self._work.place_of(path)) is None:
             return
@@ -199,7 +200,7 @@ class FoundFiles:
             return
         keys = [key] if "/" in key else [one for one in self._tasks if one.startswith(f"{key}/")]
         for commit in filter(None, map(self._tasks.get, keys)):
-            yield commit, [name for name in commit.outputs if not name.endswith(RUN_SUFFIX)]
+            yield commit, [name for name in commit.outputs if not may_be_gone(name)]
 
     def _damaged(self, files: Mapping[Path, Commit]) -> set[str]:
         """Compare files with their hashes; return the keys of tasks with a damaged one."""
@@ -257,7 +258,7 @@ class Runner:
         self._made: Counter[str] = Counter()  # tasks of this build that ran, by stage, also in earlier passes
         self._earlier: Counter[str] = Counter()  # those of earlier passes that this one has not found yet
         self._start = 0.0
-        self._files = FoundFiles(journal.work)
+        self._files, self._is_local = FoundFiles(journal.work), journal.work.remote is None
         self._compares_runs = False  # whether a task met a damaged run, so that there may be more
         self._readers: Counter[Path | Files] = Counter()  # unfinished tasks that consume a file, or many
         self._consumed: list[Path] = []  # files that no task reads any more
@@ -381,7 +382,7 @@ class Runner:
             self._readers[_key(file)] -= 1
             if not self._readers[_key(file)]:
                 self._consumed += _paths([_key(file)])
-        if len(self._consumed) >= _REMOVED_TOGETHER:
+        if self._consumed and (self._is_local or len(self._consumed) >= _REMOVED_TOGETHER):
             self._remove_consumed()
 
     def _remove_consumed(self) -> None:

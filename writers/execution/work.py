@@ -57,7 +57,7 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import open_store
 from shardkit.writers.execution import scratch
-from shardkit.writers.execution.artifacts import RUN_SUFFIX, Artifact, DamagedRangeError
+from shardkit.writers.execution.artifacts import Artifact, DamagedRangeError, may_be_gone
 from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError, get_checked
 from shardkit.writers.execution.commit import (
     Commit,
@@ -226,7 +226,7 @@ class Work:
                 listed = self._listed(f"{part}/")
                 read = [] if is_one else (segments or self.segments()).read(part)
                 for key, commit, sizes in self._commits(listed, read, wanted):
-                    there = _without_runs(commit, sizes)
+                    there = _without_gone(commit, sizes)
                     outputs = there.outputs.items()
                     if all(sizes.get(n) == one.bytes for n, one in outputs if n not in there.absent):
                         found[key] = there
@@ -244,7 +244,7 @@ class Work:
             listed = self._listed("" if stage is None else f"{stage}/")
             for name, of_stage in groupby(listed, lambda task: task[0].partition("/")[0]):
                 read = self._commits(of_stage, self.segments().read(name))
-                yield from sorted((key, _without_runs(commit, sizes)) for key, commit, sizes in read)
+                yield from sorted((key, _without_gone(commit, sizes)) for key, commit, sizes in read)
 
     def records(self, stage: str) -> Iterator[Record]:
         """Yield the full records of a stage's finished tasks. In a store, each takes one request."""
@@ -475,9 +475,9 @@ class Work:
             raise BuildError(f"{what}work folder {self.place}: {error}; {advice}") from error
 
 
-def _without_runs(commit: Commit, sizes: Mapping[str, int]) -> Commit:
-    """Return a commit that says which of its runs are not among these outputs, given with their sizes."""
-    absent = tuple(sorted(one for one in commit.outputs.keys() - sizes.keys() if one.endswith(RUN_SUFFIX)))
+def _without_gone(commit: Commit, sizes: Mapping[str, int]) -> Commit:
+    """Return a commit that says which of its outputs that may be gone are not among these sizes."""
+    absent = tuple(sorted(filter(may_be_gone, commit.outputs.keys() - sizes.keys())))
     return replace(commit, absent=absent) if absent else commit
 
 

@@ -48,12 +48,14 @@ from shardkit.writers.stages.needs import Needs, task_memory
 class Build:
     """The context that all steps of a build share: its inputs, and the function that runs tasks.
 
-    `beside` are tasks that need no documents; they run at the same time as cleaning.
+    `beside` are tasks that need no documents; they run at the same time as cleaning. With `to_index`, an
+    index is made of the signatures, and their files stay.
     """
 
     inputs: BuildInputs
     run: RunTasks
     beside: Sequence[Task] = ()
+    to_index: bool = False
 
     @property
     def limits(self) -> Limits:

@@ -24,7 +24,6 @@ from shardkit.writers.dedup.blocks import (
 )
 from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.known import FIND_KNOWN, HASH_WORDS, KNOWN_REMOVED, WORD_KEYS
 from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, remove_near
@@ -33,7 +32,7 @@ from shardkit.writers.dedup.pairs import PAIRS
 from shardkit.writers.dedup.population import PAIR, PARTS
 from shardkit.writers.dedup.resolve import EQUALS, NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST, range_count
 from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
-from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows
+from shardkit.writers.dedup.signatures import EQUAL_KEYS, LOST, MAKE_BANDS, SIGN, bands_and_rows
 from shardkit.writers.dedup.verify import VERIFY
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.recipe.recipe import Recipe
@@ -55,6 +54,7 @@ def drop_near_duplicates(config: NearDedupConfig, documents: Documents, build: B
         build.memory_bytes,
         indexes=indexes,
         limits=build.limits,
+        to_index=build.to_index,
     )
     return replace(
         documents.without(NEAR_DUPLICATE, found.removed),
@@ -94,7 +94,7 @@ def needs(n: Needs) -> None:
     """Add the requests and bytes of all stages, from signatures to decisions."""
     c = n.corpus
     text, stored = c.text_bytes * DOCUMENTS, c.documents * c.bands * _BAND_BYTES
-    readers = c.limits.partitions(c.documents, KEYS.dtype)
+    readers = c.limits.partitions(c.documents, EQUAL_KEYS.dtype)
     if c.shape.has_indexes:
         n.add(HASH_WORDS, c.gathered, *n.scans(text, c.gathered), files=1)
         ranges = c.limits.partitions(c.documents, WORD_KEYS.dtype)
@@ -103,13 +103,14 @@ def needs(n: Needs) -> None:
         n.by_split(KNOWN_REMOVED, OUTCOMES, ranges, c.documents * LOSERS)
     n.add(SIGN, c.gathered, *n.scans(text, c.gathered), files=4, written=c.documents * _SIGNED_BYTES + stored)
     n.add(PARTS, 1, 0, files=2)
-    keys = n.exchange(EQUAL_WORDS, KEYS, c.gathered, c.documents, readers)
+    keys = n.exchange(EQUAL_WORDS, EQUAL_KEYS, c.gathered, c.documents, readers)
     n.add(EQUAL_WORDS, readers, *n.slices(keys, readers), files=2)
     lost = n.exchange(MAKE_BANDS, LOST, readers, c.documents * LOSERS, c.gathered)
     gets, read = n.scans(stored, c.gathered)
     more, also = n.slices(lost, c.gathered)
     entries = c.documents * c.bands
     size = entries * BANDS.dtype.itemsize
+    n.last_reader(MAKE_BANDS, stored, c.gathered)
     n.add(MAKE_BANDS, c.gathered, gets + more, read + also, files=1, written=size)
     candidates = band_partitions(entries, c.task_memory)
     bands = n.exchange(CANDIDATES, BANDS, c.gathered, entries, candidates)

@@ -231,6 +231,10 @@ class Needs:
     """By the name of a stage that is still to be added: (bytes of runs that it is the last to read, number of
     pieces, each of which goes when the tasks that read it are finished)."""
 
+    def last_reader(self, reader: Stage[..., Any], size: float, files: int) -> None:
+        """Note that stage `reader`, to be added later, is the last to read `files` with `size` bytes."""
+        self.consumed.setdefault(reader.name, []).append((size, files))
+
     def by_split(self, stage: Stage[..., Any], table: Table, runs: int, rows: float) -> None:
         """Add stage `stage` of `outcomes.by_split`, which writes one file per group of splits."""
         groups = ceil(self.corpus.gathered / SPLITS_PER_GROUP)
@@ -268,7 +272,7 @@ class Needs:
             self.consumed[stage.name], own = [(own, max(groups // 2, found.segments))], found.bytes
             self.add(stage, groups * ranges, gets * groups, read * groups, files=1, written=found.bytes)
             found = _Runs(groups, found.bytes, row_bytes, ranges)
-        self.consumed.setdefault((last or reader).name, []).append((own, found.segments))
+        self.last_reader(last or reader, own, found.segments)
         return found
 
     def pieces(self, reader: Stage[..., Any], table: Table, runs: _Runs, ranges: int) -> tuple[float, float]:
