@@ -152,9 +152,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     (folder / "texts").mkdir()
     texts = [f"Document {number} says: " + "and more words " * 400 for number in range(40)]
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "part-000.parquet")
-    with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:
-        for number in range(40):
-            writer.write({"label": number % 3, "image": bytes([number])})
     make_pictures(folder / "pictures")
     everything = ["trace", str(folder / "out"), "--export", str(folder / "documents.parquet"), "--json"]
     assert run_command(everything) == 0
