@@ -26,7 +26,6 @@ from PIL import Image
 import shardkit as sk
 from shardkit.cli.main import main as run_command
 from shardkit.cli.main import make_parser
-from shardkit.formats import mds
 from shardkit.storage import open_store
 from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.yaml_file import load_yaml
