@@ -40,7 +40,7 @@ VECTORS = {
     for name, text in re.findall(
         r'^```json title="vectors: (\w+)"\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL
     )
-}
+} | json.loads((ROOT / "docs" / "spec" / "vectors.json").read_text())
 Check = Callable[[Any], None]
 
 
