@@ -355,6 +355,10 @@ class RunOptions(LoaderOptions, total=False):
     return_ids: bool
 
 
+# Names that an unknown option may have meant, but that a config does not have.
+_OF_THE_LOADER = (*RunOptions.__annotations__, "batch_size", "rank", "world_size")
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoaderConfig(Layout, Order, Run):
     """All options of a loader, checked, with defaults; it inherits the options of Layout, Order and Run."""
@@ -480,7 +484,8 @@ class LoaderConfig(Layout, Order, Run):
         of_streams = {field.name: f"Stream(path, {field.name}=…)" for field in fields(Stream)}
         known = [*GROUPS, *(field.name for field in fields(cls))]
         listed_by = "shardkit.loaders.config.LoaderConfig"
-        refuse_unknown("StreamingLoader()", options, known, FOREIGN, of_streams | _SPELLED, listed_by)
+        spelled = of_streams | _SPELLED
+        refuse_unknown("StreamingLoader()", options, known, FOREIGN, spelled, listed_by, _OF_THE_LOADER)
         return cls(**flat)
 
     def _check_layout(self) -> None:

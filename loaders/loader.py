@@ -27,6 +27,7 @@ from typing import Literal, Never, Self, SupportsIndex, Unpack
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
+from shardkit.hints import answers_keywords
 from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import (
@@ -89,14 +90,14 @@ class StreamingLoader:
     the next epoch instead of ending the `for`. `cache_dir`: folder that caches shards of remote datasets for
     all processes of the machine; None: memory. `cache_bytes`: maximum size of the cache, such as "200GB".
     Groups of options: `layout`, the form of a batch; `order`, the order of samples; `run`, how batches are
-    fetched and waited for. `shardkit.loaders.config.LoaderConfig` describes all of them and the rest: eos_id,
-    bos_id, pad_id, collate_fn, restart, storage, tokenizer, pack, token_dtype, per_file, usage_log, mesh and
-    group.
+    fetched and waited for. `shardkit.loaders.config.LoaderConfig` describes all and the rest: eos_id, bos_id,
+    pad_id, collate_fn, restart, storage, tokenizer, pack, token_dtype, per_file, usage_log, mesh and group.
 
     Columns besides the tokens become tensors if they hold numbers or arrays of constant shape, else lists.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
     """
 
+    @answers_keywords({})  # config answers those
     def __init__(
         self,
         dataset: str | os.PathLike[str] | Dataset | Sequence[Stream],

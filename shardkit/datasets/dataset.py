@@ -89,7 +89,12 @@ class Dataset(OpenDataset, Described):
             raise no_rows([index])
         if not is_single(index):
             return Rows(self, range(len(self)))[index]
-        number = operator.index(index)
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                f"select rows by number, slice or list of numbers, not by {index!r:.100}"
+            ) from None
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.location}: no sample {number}; the dataset has {len(self)}")
         return self.row(number % len(self))
@@ -241,6 +246,8 @@ def open_dataset(
     "rgb8", "torchrgb", ... give arrays and tensors; False keeps all members of tars as bytes (see
     `shardkit.formats.tar.values`). Raises ShardError if the dataset is missing or malformed.
     """
+    if not isinstance(path, (str, PathLike, Iterable)):
+        raise TypeError(f"path must be a path, a URL or a list of these, not {path!r:.80}")
     decode = checked_decode(decode)
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode, columns=columns)
     from shardkit.cache.shards import SharedCache

@@ -17,6 +17,9 @@ from shardkit.errors import RecipeError
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of pieces
 _UNIGRAM, _BPE = 1, 2
 _SPACE = "\u2581"
+_UNKNOWN_KIND = (
+    "is not a known kind of tokenizer ({}); give a tokenizer.json, SentencePiece model or tiktoken file"
+)
 
 
 def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
         characters: bytes = _typed(normalizer, 2, bytes, b"")
         _check_characters(characters)
     except (ValueError, IndexError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-        raise RecipeError(f"tokenizer.path: {path} is not a known kind of tokenizer ({error})") from error
+        raise RecipeError(f"tokenizer.path: {path} {_UNKNOWN_KIND.format(error)}") from error
     if kind not in (_UNIGRAM, _BPE) or not 0 <= unknown < len(pieces):
         raise RecipeError(f"tokenizer.path: {path} is not a SentencePiece model of type bpe or unigram")
     vocabulary = {piece: number for number, (piece, _, _) in enumerate(pieces)}

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.files import local_path
+from shardkit.hints import near_path
 from shardkit.order.order import MAX_SAMPLES
 
 _LINE = re.compile(r"([0-9]+)(?:\s*:\s*([0-9]+))?")
@@ -62,7 +63,10 @@ class Exclusions:
         ValueError with file and line for an invalid line, OSError if the file cannot be read.
         """
         ranges, fingerprint = [], None
-        with local_path(path, "exclude").open(encoding="utf-8-sig", errors="backslashreplace") as file:
+        place = local_path(path, "exclude")
+        if not place.exists():
+            raise FileNotFoundError(f"exclude: {place}: there is no such file; {near_path(place)}")
+        with place.open(encoding="utf-8-sig", errors="backslashreplace") as file:
             for number, line in enumerate(file, 1):
                 text = line.partition("#")[0].strip()
                 if not text:

@@ -76,7 +76,7 @@ class StreamSettings:
 
     def __str__(self) -> str:
         without = f", without the rows of exclusion list {self.excluded}" if self.excluded else ""
-        return f"{self.fingerprint} ({self.samples:,} samples{without})"
+        return f"fingerprint {self.fingerprint} ({self.samples:,} samples{without})"
 
 
 @dataclass(frozen=True, slots=True)

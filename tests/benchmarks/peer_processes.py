@@ -40,13 +40,16 @@ REQUIREMENTS = {
     "daft": ["daft", "pyarrow"],
     "datasets": ["torch==2.13.0", "torchdata", "datasets", "s3fs"],  # the pin selects a build without CUDA
     "datasketch": ["datasketch", "xxhash", "pyarrow"],
-    "grain": ["grain"],
+    "grain": ["grain", "tokenizers"],
     "lancedb": ["torch==2.13.0", "lancedb", "pyarrow"],
     "litdata": ["torch==2.13.0", "litdata", "polars", "pyarrow", "s3fs"],
     "rensa": ["rensa", "pyarrow"],
     # pip searches for versions that fit to dolma's s3fs for longer than the benchmark takes.
     "dolma": ["dolma", "pyarrow<20", "boto3==1.28.17", "aiobotocore==2.5.4", "setuptools<81"],
     "ray": ["ray[data]==2.60.0", "pandas", "pyarrow", "xxhash", "tokenizers", "gigatoken"],
+    "litdata_zstd": ["torch==2.13.0", "torchvision==0.28.0", "litdata", "zstd", "tokenizers"],
+    "streaming": ["torch==2.13.0", "torchvision==0.28.0", "mosaicml-streaming==0.13.0"],
+    "datatrove_torch": ["torch==2.13.0", "datatrove[io,processing,s3]"],
     # Its shingles are str, which xxhash 4 refuses to hash; spaCy and regex are its word splitter.
     "datatrove": [
         *("datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"),

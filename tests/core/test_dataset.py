@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +166,15 @@ def test_rows_of_a_dataset_that_is_replaced_are_never_mixed_with_those_opened(
     if how is not replace_shards_only:  # nothing can show that of a shard that was never opened before
         with pytest.raises(ShardError, match="was replaced"):
             dataset[-1]
+
+
+def test_what_is_no_path_or_no_number_is_answered_in_words(tmp_path: Path) -> None:
+    wrong: Any = None
+    with pytest.raises(TypeError, match=r"^path must be a path, a URL or a list of these, not None$"):
+        shardkit.open_dataset(wrong)
+    wrong = 1.5
+    with pytest.raises(TypeError, match=r"^select rows by number, slice or list of numbers, not by 1.5$"):
+        shardkit.open_dataset(write_mds(tmp_path))[wrong]
 
 
 def test_a_dataset_whose_index_is_gone_opens_no_more_shards(tmp_path: Path) -> None:

@@ -387,7 +387,9 @@ def test_lists_that_cannot_be_one_dataset_are_explained(tmp_path: Path) -> None:
         ([tmp_path / "a.tar", "memory://x/a.tar"], "is local but others are remote"),
         (["memory://x/a.tar", "memory://y/a.tar"], "are in different stores"),
         (["s3://x/a.tar", "memory://x/a.tar"], "are in different stores"),
-        ([tmp_path / "notes.txt"], "there is no such file"),
+        ([tmp_path / "notes.txt"], "there is no such file or folder; .* holds a.tar$"),
+        ([tmp_path / "q" / "b.tar"], "there is no such file or folder; .* holds a.tar$"),
+        ([tmp_path / "atar"], "there is no such file or folder; did you mean .*a.tar?"),
     ):
         with pytest.raises(ShardError, match=words):
             opened(paths)

@@ -108,6 +108,11 @@ def test_values_that_do_not_fit_their_column_are_refused(name: str, value: Any) 
         encode_value(encoding_of(name), value)
 
 
+def test_a_value_that_is_not_json_is_answered_with_those_that_are() -> None:
+    with pytest.raises(TypeError, match=r"^json takes dict, list, .* None: Object of type object is not"):
+        encode_value(encoding_of("json"), {"a": object()})
+
+
 def test_json_too_deep_to_encode_or_decode_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

@@ -63,6 +63,16 @@ def test_mosaicml_reads_a_dataset_whose_index_states_block_checksums(tmp_path: P
         assert (ours["id"], ours["n"]) == (theirs["id"], theirs["n"])
 
 
+def test_datasets_of_equal_sizes_have_their_own_fingerprints_by_default(tmp_path: Path) -> None:
+    """So that a loader refuses the state of the other one."""
+    ours, other, again = (
+        write_mds(tmp_path / name, {"n": "int"}, [{"n": number}])
+        for name, number in (("ours", 1), ("other", 2), ("again", 1))
+    )
+    assert ours.fingerprint == again.fingerprint != other.fingerprint
+    assert list(ours.shards[0].raw.hashes) == ["xxh64"]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "compression", cases(["zstd", "zstd:9", "br:3", "bz2", "gz:6", "snappy"], ["zstd:9", "bz2", "snappy"])

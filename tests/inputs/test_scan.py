@@ -147,6 +147,13 @@ def test_what_cannot_be_read_as_meant_is_refused(tmp_path: Path, inputs: list[st
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("wrong", ["text/*.jsonl", "text"])
+def test_inputs_whose_folder_is_misspelt_are_answered_with_the_folder(tmp_path: Path, wrong: str) -> None:
+    put(tmp_path, "texts/a.jsonl")
+    with pytest.raises(RecipeError, match=r"matches no file .*; did you mean .*/texts\?$"):
+        files(tmp_path, wrong)
+
+
 def test_a_format_given_in_the_recipe_overrides_the_name(tmp_path: Path) -> None:
     put(tmp_path, "notes.md.gz", gzip.compress(b"# x"))
     (split,) = scan_inputs(recipe(tmp_path, {"path": "notes.md.gz", "format": "text"}))

@@ -51,6 +51,9 @@ MOST_CHARACTERS = 300
         ("num_replicas", "`world_size`"),
         ("zzz", "LoaderConfig"),
         ("lane", "did you mean order=Order(lanes=…)?"),
+        ("shufle", "did you mean shuffle?"),
+        ("bacth_size", "did you mean batch_size?"),
+        ("sead", "did you mean seed?"),
     ],
 )
 def test_a_name_of_another_loader_is_answered_in_one_line(tmp_path: Path, name: str, says: str) -> None:
@@ -106,6 +109,20 @@ def test_a_value_of_another_loader_is_answered_too(
     data = make_dataset(tmp_path / "data", "mds")
     with pytest.raises(ValueError, match=re.escape(says)):
         StreamingLoader(data, **grouped({"batch_size": 2, **options}))
+
+
+def test_a_batch_size_by_position_is_answered_with_its_name(tmp_path: Path) -> None:
+    make: Any = StreamingLoader
+    with pytest.raises(TypeError, match=r"^StreamingLoader\(\) takes dataset by position; .* batch_size=…$"):
+        make(make_dataset(tmp_path / "data", "mds"), 8)
+
+
+def test_a_list_of_exclusions_that_does_not_exist_is_named_with_the_option(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", "mds")
+    with pytest.raises(
+        FileNotFoundError, match=r"^exclude: .*rows.txt: there is no such file; .* holds data$"
+    ):
+        StreamingLoader([Stream(data, exclude=tmp_path / "rows.txt")], batch_size=2)
 
 
 @pytest.mark.parametrize(("name", "says"), [("shuffle", "`shuffle`"), ("drop_last", "`tail`")])

@@ -248,7 +248,7 @@ def test_streams_may_be_added_behind_the_others() -> None:
     with pytest.raises(StateError, match="weights before"):
         resume(MIXED, current, fixed=NOTHING_FIXED, on_mismatch="error")
     fewer = replace(SETTINGS, streams=MIXED_SETTINGS.streams[:1])
-    with pytest.raises(StateError, match=r"stream 1: saved bb .30 samples., loader has none"):
+    with pytest.raises(StateError, match=r"stream 1: saved fingerprint bb .30 samples., loader has none"):
         resume(MIXED, fewer, fixed=NOTHING_FIXED, on_mismatch="error")
 
 

@@ -38,6 +38,7 @@ from urllib.parse import unquote, urlsplit
 from shardkit.errors import RecipeError, warn_user
 from shardkit.files import file_version
 from shardkit.hashing import digest_of
+from shardkit.hints import near_path
 from shardkit.storage.object_file import open_object
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.url import is_remote
@@ -234,7 +235,8 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> tuple[dict[str
         files[name] = InputFile(name, where, found.st_size, local_version(found))
     if not files:
         left = _nothing_left("file", len(found_paths), hidden)
-        raise RecipeError(f"{key}: {config.path} matches {left} (looked in {recipe.folder})")
+        near = "" if found_paths else f"; {near_path(recipe.folder / config.path)}"
+        raise RecipeError(f"{key}: {config.path} matches {left} (looked in {recipe.folder}){near}")
     return files, hidden
 
 

@@ -287,6 +287,8 @@ def _decode_str_decimal(data: memoryview) -> Decimal:
 def _encode_json(value: object) -> bytes:
     try:
         return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
+    except TypeError as error:
+        raise TypeError(f"json takes dict, list, str, int, float, bool and None: {error}") from None
     except RecursionError:
         raise ValueError("the value is nested too deeply for JSON") from None
 

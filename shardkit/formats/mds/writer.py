@@ -140,13 +140,14 @@ class MdsWriter:
         *,
         columns: Mapping[str, str],
         compression: str | None = None,
-        hashes: Sequence[str] = (),
+        hashes: Sequence[str] = ("xxh64",),
         shard_bytes: int | str | None = DEFAULT_SHARD_BYTES,
     ) -> None:
         """Prepare `folder` for a dataset with `columns`, a mapping {name: encoding}.
 
-        A new shard starts before `shard_bytes` would be exceeded; with None, before 4 GiB. Raises ValueError
-        for bad settings and ShardError if `folder` exists and is not empty.
+        A new shard starts before `shard_bytes` would be exceeded; with None, before 4 GiB. Without `hashes`,
+        datasets of equal sizes have equal fingerprints: a loader takes the state of one for another's.
+        Raises ValueError for bad settings and ShardError if `folder` exists and is not empty.
         """
         if not isinstance(columns, Mapping):
             raise TypeError(

@@ -25,6 +25,7 @@ from shardkit.formats.tar.shard_list import (
     matches,
     tar_files,
 )
+from shardkit.hints import near_path
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
@@ -122,7 +123,7 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
         return path, files
     if path.exists() or not is_pattern(str(path)):
         if not path.is_file():
-            raise ShardNotFoundError(path, "there is no such file or folder")
+            raise ShardNotFoundError(path, f"there is no such file or folder; {near_path(path)}")
         if not is_tar_name(path.name):
             raise ShardError(path, "is not a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
         return path.parent, [path]
