@@ -266,6 +266,10 @@ class StreamingDataLoader(DataLoader[Batch]):
         the dataset's `collate_fn` by torch's queue. `prefetch_factor` counts batches; a worker makes whole
         blocks of them.
         """
+        if not isinstance(dataset, StreamingDataset):
+            raise TypeError(
+                f"StreamingDataLoader() takes a StreamingDataset(path, batch_size=…), not {dataset!r:.80}"
+            )
         if "collate_fn" in options:
             raise TypeError(
                 "StreamingDataLoader() takes no collate_fn: give it to the StreamingDataset, where it gets "

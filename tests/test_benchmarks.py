@@ -16,6 +16,7 @@ sys.path.insert(0, str(FOLDER))
 
 import all as all_benchmarks  # noqa: E402
 import bench_driver  # noqa: E402
+import bench_mistakes  # noqa: E402
 from figures import Heads, benchmark_parser, give  # noqa: E402
 from peer_processes import MARKER, REQUIREMENTS  # noqa: E402
 
@@ -89,6 +90,28 @@ def test_one_command_makes_tables_once_and_names_what_is_missing(tmp_path: Path)
     page = (tmp_path / "benchmarks.md").read_text()
     assert table["markdown"] in page
     assert "- preprocess: no t" in page
+
+
+def test_each_library_has_each_mistake_or_the_reason_why_not() -> None:
+    verdicts = bench_mistakes.reviews()
+    for library in bench_mistakes.LIBRARIES:
+        mistakes, tasks, absent = bench_mistakes.side(library)
+        assert mistakes.keys() | tasks.keys() | absent.keys() == (
+            bench_mistakes.MISTAKES.keys() | bench_mistakes.TASKS.keys()
+        )
+        assert not absent.keys() & (mistakes.keys() | tasks.keys())
+        assert verdicts[library].keys() <= mistakes.keys()
+        assert all(snippet.names for snippet in mistakes.values())
+    assert bench_mistakes.side("shardkit")[2] == {}, "ours has all of them"
+
+
+@pytest.mark.extended  # 20 s
+def test_our_errors_name_the_thing_and_say_what_to_do() -> None:
+    command = [sys.executable, str(FOLDER / "bench_mistakes.py"), "--libraries", "shardkit", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert "no verdict" not in done.stderr, "a message changed: judge it (--review)"
+    [row] = json.loads(done.stdout)
+    assert (row["errors"], row["named"], row["helpful"], row["handled"]) == (18, 18, 18, 2)
 
 
 def test_tables_of_the_documentation_are_those_that_were_measured() -> None:

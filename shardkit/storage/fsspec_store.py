@@ -198,7 +198,9 @@ class FsspecStore(BaseStore):
             except ImportError as error:
                 raise StoreError(self._url, f"{error}") from error
             except ValueError as error:
-                raise StoreError(self._url, f"fsspec cannot open it: {error}") from error
+                known = "; URLs begin with s3://, hf://, https:// or a protocol of fsspec, such as gs://"
+                problem = f"fsspec cannot open it: {error}" + known * ("Protocol not known" in str(error))
+                raise StoreError(self._url, problem) from error
             except Exception as error:  # some file systems connect here
                 raise _translated(self._url, error) from error
             self._found = (system, root.rstrip("/"))

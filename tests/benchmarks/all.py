@@ -74,6 +74,8 @@ BENCHMARKS = (
     Benchmark("cold_epoch", "bench_remote.py cold-epoch", 3, ("rgw",)),
     Benchmark("belady", "bench_remote.py belady", 3, ("rgw",)),
     Benchmark("resume", "bench_resume.py", 25),
+    Benchmark("mistakes", "bench_mistakes.py", 8),
+    Benchmark("lines", "bench_mistakes.py --lines", 4),
     Benchmark("upload", "bench_upload.py speed", 3, ("rgw",)),
     Benchmark("upload_resume", "bench_upload.py resume", 3, ("rgw",)),
     Benchmark("simulate_nodes", "bench_virtual_run.py nodes", 1),

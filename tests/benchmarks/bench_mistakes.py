@@ -34,8 +34,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from figures import Heads, give
-from peer_processes import SideError, environment, peer_parser
+from figures import Heads, benchmark_parser, give
+from peer_processes import VENVS, SideError, environment
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
@@ -87,6 +87,7 @@ COMPARED = 160  # characters of a message for which a verdict holds
 
 HEADS: Heads = {
     "side": ("library", ""),
+    "version": ("version", ""),
     "mistakes": ("mistakes", "d"),
     "errors": ("errors or warnings", "d"),
     "named": ("name the thing", "d"),
@@ -94,7 +95,6 @@ HEADS: Heads = {
     "handled": ("handled", "d"),
     "silent": ("silent", "d"),
     "hang": ("hang", "d"),
-    "seconds": ("slowest s", ".0f"),
 }
 DETAILS: Heads = {
     "mistake": ("mistake", ""),
@@ -276,7 +276,13 @@ def of_mistakes(library: str, arguments: argparse.Namespace) -> list[dict[str, A
     return rows
 
 
-def summary(library: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def version_of(library: str, python: str) -> str:
+    name = {"streaming": "mosaicml-streaming"}.get(library, library)
+    code = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def summary(library: str, version: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of a library; a message without a verdict counts as one that does not help."""
 
     def count(key: str, *values: object) -> int:
@@ -284,6 +290,7 @@ def summary(library: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     return {
         "side": library,
+        "version": version,
         "mistakes": len(rows),
         "errors": count("outcome", "error", "warning", "died"),
         "named": count("named", True),
@@ -291,7 +298,6 @@ def summary(library: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "handled": count("outcome", "handled"),
         "silent": count("outcome", "silent"),
         "hang": count("outcome", "hang"),
-        "seconds": max(row["seconds"] for row in rows),
         "found": rows,
     }
 
@@ -323,6 +329,8 @@ def of_tasks(library: str, arguments: argparse.Namespace) -> dict[str, int | Non
                 answer = ran(python, library, name, folder, endpoint)
             if answer.get("outcome") != "no error" or answer["hung"]:
                 raise SideError(f"{library}: {name}: {answer.get('message') or answer['stderr'][-500:]}")
+            if name == "pack" and not any(folder.glob("packed*")):
+                raise SideError(f"{library}: {name} wrote nothing")
             lines[name] = snippet.lines
     return lines
 
@@ -343,7 +351,8 @@ def give_lines(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = peer_parser(__doc__, runs=1, corpus=False)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--venvs", type=Path, default=VENVS, help="default: %(default)s")
     listed = {"type": lambda text: text.split(","), "metavar": "NAME,NAME"}
     parser.add_argument("--libraries", default=list(LIBRARIES), help="default: all", **listed)  # type: ignore[arg-type]
     parser.add_argument("--mistakes", default=[], help="default: all", **listed)  # type: ignore[arg-type]
@@ -372,7 +381,8 @@ def main() -> None:
         shown = [{**row, "named": row["named"] or None, "helpful": row["helpful"] or None} for row in rows]
         give(arguments, shown, DETAILS)
         return
-    give(arguments, [summary(library, of_one) for library, of_one in found.items()], HEADS)
+    versions = {library: version_of(library, python_of(library, arguments.venvs)) for library in found}
+    give(arguments, [summary(name, versions[name], of_one) for name, of_one in found.items()], HEADS)
 
 
 if __name__ == "__main__":

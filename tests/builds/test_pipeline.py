@@ -287,6 +287,12 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             r"no document is left of 115 .* dropped: 115 by length/too_few_words$",
         ),
         (
+            {"none.jsonl": b""},
+            ["inputs=[{path: none.jsonl}]"],
+            BuildError,
+            "no document is left of 0 that were read: the files of `inputs` have no records; name others$",
+        ),
+        (
             {"u.jsonl": b"\xff{}\n{\n}"},
             ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"],
             BuildError,

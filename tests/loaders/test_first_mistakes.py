@@ -135,6 +135,12 @@ def test_names_of_a_data_loader_that_the_dataset_decides_are_answered(
         make(dataset, **{name: True})
 
 
+@pytest.mark.parametrize("wrong", ["data", None])
+def test_a_data_loader_over_something_else_names_the_dataset_it_takes(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=rf"takes a StreamingDataset\(path, batch_size=…\), not {wrong!r}$"):
+        StreamingDataLoader(wrong, num_workers=1)
+
+
 def make_tars(folder: Path) -> Path:
     """Two tars of ten samples, of which the second's number 3 holds no JSON."""
     folder.mkdir()

@@ -190,6 +190,11 @@ def test_a_file_system_that_cannot_tell_versions_is_refused(
         store.head("a")
 
 
+def test_an_unknown_protocol_is_answered_with_known_ones() -> None:
+    with pytest.raises(StoreError, match=r"^s4://bucket/x: .* not known: s4; URLs begin with s3://, hf://"):
+        FsspecStore("s4://bucket/x").head("a")
+
+
 def test_without_fsspec_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[fsspec\]'"):

@@ -183,6 +183,8 @@ def _check(recipe: Recipe, splits: Sequence[Split], cleaned: Sequence[Commit]) -
 def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
     message = f"no document is left of {total.read.documents:,} that were read"
     message += "; loosen or remove a filter" if total.dropped else ""
+    if not total.read.documents:
+        message += ": the files of `inputs` have no records; name others"
     for fate, reasons in (("dropped", total.dropped), ("quarantined", total.quarantined)):
         message += f"; {fate}: {by_loss(reasons)}" if reasons else ""
     quarantines = (
