@@ -324,7 +324,16 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             r"out: holds files that are not a dataset \(first: letter\.txt\)",
         ),
     ],
-    ids=["nothing left", "nothing readable", "no tokenizer", "no eos", "output is input", "work", "output"],
+    ids=[
+        "nothing left",
+        "empty",
+        "nothing readable",
+        "no tokenizer",
+        "no eos",
+        "output is input",
+        "work",
+        "output",
+    ],
 )
 def test_impossible_builds_say_why_and_leave_no_dataset(
     tmp_path: Path, files: dict[str, bytes], overrides: list[str], kind: type[Exception], message: str
