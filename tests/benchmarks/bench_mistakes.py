@@ -59,7 +59,7 @@ MISTAKES = {
     "folder_of_another_format": "a folder of another format",
     "shard_truncated": "a truncated shard",
     "index_damaged": "a damaged index",
-    "option_misspelt": "a misspelt option",
+    "option_misspelled": "a misspelled option",
     "option_of_wrong_type": "an option of a wrong type",
     "batch_size_zero": "batch size 0",
     "seed_negative": "a negative seed",

@@ -148,7 +148,7 @@ def test_what_cannot_be_read_as_meant_is_refused(tmp_path: Path, inputs: list[st
 
 
 @pytest.mark.parametrize("wrong", ["text/*.jsonl", "text"])
-def test_inputs_whose_folder_is_misspelt_are_answered_with_the_folder(tmp_path: Path, wrong: str) -> None:
+def test_inputs_whose_folder_is_misspelled_are_answered_with_the_folder(tmp_path: Path, wrong: str) -> None:
     put(tmp_path, "texts/a.jsonl")
     with pytest.raises(RecipeError, match=r"matches no file .*; did you mean .*/texts\?$"):
         files(tmp_path, wrong)

@@ -82,7 +82,7 @@ def index_damaged() -> None:
 
 
 @mistake(names="text_kye")
-def option_misspelt() -> None:
+def option_misspelled() -> None:
     read("texts", text_kye="text")
 
 

@@ -78,7 +78,7 @@ def index_damaged() -> None:
 
 
 @mistake(names="sed")
-def option_misspelt() -> None:
+def option_misspelled() -> None:
     loaded(FILES, sed=17)
 
 

@@ -76,7 +76,7 @@ def index_damaged() -> None:
 
 
 @mistake(names="shufle")
-def option_misspelt() -> None:
+def option_misspelled() -> None:
     from litdata import StreamingDataset
 
     StreamingDataset("data", shufle=True)

@@ -60,7 +60,7 @@ def index_damaged() -> None:
 
 
 @mistake(names="shufle")
-def option_misspelt() -> None:
+def option_misspelled() -> None:
     loaded("data", batch_size=8, shufle="none")
 
 

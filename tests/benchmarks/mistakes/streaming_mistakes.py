@@ -82,7 +82,7 @@ def index_damaged() -> None:
 
 
 @mistake(names="shufle")
-def option_misspelt() -> None:
+def option_misspelled() -> None:
     loaded(local="data", shufle=True)
 
 
