@@ -1,4 +1,4 @@
-"""A field that the recipe names must be in every file that has records: a misspelled name is no null column."""
+"""A field that the recipe names must be in every file that has records: a misspelt name is no null column."""
 
 from __future__ import annotations
 
