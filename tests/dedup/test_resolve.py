@@ -219,17 +219,22 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
 
 
 def resolved(
-    folder: Path, documents: list[Document], edges: set[IdPair], equal: dict[bytes, bytes]
-) -> dict[str, Any]:
-    """What `check` returns of these, in one range of memory."""
+    folder: Path,
+    documents: list[Document],
+    edges: set[IdPair],
+    equal: dict[bytes, bytes],
+    memory_bytes: int = 1 << 20,
+) -> tuple[dict[str, Any], list[str]]:
+    """What `check` returns of these, and the tasks that ran."""
     rng = random.Random(0)
     world = write_world(folder, documents, rng, splits=1)
     verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
     equals = write_equal(folder / "equal", world, equal, rng)
     run, indexed = TaskFolders(folder), world.population.count("index")
     args = run, world.inputs, verified, equals
-    _, lost, kept = resolve(*args, edges=len(edges), equals=len(equal), memory_bytes=1 << 20, indexed=indexed)
-    return check(world, edges, equal, lost, kept)
+    sizes = {"edges": len(edges), "equals": len(equal), "indexed": indexed}
+    _, lost, kept = resolve(*args, memory_bytes=memory_bytes, **sizes)
+    return check(world, edges, equal, lost, kept), run.ran
 
 
 @pytest.mark.parametrize(
@@ -250,7 +255,7 @@ def test_a_removed_document_is_booked_on_the_first_by_priority_of_those_that_bea
     ]
     losers = [Document("input", 2, bytes([number] * 16), 1, (1,)) for number in (8, 9)]
     edges = {(one.id, loser.id) for one in both for loser in losers}
-    found = resolved(tmp_path, [*both, *losers], edges, {})
+    found, _ = resolved(tmp_path, [*both, *losers], edges, {})
     assert found["removed"] == {loser.id: both[0].id for loser in losers}
 
 
@@ -259,15 +264,25 @@ def test_what_equals_a_loser_is_booked_with_the_rank_of_whom_that_one_is_booked_
         Document("input", number, bytes([number] * 8 + [9 - number] * 8), 5, (1,)) for number in range(3)
     )
     documents, edges = [first, beaten, equal], {(first.id, beaten.id)}
-    found = resolved(tmp_path, documents, edges, {equal.id: beaten.id})  # its check compares the outcomes
+    found, _ = resolved(tmp_path, documents, edges, {equal.id: beaten.id})  # its check compares the outcomes
     assert found["removed"] == {beaten.id: first.id, equal.id: first.id}
+
+
+def test_all_who_were_beaten_are_in_memory_by_ranges_however_few_equal_them(tmp_path: Path) -> None:
+    documents = [Document("input", number, bytes([number] * 16), 5, (1,)) for number in range(62)]
+    first, *beaten, equal = documents
+    edges = {(first.id, one.id) for one in beaten}
+    few, ran = resolved(tmp_path / "few", documents, edges, {equal.id: beaten[-1].id}, memory_bytes=4000)
+    ranges = -(-len(beaten) * BEATEN.dtype.itemsize // 1000)
+    assert sum(task.startswith("near_equal/") for task in ran) == ranges > 2
+    assert few == resolved(tmp_path / "all", documents, edges, {equal.id: beaten[-1].id})[0]
 
 
 def test_documents_of_an_index_represent_inputs_and_are_no_winners(tmp_path: Path) -> None:
     index = [Document("index", 0, bytes([number] * 16), 5, (1,)) for number in range(5)]
     inputs = [Document("input", 0, bytes([10 + number] * 16), 5, (1,), copies=2) for number in range(5)]
     edges = {(old.id, new.id) for old, new in zip(index, inputs, strict=True)}
-    found = resolved(tmp_path, [*index, *inputs], edges, {})
+    found, _ = resolved(tmp_path, [*index, *inputs], edges, {})
     assert found["removed"] == {lo: hi for hi, lo in edges}
     assert found["copies"] == {}
 
@@ -352,7 +367,7 @@ def test_what_equals_a_document_that_stays_is_booked_on_it_whatever_its_number(
     tmp_path: Path, first: int
 ) -> None:
     both = [Document("input", 0, bytes([at] * 16), 5, (1,)) for at in range(2)]
-    found = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
+    found, _ = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
     assert found["removed"] == {both[1].id: both[0].id}
 
 

@@ -466,7 +466,8 @@ def resolve(
     end = starts[-1]
     decided = decided_edges(run, verified, end + indexed, memory_bytes, limits, stages)
     move = partial(exchange, run, end=end, limits=limits)
-    ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes) if equal else []
+    held = max(_bytes(equal, EQUALS), _bytes(decided, BEATEN))
+    ranges = _ranges(held, end, memory_bytes) if equal else []
     same = move(NEAR_EQUAL, EQUALS, equal, readers=len(ranges))
     beaten = move(NEAR_EQUAL, BEATEN, decided if equal else (), readers=len(ranges), consumed=False)
     tasks = []

@@ -30,7 +30,7 @@ from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, r
 from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.pairs import PAIRS
 from shardkit.writers.dedup.population import PAIR, PARTS
-from shardkit.writers.dedup.resolve import EQUALS, NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST, range_count
+from shardkit.writers.dedup.resolve import BEATEN, EQUALS, NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST, range_count
 from shardkit.writers.dedup.shingle_store import SHINGLES, TEXTS
 from shardkit.writers.dedup.signatures import EQUAL_KEYS, LOST, MAKE_BANDS, SIGN, bands_and_rows
 from shardkit.writers.dedup.verify import VERIFY
@@ -137,7 +137,7 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     moved = n.exchange(VERIFY, TEXTS, c.gathered, sent, blocks, texts / max(1.0, sent))
     n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=2)
     n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
-    equals = range_count(int(c.documents * LOSERS * EQUALS.dtype.itemsize), c.documents, c.task_memory)
+    equals = range_count(int(c.documents * LOSERS * BEATEN.dtype.itemsize), c.documents, c.task_memory)
     n.add(NEAR_EQUAL, equals, 2 * equals, c.documents * LOSERS * EQUALS.dtype.itemsize, files=1)
     n.add(NEAR_LOST, c.gathered, 4 * c.gathered, c.documents * 24, files=3)
     n.add(NEAR_KEPT, c.gathered, 5 * c.gathered, c.documents * 24, files=2)
