@@ -456,6 +456,5 @@ def test_tasks_name_what_they_depend_on(tmp_path: Path) -> None:
         changes = ["work=work", "output.path=other"]
         build(recipe, overrides=[*changes, "dedup.near.similarity=0.82"], progress=False)
     assert "clean" not in seen
-    assert "signatures" not in seen
-    assert {"candidates", "verify"} <= set(seen)
+    assert {"signatures", "candidates", "verify"} <= set(seen), "their keys went with the last reader"
     assert "tokenize" not in seen, "the same documents were removed"

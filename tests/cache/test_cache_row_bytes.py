@@ -188,7 +188,8 @@ def test_checksums_that_the_index_states_and_that_are_gone_are_an_error(
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_plain_writers_datasets_are_proved_too_rows_and_whole_shards(tmp_path: Path, whole: bool) -> None:
     columns = {"tokens": f"ndarray:uint16:{LENGTH}"}
-    with mds.MdsWriter(tmp_path / "plain", columns=columns, shard_bytes=SHARD_BYTES) as writer:
+    plain = tmp_path / "plain"
+    with mds.MdsWriter(plain, columns=columns, hashes=(), shard_bytes=SHARD_BYTES) as writer:
         writer.write_rows(values())
     manifest = writer.finish()
     assert manifest.blocks == mds.read_index(tmp_path / "plain").blocks
