@@ -191,6 +191,7 @@ def test_an_amount_above_the_source_takes_all_of_it_and_says_so(tmp_path: Path, 
     assert not list((tmp_path / "out").glob("duplicates/*"))
 
 
+@pytest.mark.extended
 def test_parts_of_a_split_are_drawn_from_the_chosen_documents(tmp_path: Path, inline_builds: None) -> None:
     inputs = [write_source(tmp_path, name, range(300)) for name in ("web", "code")]
     amounts = {"web": {"documents": 100}}

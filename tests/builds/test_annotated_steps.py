@@ -149,7 +149,7 @@ def removed_by(dataset: Path) -> dict[str, set[str]]:
     return {name: {row["id"] for row in rows if row["reason"] == reason} for name, reason in reasons.items()}
 
 
-@pytest.mark.parametrize("group_documents", [7, 1 << 15])
+@pytest.mark.parametrize("group_documents", [pytest.param(7, marks=pytest.mark.extended), 1 << 15])
 def test_every_line_has_what_the_passes_that_it_reached_say(
     folder: Path, monkeypatch: pytest.MonkeyPatch, group_documents: int
 ) -> None:

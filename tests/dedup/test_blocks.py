@@ -157,6 +157,7 @@ def sent(folder: Path, documents: int, memory_bytes: int) -> tuple[int, float, i
     return sum(commit.bytes for commit in commits), mean, blocks
 
 
+@pytest.mark.extended
 def test_texts_travel_about_once_although_families_grow_with_the_corpus(tmp_path: Path) -> None:
     (small, _, few), (large, mean, many) = (
         sent(tmp_path / str(documents), documents, 600_000) for documents in (1500, 6000)

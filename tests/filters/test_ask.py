@@ -179,6 +179,7 @@ def cheapest(folder: Path, server: ModelServer, *later: Any, **settings: Any) ->
     return given | {"filters": [ask, *later], "dedup": {"exact": True}}
 
 
+@pytest.mark.extended
 def test_the_cheapest_order_asks_behind_exact_and_leaves_the_same_documents(
     tmp_path: Path, failing: ModelServer, inline_builds: None
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ def test_a_run_in_progress_is_watched_until_something_is_wrong(path: Path, tmp_p
 def test_a_watch_ends_with_ctrl_c_and_the_whole_report(path: Path, tmp_path: Path) -> None:
     run(path, tmp_path, 2, steps=15)
     command = [sys.executable, "-m", "shardkit", "audit", str(path), "--logs", str(tmp_path), "--every", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=heeds, **pipes) as watching:
         try:
             assert watching.stderr is not None
             assert "step 15 " in watching.stderr.readline()

@@ -44,7 +44,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
 
 
-@pytest.mark.parametrize("format", ["mds", "wds"])
+@pytest.mark.parametrize("format", ["mds", pytest.param("wds", marks=pytest.mark.extended)])
 def test_rows_are_shuffled_as_a_whole_and_the_same_for_a_seed(
     rows: Path, tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
