@@ -230,10 +230,17 @@ def resolved(
     world = write_world(folder, documents, rng, splits=1)
     verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
     equals = write_equal(folder / "equal", world, equal, rng)
-    run, indexed = TaskFolders(folder), world.population.count("index")
-    args = run, world.inputs, verified, equals
-    sizes = {"edges": len(edges), "equals": len(equal), "indexed": indexed}
-    _, lost, kept = resolve(*args, memory_bytes=memory_bytes, **sizes)
+    run = TaskFolders(folder)
+    _, lost, kept = resolve(
+        run,
+        world.inputs,
+        verified,
+        equals,
+        edges=len(edges),
+        equals=len(equal),
+        memory_bytes=memory_bytes,
+        indexed=world.population.count("index"),
+    )
     return check(world, edges, equal, lost, kept), run.ran
 
 
