@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
+import time
 import tracemalloc
 from collections import defaultdict
 from dataclasses import replace
@@ -30,7 +34,7 @@ from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages.flow import Build
 from shardkit.writers.stages.graph import find_survivors, run_build
 from shardkit.writers.stages.inputs import BuildInputs
-from support.rss_meter import RssMeter
+from support.rss_meter import RssMeter, workers_of
 from support.small_build import make_corpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -55,6 +59,20 @@ output: {path: out, shard_bytes: 16MiB}
 work: work
 memory: 256MiB
 """
+
+
+def test_a_copy_of_the_process_that_has_not_run_exec_yet_is_no_worker() -> None:
+    """It would count with all that earlier tests left in memory."""
+    if (copy := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        found = workers_of(os.getpid())
+        worker.kill()
+    os.kill(copy, signal.SIGKILL)
+    os.waitpid(copy, 0)
+    assert worker.pid in found
+    assert copy not in found
 
 
 @pytest.mark.extended

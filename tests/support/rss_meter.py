@@ -37,6 +37,19 @@ def process_tree(pid: int) -> list[int]:
     return tree
 
 
+def workers_of(pid: int) -> list[int]:
+    """The processes below one, without its copies: a process that was forked and has not run exec yet."""
+    own, *below = process_tree(pid)
+    return [one for one in below if _command(one) != _command(own)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def rss_bytes(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
@@ -109,14 +122,14 @@ class RssMeter:
             running = list(self._running)
             if not running:
                 continue
-            own, *workers = process_tree(os.getpid())
+            workers = workers_of(os.getpid())
             sizes = [rss_bytes(pid) for pid in workers]
             shared = max(map(pss_bytes, workers), default=0) if number % 10 == 0 else 0
             for stage in running:
                 peak = self.stages.setdefault(stage, Peak())
                 peak.rss = max(peak.rss, *sizes, 0)
                 peak.pss = max(peak.pss, shared)
-                peak.tree = max(peak.tree, sum(sizes) + rss_bytes(own))
+                peak.tree = max(peak.tree, sum(sizes) + rss_bytes(os.getpid()))
                 peak.samples += 1
 
     def _ticks(self) -> Iterator[int]:
