@@ -109,7 +109,7 @@ DETAILS: Heads = {
 
 
 def write_inputs(folder: Path) -> None:
-    """What all libraries meet: texts, a tokenizer, and a folder with a table."""
+    """Write what all libraries read: texts, a tokenizer, and a folder with a table."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     (folder / "texts").mkdir()

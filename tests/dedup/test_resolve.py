@@ -24,6 +24,7 @@ from shardkit.writers.dedup.resolve import (
     LOSERS_FILE,
     NEAR_LOSER,
     WINNERS_FILE,
+    Resolved,
     decide_all,
     decide_round,
     decided_edges,
@@ -184,6 +185,36 @@ def check(
     return {"removed": removed, "copies": found}
 
 
+def resolved(
+    folder: Path,
+    documents: list[Document],
+    edges: set[IdPair],
+    equal: dict[bytes, bytes],
+    memory_bytes: int = 1 << 20,
+    *,
+    rng: random.Random | None = None,
+    splits: int = 1,
+    tasks: int = 1,
+) -> tuple[dict[str, Any], Resolved, list[str]]:
+    """Return what `check` returns of these, the totals, and the tasks that ran."""
+    rng = rng or random.Random(0)
+    world = write_world(folder, documents, rng, splits=splits)
+    verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, tasks)
+    equals = write_equal(folder / "equal", world, equal, rng)
+    run = TaskFolders(folder)
+    decided, lost, kept = resolve(
+        run,
+        world.inputs,
+        verified,
+        equals,
+        edges=len(edges),
+        equals=len(equal),
+        memory_bytes=memory_bytes,
+        indexed=world.population.count("index"),
+    )
+    return check(world, edges, equal, lost, kept), decided, run.ran
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
     tmp_path: Path, seed: int
@@ -201,47 +232,10 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
     results = []
     for memory_bytes, splits, tasks in ((1 << 20, 1, 1), (2000, 4, 3)):
         folder = tmp_path / str(memory_bytes)
-        world = write_world(folder, documents, rng, splits=splits)
-        verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, tasks)
-        equals = write_equal(folder / "equal", world, equal, rng)
-        decided, lost, kept = resolve(
-            TaskFolders(folder),
-            world.inputs,
-            verified,
-            equals,
-            edges=len(edges),
-            equals=len(equal),
-            memory_bytes=memory_bytes,
-            indexed=world.population.count("index"),
+        results.append(
+            resolved(folder, documents, edges, equal, memory_bytes, rng=rng, splits=splits, tasks=tasks)[:2]
         )
-        results.append((check(world, edges, equal, lost, kept), decided))
     assert results[0] == results[1]
-
-
-def resolved(
-    folder: Path,
-    documents: list[Document],
-    edges: set[IdPair],
-    equal: dict[bytes, bytes],
-    memory_bytes: int = 1 << 20,
-) -> tuple[dict[str, Any], list[str]]:
-    """What `check` returns of these, and the tasks that ran."""
-    rng = random.Random(0)
-    world = write_world(folder, documents, rng, splits=1)
-    verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
-    equals = write_equal(folder / "equal", world, equal, rng)
-    run = TaskFolders(folder)
-    _, lost, kept = resolve(
-        run,
-        world.inputs,
-        verified,
-        equals,
-        edges=len(edges),
-        equals=len(equal),
-        memory_bytes=memory_bytes,
-        indexed=world.population.count("index"),
-    )
-    return check(world, edges, equal, lost, kept), run.ran
 
 
 @pytest.mark.parametrize(
@@ -262,7 +256,7 @@ def test_a_removed_document_is_booked_on_the_first_by_priority_of_those_that_bea
     ]
     losers = [Document("input", 2, bytes([number] * 16), 1, (1,)) for number in (8, 9)]
     edges = {(one.id, loser.id) for one in both for loser in losers}
-    found, _ = resolved(tmp_path, [*both, *losers], edges, {})
+    found, *_ = resolved(tmp_path, [*both, *losers], edges, {})
     assert found["removed"] == {loser.id: both[0].id for loser in losers}
 
 
@@ -271,7 +265,7 @@ def test_what_equals_a_loser_is_booked_with_the_rank_of_whom_that_one_is_booked_
         Document("input", number, bytes([number] * 8 + [9 - number] * 8), 5, (1,)) for number in range(3)
     )
     documents, edges = [first, beaten, equal], {(first.id, beaten.id)}
-    found, _ = resolved(tmp_path, documents, edges, {equal.id: beaten.id})  # its check compares the outcomes
+    found, *_ = resolved(tmp_path, documents, edges, {equal.id: beaten.id})  # its check compares the outcomes
     assert found["removed"] == {beaten.id: first.id, equal.id: first.id}
 
 
@@ -279,7 +273,7 @@ def test_all_who_were_beaten_are_in_memory_by_ranges_however_few_equal_them(tmp_
     documents = [Document("input", number, bytes([number] * 16), 5, (1,)) for number in range(62)]
     first, *beaten, equal = documents
     edges = {(first.id, one.id) for one in beaten}
-    few, ran = resolved(tmp_path / "few", documents, edges, {equal.id: beaten[-1].id}, memory_bytes=4000)
+    few, _, ran = resolved(tmp_path / "few", documents, edges, {equal.id: beaten[-1].id}, memory_bytes=4000)
     ranges = -(-len(beaten) * BEATEN.dtype.itemsize // 1000)
     assert sum(task.startswith("near_equal/") for task in ran) == ranges > 2
     assert few == resolved(tmp_path / "all", documents, edges, {equal.id: beaten[-1].id})[0]
@@ -289,7 +283,7 @@ def test_documents_of_an_index_represent_inputs_and_are_no_winners(tmp_path: Pat
     index = [Document("index", 0, bytes([number] * 16), 5, (1,)) for number in range(5)]
     inputs = [Document("input", 0, bytes([10 + number] * 16), 5, (1,), copies=2) for number in range(5)]
     edges = {(old.id, new.id) for old, new in zip(index, inputs, strict=True)}
-    found, _ = resolved(tmp_path, [*index, *inputs], edges, {})
+    found, *_ = resolved(tmp_path, [*index, *inputs], edges, {})
     assert found["removed"] == {lo: hi for hi, lo in edges}
     assert found["copies"] == {}
 
@@ -374,7 +368,7 @@ def test_what_equals_a_document_that_stays_is_booked_on_it_whatever_its_number(
     tmp_path: Path, first: int
 ) -> None:
     both = [Document("input", 0, bytes([at] * 16), 5, (1,)) for at in range(2)]
-    found, _ = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
+    found, *_ = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
     assert found["removed"] == {both[1].id: both[0].id}
 
 

@@ -140,7 +140,7 @@ def _ask_alone(folder: str, recipe: dict[str, Any], number: int, together: int) 
 
 
 def test_processes_that_run_at_the_same_time_send_no_request_twice(tmp_path: Path) -> None:
-    with ModelServer(faults=0.1, seconds=0.02) as server:
+    with ModelServer(faults=0.1, seconds=0.1) as server:  # so slow that none finds nothing left to ask
         recipe = recipe_in(tmp_path, server)
         processes = [started(_ask_alone, str(tmp_path), recipe, number, 3) for number in range(3)]
         for process in processes:
@@ -150,4 +150,4 @@ def test_processes_that_run_at_the_same_time_send_no_request_twice(tmp_path: Pat
     assert {*seen["answers"].values()} == {1}
     assert len(seen["answers"]) == 150
     assert {*kept_answers(tmp_path).values()} == {1}
-    assert len([*(tmp_path / "answers").glob("*.jsonl")]) > 1  # a late third may find nothing left to ask
+    assert len([*(tmp_path / "answers").glob("*.jsonl")]) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +122,7 @@ def test_reasons_are_of_mutants_that_exist() -> None:
 @pytest.mark.extended
 def test_a_sample_of_a_real_module_is_killed() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mutation", "shardkit/order/exclusions.py", "--sample", "6", "--seed", "3"],
+        [sys.executable, "-m", "mutation", "shardkit/order/exclusions.py", "--sample", "6", "--seed", "1"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
@@ -131,8 +130,4 @@ def test_a_sample_of_a_real_module_is_killed() -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    [killed, survived, harmless] = re.findall(r"(\d+) (?:killed|survived|listed)", done.stdout + " 0 listed")[
-        :3
-    ]
-    assert (int(killed) + int(harmless), survived) == (6, "0"), done.stdout
-    assert int(killed) > 3
+    assert "6 killed, 0 survived" in done.stdout

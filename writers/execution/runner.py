@@ -258,7 +258,7 @@ class Runner:
         self._made: Counter[str] = Counter()  # tasks of this build that ran, by stage, also in earlier passes
         self._earlier: Counter[str] = Counter()  # those of earlier passes that this one has not found yet
         self._start = 0.0
-        self._files, self._is_local = FoundFiles(journal.work), journal.work.remote is None
+        self._files = FoundFiles(journal.work)
         self._compares_runs = False  # whether a task met a damaged run, so that there may be more
         self._readers: Counter[Path | Files] = Counter()  # unfinished tasks that consume a file, or many
         self._consumed: list[Path] = []  # files that no task reads any more
@@ -382,7 +382,8 @@ class Runner:
             self._readers[_key(file)] -= 1
             if not self._readers[_key(file)]:
                 self._consumed += _paths([_key(file)])
-        if self._consumed and (self._is_local or len(self._consumed) >= _REMOVED_TOGETHER):
+        most = _REMOVED_TOGETHER if self.journal.work.local is None else 1
+        if len(self._consumed) >= most:
             self._remove_consumed()
 
     def _remove_consumed(self) -> None:

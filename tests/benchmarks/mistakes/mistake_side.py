@@ -1,4 +1,4 @@
-"""What the mistakes of all libraries share: a table of functions, and the process that runs one of them.
+"""The table of a library's mistakes and tasks, and the process that runs one of them.
 
 `LIBRARY_mistakes.py NAME` runs one function in the current folder, which `prepare` has filled before, and
 answers with a line of JSON. Functions import their library themselves, so that any Python can count lines.
@@ -52,7 +52,7 @@ def _lines(code: Callable[..., object]) -> int:
 
 @dataclass(frozen=True)
 class Snippet:
-    """What a user writes; `names` must appear in what the library answers to a mistake."""
+    """Code that a user writes; `names` must appear in what the library answers to a mistake."""
 
     code: Code
     names: str = ""
@@ -60,7 +60,7 @@ class Snippet:
 
     @property
     def lines(self) -> int:
-        """Of code: helpers whole, and the body of the function."""
+        """Count lines of code: helpers whole, and the body of the function."""
         return _lines(self.code) + sum(1 + _lines(helper) for helper in self.helpers)
 
 

@@ -19,7 +19,7 @@ held: list[Any] = []  # open until the process ends
 
 @before
 def forget_shared_memory() -> None:
-    """Of processes that were killed, as its documentation says; one process of this user at a time."""
+    """Remove shared memory that killed processes left; of a user, one process runs at a time."""
     try:
         import torchvision  # noqa: F401 (its build for CUDA fails beside a torch without)
     except RuntimeError:
