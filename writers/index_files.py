@@ -42,6 +42,7 @@ from shardkit.writers.dedup.population import (
     BANDS_FILE,
     DOCUMENT,
     DOCUMENTS_FILE,
+    INDEX_PRINTS,
     INDEXED,
     PARTS,
     PRINTS_FILE,
@@ -110,7 +111,7 @@ def write_index(
     tasks: dict[str, Task] = {}
     for split, part, removed in zip(documents.files, near.parts, near.removed, strict=True):
         weight, texts = split.outputs[TEXTS_FILE].bytes, split.file(TEXTS_FILE)
-        once = [part.file(name) for name in (BANDS_FILE, EQUAL_KEYS.file)]
+        once = [part.file(name) for name in (BANDS_FILE, PRINTS_FILE, EQUAL_KEYS.file)]
         args = texts, part.files, once, removed, config.minhash, sketch, memory_bytes, target
         named = partial(INDEX.task, split.name, weight, *args)
         name = f"part-{named('').digest}"  # the name is not in the digest
@@ -258,7 +259,7 @@ def _write_signatures(
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
     gone, count = [np.zeros(0, np.int64)], 0
     with (
-        RowsWriter(folder / PRINTS_FILE, np.uint8, width=width) as kept,
+        RowsWriter(folder / INDEX_PRINTS, np.uint8, width=width) as kept,
         RunWriter(folder / OWN_BANDS.file, OWN_BANDS, memory_bytes=memory_bytes // 4) as keys,
     ):
         for start in range(0, len(table), most):

@@ -46,7 +46,8 @@ from figures import Heads, benchmark_parser, give
 from shardkit.progress import make_listener
 from shardkit.storage.store import Body, Store
 from shardkit.writers.dedup.lines import MAKE_LINE_KEYS
-from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Footer, Limits, Segment, Table, read_footer
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
+from shardkit.writers.execution.artifacts import RUN_SUFFIX
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -99,9 +100,6 @@ SCALED = {
 }
 
 
-FOOTERS = threading.local()  # `scale` while this thread reads a footer
-
-
 class Usage:
     """What one stage asked for."""
 
@@ -127,11 +125,16 @@ class Held:
 
 
 class CountingStore(WrappedStore):
-    """Books every request on the stage that runs (one at a time: tasks run inline)."""
+    """Books every request on the stage that runs (one at a time: tasks run inline).
 
-    def __init__(self, below: Store, stages: dict[str, Usage], current: list[str], held: Held) -> None:
+    The bytes of footers, which are at the end of runs, are divided by `scale`.
+    """
+
+    def __init__(
+        self, below: Store, stages: dict[str, Usage], current: list[str], held: Held, scale: int
+    ) -> None:
         super().__init__(below)
-        self._stages, self._current, self._held = stages, current, held
+        self._stages, self._current, self._held, self._scale = stages, current, held, scale
         self._lock = threading.Lock()
 
     def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
@@ -149,11 +152,14 @@ class CountingStore(WrappedStore):
 
     def opened(self, operation: str, key: str, start: int, stop: int | None, version: str | None) -> Body:
         body = self.below.open(key, start, stop, version=version)
-        size = (self.below.head(key).bytes if stop is None else stop) - start
+        end = self.below.head(key).bytes
+        size = (end if stop is None else stop) - start
+        if key.endswith(RUN_SUFFIX) and start and stop == end:
+            size //= self._scale
         with self._lock:
             usage = self._stages[self._current[0]]
             usage.gets += 1
-            usage.bytes_read += size // getattr(FOOTERS, "scale", 1)
+            usage.bytes_read += size
         return body
 
 
@@ -175,19 +181,8 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
                 divided = max(1, getattr(module, constant) // scale)
                 stack.enter_context(patch.object(module, constant, divided))
         recipe = scaled(load_recipe(recipe_path), scale)
-
-        def read_scaled_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
-            FOOTERS.scale = scale
-            try:
-                return read_footer(segment, table, limits)
-            finally:
-                FOOTERS.scale = 1
-
-        for name in ("exchange", "addresses"):
-            place = f"shardkit.writers.exchange.{name}.read_footer"
-            stack.enter_context(patch(place, read_scaled_footer))
         held = Held()
-        around = lambda store: CountingStore(store, stages, current, held)  # noqa: E731
+        around = lambda store: CountingStore(store, stages, current, held, scale)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
         work = Work(f"memory://requests-{os.getpid()}/work", scratch, around=around)
         splits = scan.scan_inputs(recipe, None)

@@ -42,8 +42,8 @@ from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.dedup.population import (
     DOCUMENTS_FILE,
+    INDEX_PRINTS,
     INDEXED,
-    PRINTS_FILE,
     Part,
     priority,
 )
@@ -170,7 +170,7 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     assert made[0].sketches == int((rows["stored"] < rows["distinct"]).sum())
     assert bool(made[0].sketches) == bool(sketch)
     values = sign_batch(texts, CONFIG.minhash).values
-    assert np.array_equal(np.load(tmp_path / "made" / PRINTS_FILE), print_bytes(values))
+    assert np.array_equal(np.load(tmp_path / "made" / INDEX_PRINTS), print_bytes(values))
 
 
 def test_tables_lead_to_the_documents_of_all_parts_in_the_order_of_keys(original: DedupIndex) -> None:
@@ -272,7 +272,7 @@ def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format=4), "is format 4, this shardkit reads format 3; make"),
+        (lambda data: data.update(format=5), "is format 5, this shardkit reads format 4; make"),
         (lambda data: data.clear(), "is format None, this"),
         (lambda data: data["parts"][1].update(folder="../part-00001"), r"parts\.1\.folder: .*pattern"),
         (lambda data: data["parts"][0]["files"].pop("prints.npy"), "part-00000 does not list exactly"),
@@ -597,10 +597,18 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
 @pytest.mark.parametrize(
     ("name", "table", "message"),
     [
-        (PRINTS_FILE, np.zeros((105, 31), np.uint8), r"rows of \(31,\) uint8, expected \(32,\) uint8"),
-        (PRINTS_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected \(32,\) uint8"),
-        (PRINTS_FILE, np.zeros((104, 32), np.uint8), "has 104 rows, expected 105"),
-        (PRINTS_FILE, np.zeros((32, 105), np.uint8).T, "not a table of rows in C order: shape"),
+        (
+            INDEX_PRINTS,
+            np.zeros((105, 31), np.uint8),
+            r"rows of \(31,\) uint8, expected \(32,\) uint8",
+        ),
+        (
+            INDEX_PRINTS,
+            np.zeros((105, 32), np.uint64),
+            r"rows of \(32,\) uint64, expected \(32,\) uint8",
+        ),
+        (INDEX_PRINTS, np.zeros((104, 32), np.uint8), "has 104 rows, expected 105"),
+        (INDEX_PRINTS, np.zeros((32, 105), np.uint8).T, "not a table of rows in C order: shape"),
         (DOCUMENTS_FILE, np.zeros(106, INDEXED), "documents.npy: has 106 rows, expected 105"),
         (DOCUMENTS_FILE, np.zeros(105), "documents.npy: has rows of float64"),
     ],
@@ -630,9 +638,9 @@ def test_tables_of_other_shapes_are_refused(
 def test_headers_are_believed_only_if_the_file_has_their_bytes(
     original: DedupIndex, tmp_path: Path, header: bytes
 ) -> None:
-    data = (folder_of(original) / "part-00000" / PRINTS_FILE).read_bytes()
+    data = (folder_of(original) / "part-00000" / INDEX_PRINTS).read_bytes()
     changed = data[:10] + header.ljust(501) + b"\n" + data[512:]
-    folder = written(original, tmp_path / "index", PRINTS_FILE, changed)
+    folder = written(original, tmp_path / "index", INDEX_PRINTS, changed)
     with pytest.raises(BuildError, match=r"prints\.npy: "):
         open_index(folder)
 

@@ -30,13 +30,15 @@ def search(
     population: Population, limits: HubLimits, *, memory_bytes: int = 1 << 24
 ) -> tuple[list[tuple[int, int]], int]:
     """(pairs of the hub of all documents, bounded)."""
-    hubs = HubSearch(population, 0.8, limits=limits, memory_bytes=memory_bytes)
+    scratch = population.parts[0].folder.path / ".hub"
+    hubs = HubSearch(population, 0.8, scratch, limits=limits, memory_bytes=memory_bytes)
     numbers = np.arange(population.starts[-1], dtype=np.uint64)
     found = [
         (a, b)
         for one, other in hubs.pairs(numbers)
         for a, b in zip(one.tolist(), other.tolist(), strict=True)
     ]
+    assert not scratch.exists()
     return found, hubs.bounded
 
 

@@ -33,7 +33,6 @@ from shardkit.writers.dedup.resolve import (
 from shardkit.writers.dedup.tables import CHUNK_ROWS
 from shardkit.writers.dedup.verify import EDGES, WAITING
 from shardkit.writers.exchange.exchange import RunWriter, Table
-from shardkit.writers.exchange.sorted_runs import EMPTY_BYTES
 from shardkit.writers.execution.commit import Commit
 from support.near_population import Document, World, make_documents, priorities_of, write_world
 from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
@@ -338,18 +337,18 @@ def test_tasks_of_a_round_hold_a_quarter_of_the_memory(
 ) -> None:
     rows: list[Edge] = [(0, number % (documents - 1) + 1, (0, 0, 0), 0.9) for number in range(edges)]
     run = TaskFolders(tmp_path)
-    decided_edges(run, write_edges(tmp_path / "edges", rows, random.Random(0), 1), documents, 400)
+    made = write_edges(tmp_path / "edges", rows, random.Random(0), 1)
+    decided_edges(run, made, edges, documents, 400)
     assert sum(task.startswith("near-round-1/") for task in run.ran) == tasks
 
 
 def test_edges_that_a_quarter_of_the_memory_holds_take_no_round(tmp_path: Path) -> None:
     rows: list[Edge] = [(0, number, (0, 0, 0), 0.9) for number in range(1, 30)]
     made = write_edges(tmp_path / "edges", rows, random.Random(0), 2)
-    held = sum(commit.outputs[EDGES.file].bytes - EMPTY_BYTES for commit in made)
-    assert held >= EDGES.dtype.itemsize * len(rows)
+    held = EDGES.dtype.itemsize * len(rows)
     for memory_bytes, rounds in ((4 * held, 0), (4 * held - 1, 1)):
         run = TaskFolders(tmp_path / str(memory_bytes))
-        decided_edges(run, made, 30, memory_bytes)
+        decided_edges(run, made, len(rows), 30, memory_bytes)
         assert len({task.split("/")[0] for task in run.ran if task.startswith("near-round-")}) == rounds
 
 
@@ -358,7 +357,8 @@ def test_more_edges_than_are_written_at_once_are_all_decided(tmp_path: Path) -> 
     edges["lo"] = np.arange(1, len(edges) + 1)
     tables = {EDGES: edges, WAITING: edges["lo"].copy().view(WAITING.dtype)}
     made = write_rows(tmp_path / "made", tables, "made")
-    [commit] = decided_edges(TaskFolders(tmp_path), [made], len(edges) + 1, 1 << 30)
+    [commit], count = decided_edges(TaskFolders(tmp_path), [made], len(edges), len(edges) + 1, 1 << 30)
+    assert count == len(edges)
     beaten = read_run(commit.folder / BEATEN.file, BEATEN)
     assert np.array_equal(beaten["key"], edges["lo"])
 
@@ -429,8 +429,9 @@ def test_rounds_decide_what_one_pass_by_priority_decides(
     folder = tmp_path_factory.mktemp("rounds")
     verified = write_edges(folder / "edges", [(hi, lo, keys[hi], 0.9) for hi, lo in pairs], rng, 3)
     run = TaskFolders(folder)
-    commits = decided_edges(run, verified, documents, memory_bytes)
+    commits, beaten = decided_edges(run, verified, len(pairs), documents, memory_bytes)
     rows = np.concatenate([read_run(commit.folder / BEATEN.file, BEATEN) for commit in commits])
+    assert beaten == len(rows)
     best: dict[int, tuple[tuple[int, ...], int]] = {}
     for key, kept, priority, _ in rows.tolist():
         best[key] = min(best.get(key, ((9,), 0)), (tuple(priority), kept))

@@ -38,7 +38,7 @@ from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
 from shardkit.writers.exchange.exchange import _merge as merge
 from shardkit.writers.exchange.sorted_runs import Limits
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, Files
 from shardkit.writers.stages.exact import find_exact
 from support.documents import write_documents
 
@@ -151,7 +151,7 @@ def hub_peak(folder: Path, parts: int, documents: int) -> int:
     population, numbers = Population.of(found), np.arange(documents, dtype=np.uint64)
     tracemalloc.start()
     try:
-        hubs = HubSearch(population, 0.8, limits=HubLimits(64), memory_bytes=MEMORY)
+        hubs = HubSearch(population, 0.8, folder / ".hub", limits=HubLimits(64), memory_bytes=MEMORY)
         assert not sum(len(a) for a, _ in hubs.pairs(numbers))
         return tracemalloc.get_traced_memory()[1]
     finally:
@@ -172,7 +172,9 @@ def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path
     inputs = Artifact(tmp_path / "signatures")
     others = (Part(Artifact(tmp_path / "one"), 5, "index"), Part(Artifact(tmp_path / "two"), 7, "index"))
     names, starts = Artifact(tmp_path / PARTS_FILE), Artifact(tmp_path / STARTS_FILE)
-    file = PopulationFile(names, starts, inputs, others, "content")
+    prints = Files.of([inputs / name / PRINTS_FILE for name, _ in listed], "content")
+    file = PopulationFile(names, starts, inputs, others, "content", prints, goes=True)
+    assert len([*file.consumed[0].paths]) == splits
     assert len(pickle.dumps(file)) < 2000
     tracemalloc.start()
     try:

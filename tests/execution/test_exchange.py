@@ -20,7 +20,7 @@ from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Body, Store
 from shardkit.writers.exchange.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
-from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter, read_footer
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, Output, facts_of, hash_output
 from shardkit.writers.execution.stage import Stage, Task
@@ -279,10 +279,15 @@ def test_runs_that_someone_else_made_end_in_an_error_and_not_in_a_loop(tmp_path:
         writer.write(rows_of(PLAIN, [1, 2]), none)
     data = bytearray(path.read_bytes())
     footer = slice(len(data) - 32 - 40, len(data) - 32)
-    data[footer.start + 16 : footer.start + 24] = (2 + (1 << 60)).to_bytes(8, "little")  # rows; 16 bytes each
+    data[footer.start + 16 : footer.start + 20] = (1 << 31).to_bytes(4, "little")  # rows
     data[-16:] = xxhash.xxh3_128_digest(data[footer] + PLAIN.layout.encode())
     path.write_bytes(data)
     with pytest.raises(BuildError, match="differ from their hash"):
+        Slice.whole(PLAIN, [Artifact(path)]).read()
+    data[footer.start + 16 : footer.start + 20] = (3).to_bytes(4, "little")
+    data[-16:] = xxhash.xxh3_128_digest(data[footer] + PLAIN.layout.encode())
+    path.write_bytes(data)
+    with pytest.raises(BuildError, match=r"rows\.run: 31 bytes are not 3 packed rows; run the same"):
         Slice.whole(PLAIN, [Artifact(path)]).read()
 
 
@@ -357,8 +362,10 @@ def test_footers_stay_below_64_kib(tmp_path: Path) -> None:
     with RunWriter(path, PLAIN, memory_bytes=1 << 20, limits=limits) as writer:
         for start in range(0, 100_000, 10_000):
             writer.write(rows_of(PLAIN, range(start, start + 10_000)))
-    assert path.stat().st_size - 100_000 * PLAIN.dtype.itemsize < 64 << 10
     segment = Segment(Artifact(path), path.stat().st_size, "", 0, 1 << 64, 0)
+    blocks = read_footer(segment, PLAIN, limits).blocks
+    assert len(blocks) > 64
+    assert blocks.nbytes < 64 << 10
     part = Slice(PLAIN, ((segment,),), 70_000, 70_003, limits)
     assert part.read()[0]["key"].tolist() == [70_000, 70_001, 70_002]
 

@@ -217,7 +217,7 @@ def test_traces_find_every_document_and_the_rows_of_a_step(release: Path) -> Non
 def test_dedup_indexes_open_whole_or_are_to_be_made_again(release: Path) -> None:
     folder = release / "dedup-index"
     if json.loads((folder / "dedup-index.json").read_bytes())["format"] < FORMAT:
-        with pytest.raises(BuildError, match=r"reads format 3; make the index again$"):
+        with pytest.raises(BuildError, match=r"reads format 4; make the index again$"):
             open_index(folder)
         return
     index = open_index(folder)

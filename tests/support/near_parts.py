@@ -15,7 +15,6 @@ from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
-    PRINTS_FILE,
     Kind,
     Part,
     Population,
@@ -93,18 +92,20 @@ def write_parts(folder: Path, documents: Sequence[Made], cuts: int) -> tuple[Pop
             some = mine[cut::cuts]
             place = folder / f"{kind}-{cut}"
             place.mkdir(parents=True)
-            write_part(place, some, len(documents[0].signature), len(ordered))
-            parts.append(Part(Artifact(place), len(some), kind))
+            part = Part(Artifact(place), len(some), kind)
+            write_part(part, some, len(documents[0].signature), len(ordered))
+            parts.append(part)
             ordered += some
     return Population.of(parts), ordered
 
 
-def write_part(folder: Path, documents: Sequence[Made], permutations: int, first: int) -> None:
+def write_part(part: Part, documents: Sequence[Made], permutations: int, first: int) -> None:
     """Write a part, and its run of BANDS; `first` is the number of its first document."""
+    folder = part.folder.path
     rows = [one.row() for one in documents]
     np.save(folder / DOCUMENTS_FILE, np.concatenate([np.zeros(0, DOCUMENT), *rows]))
     table = np.array([one.signature for one in documents], np.uint32).reshape(-1, permutations)
-    np.save(folder / PRINTS_FILE, print_bytes(table))
+    np.save(part.prints.path, print_bytes(table))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=1 << 20) as run:
         for number, one in enumerate(documents, first):
             run.write(np.array([(key, number) for key in one.keys], BANDS.dtype))

@@ -423,7 +423,7 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
     ]
     exchange(run, EQUAL_TEXTS.find, KEYS, maps, readers=readers, limits=corpus.limits)
     needs = Needs(corpus)
-    needs.exchange(EQUAL_TEXTS.find, KEYS, runs, sum(sizes) / KEYS.dtype.itemsize, readers)
+    needs.exchange(EQUAL_TEXTS.find, KEYS, runs, sum(sizes) / KEYS.row_bytes, readers)
     assert {stage.stage: stage.tasks for stage in needs.stages} == merged
 
 

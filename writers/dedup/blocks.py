@@ -46,13 +46,16 @@ from shardkit.writers.kernels.sorting import sort_pairs
 _MOST_BLOCK_BITS = 31
 _PAIR_GROWTH = 8  # memory of pairs, as a multiple of their bytes in files
 
-FOLLOWERS = Table("followers.run", np.dtype([("key", "<u8"), ("number", "<u8")]))
-LOWEST = Table("lowest.run", np.dtype([("key", "<u8"), ("leader", "<u8")]))
-LABELS = Table("labels.run", np.dtype([("key", "<u8"), ("label", "<u8")]))
+FOLLOWERS = Table("followers.run", np.dtype([("key", "<u8"), ("number", "<u8")]), packed=0.25)
+LOWEST = Table("lowest.run", np.dtype([("key", "<u8"), ("leader", "<u8")]), packed=0.25)
+LABELS = Table("labels.run", np.dtype([("key", "<u8"), ("label", "<u8")]), packed=0.25)
 PAIRS_OF_BLOCK = Table(
-    "block_pairs.run", np.dtype([("key", "<u8"), ("size", "<i8"), ("number", "<u8")]), payload=True
+    "block_pairs.run",
+    np.dtype([("key", "<u8"), ("size", "<i8"), ("number", "<u8")]),
+    payload=True,
+    packed=0.25,
 )
-PLACES = Table("places.run", np.dtype([("key", "<u8"), ("block", "<u4")]))
+PLACES = Table("places.run", np.dtype([("key", "<u8"), ("block", "<u4")]), packed=0.2)
 
 
 def block_bits(text_bytes: int, memory_bytes: int) -> int:

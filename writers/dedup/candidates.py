@@ -93,7 +93,7 @@ def find_candidates(
     """
     limits = limits or HubLimits()
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
-    hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
+    hubs = HubSearch(population, similarity, folder / ".hub", limits=limits, memory_bytes=memory_bytes // 4)
     with PairWriter(folder, int(population.starts[-1]), run_pairs=run_pairs(memory_bytes // 4)) as writer:
         for rows in _whole_keys(entries, memory_bytes // 4):
             counts["entries"] += len(rows)

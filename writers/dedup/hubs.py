@@ -45,6 +45,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
-from shardkit.writers.dedup.tables import RowFile, read_header
+from shardkit.writers.dedup.tables import RowFile, RowsWriter, read_header
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.sorting import argsort_keys
 
@@ -316,15 +317,22 @@ def thresholds(similarity: float, permutations: int) -> tuple[int, int, int]:
 
 
 class HubSearch:
-    """Finds the candidate pairs in the hubs of one population.
+    """Finds the candidate pairs in the hubs of one population; `scratch` is a file for hubs beyond memory.
 
     `bounded` counts the documents that met a limit, once for each sub-bucket where they did.
     """
 
     def __init__(
-        self, population: Population, similarity: float, *, limits: HubLimits, memory_bytes: int
+        self,
+        population: Population,
+        similarity: float,
+        scratch: Path,
+        *,
+        limits: HubLimits,
+        memory_bytes: int,
     ) -> None:
         self.bounded = 0
+        self.scratch = scratch
         self._population = population
         self._similarity = similarity
         self._limits = limits
@@ -336,6 +344,7 @@ class HubSearch:
         """Yield arrays (a, b), a < b, of pairs among these ascending document numbers; pairs may repeat."""
         hub = _Hub(self, numbers, self._similarity, self._limits, self._memory_bytes)
         yield from hub.split(np.arange(len(numbers), dtype=np.int64), hub.rows)
+        self.scratch.unlink(missing_ok=True)
         self.bounded += hub.bounded
 
     def kinds(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
@@ -354,16 +363,11 @@ class HubSearch:
         return found
 
     def prints(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
-        """Return the prints, uint64[n, words], of these document numbers, which may be in any order."""
-        order = np.argsort(numbers)
-        found: npt.NDArray[np.uint64] | None = None
-        for part, rows, places in self._by_part(numbers[order]):
-            prints = make_prints(self._file(part, PRINTS_FILE).read(rows))
-            if found is None:
-                found = np.empty((len(numbers), prints.shape[1]), np.uint64)
-            found[order[places]] = prints
-        assert found is not None, "prints of no documents were requested"
-        return found
+        """Return the prints, uint64[n, words], of these ascending document numbers."""
+        found = [
+            make_prints(self._file(part, PRINTS_FILE).read(rows)) for part, rows, _ in self._by_part(numbers)
+        ]
+        return np.concatenate(found)
 
     def permutations(self, number: np.uint64) -> int:
         """Return the number of values in the signature of an input, which is the same for all documents."""
@@ -381,7 +385,9 @@ class HubSearch:
     def _file(self, part: int, name: str) -> RowFile:
         population = self._population
         rows = int(population.starts[part + 1] - population.starts[part])
-        return self._headers[name].open(population.parts[part].folder / name, part, rows)
+        own = population.parts[part]
+        file = own.prints if name == PRINTS_FILE else own.folder / name
+        return self._headers[name].open(file, part, rows)
 
 
 class _Headers:
@@ -408,7 +414,7 @@ class _Hub:
     """One large bucket, whose documents are numbered by rank; rank 0 has the highest priority.
 
     Memory: about 80 bytes per document. The prints are held as well if they fit into half of `memory_bytes`;
-    otherwise they are read again for each sub-band.
+    otherwise they are written to the search's scratch file by rank, since each sub-band reads them again.
     """
 
     def __init__(
@@ -440,15 +446,24 @@ class _Hub:
             np.empty(most, np.uint64),
         )
         self._out = np.empty((max(_OUT_PAIRS, limits.documents + 1, limits.pairs), 2), np.int64)
-        self._prints: npt.NDArray[np.uint64] | None = None
-        if len(numbers) * words * 8 <= memory_bytes // 2:
-            prints = np.empty((len(numbers), words), np.uint64)
-            ranks = np.empty(len(numbers), np.int64)
-            ranks[order] = np.arange(len(numbers))
-            for start in range(0, len(numbers), self._chunk_documents):
-                chunk = slice(start, start + self._chunk_documents)
-                prints[ranks[chunk]] = search.prints(numbers[chunk])
-            self._prints = prints
+        at_once = max(self._chunk_documents, memory_bytes // 2 // (8 * words))
+        self._prints: npt.NDArray[np.uint64] | RowFile = self._gathered(0, at_once)
+        if len(numbers) > at_once:
+            with RowsWriter(search.scratch, np.uint64, width=words) as file:
+                file.write(self._prints)
+                for first in range(at_once, len(numbers), at_once):
+                    file.write(self._gathered(first, at_once))
+            self._prints = RowFile(Artifact(search.scratch))
+
+    def _gathered(self, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """Return the prints of `count` ranks from `first` on, uint64[n, words]; files are read in order."""
+        numbers = self._numbers[first : first + count]
+        order = np.argsort(numbers)
+        prints = np.empty((len(numbers), len(self._space[0])), np.uint64)
+        for start in range(0, len(order), self._chunk_documents):
+            some = order[start : start + self._chunk_documents]
+            prints[some] = self._search.prints(numbers[some])
+        return prints
 
     def split(self, members: Ranks, rows: int, *, again: bool = True) -> Iterator[Pairs]:
         """Yield pairs of members (ascending ranks) that agree in all `rows` values of a sub-band."""
@@ -488,7 +503,12 @@ class _Hub:
         return [band for band in range(bands) if same[band * rows : (band + 1) * rows].all()]
 
     def _rows(self, ranks: Ranks) -> npt.NDArray[np.uint64]:
-        return self._search.prints(self._numbers[ranks]) if self._prints is None else self._prints[ranks]
+        if not isinstance(self._prints, RowFile):
+            return self._prints[ranks]
+        order = np.argsort(ranks)
+        found = np.empty((len(ranks), len(self._space[0])), np.uint64)
+        found[order] = self._prints.read(ranks[order])
+        return found
 
     def _keys(self, members: Ranks, first: int, rows: int) -> npt.NDArray[np.uint64]:
         """Return the FNV-1a hashes, uint64[n], of the bytes [first, first + rows) of each print."""

@@ -61,7 +61,7 @@ from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptio
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import partition_bounds
-from shardkit.writers.dedup.population import DOCUMENTS_FILE, INDEXED, PRINTS_FILE, Part
+from shardkit.writers.dedup.population import DOCUMENTS_FILE, INDEX_PRINTS, INDEXED, Part
 from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, sign_batch
 from shardkit.writers.dedup.sketches import SKETCHES_FILE
 from shardkit.writers.dedup.tables import HEADER_BYTES, RowFile, Rows
@@ -78,7 +78,7 @@ WORDS = Table("words.run", np.dtype([("key", "<u8"), ("low", "<u8"), ("number", 
 
 BANDS_OF_INDEX = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u4")]))
 
-PART_FILES = (DOCUMENTS_FILE, PRINTS_FILE, SKETCHES_FILE)
+PART_FILES = (DOCUMENTS_FILE, INDEX_PRINTS, SKETCHES_FILE)
 
 TABLE_FILES = (WORDS.file, BANDS_OF_INDEX.file)
 
@@ -91,7 +91,7 @@ _COPY_BYTES = 16 << 20
 
 INDEX_FILE = "dedup-index.json"
 
-FORMAT = 3
+FORMAT = 4
 
 MOST_DOCUMENTS = 1 << 32  # `number` of the tables has 32 bits
 
@@ -131,7 +131,7 @@ class _Part(_Table):
 class IndexRecord(StrictModel):
     """The contents of dedup-index.json. The tables have equal ranges of keys, in order."""
 
-    format: Literal[3]
+    format: Literal[4]
     shardkit_version: str
     settings: dict[str, Any]
     sketch: Count
@@ -426,12 +426,12 @@ def _check_sizes(path: Path, part: _Table) -> None:
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
     """Check that every table has one row per document, since document numbers are used as row indexes."""
     folder = Artifact(path / part.folder, remedy=_REMEDY)
-    prints = RowFile(folder / PRINTS_FILE)
+    prints = RowFile(folder / INDEX_PRINTS)
     width = settings.get("minhash", {}).get("permutations")
     if prints.dtype != np.dtype("u1") or prints.row_shape != (width,):
         problem = f"has rows of {prints.row_shape} {prints.dtype}, expected ({width},) uint8"
-        raise BuildError(f"{folder / PRINTS_FILE}: {problem}; make the index again")
-    found = {DOCUMENTS_FILE: len(Rows(folder / DOCUMENTS_FILE, INDEXED)), PRINTS_FILE: prints.rows}
+        raise BuildError(f"{folder / INDEX_PRINTS}: {problem}; make the index again")
+    found = {DOCUMENTS_FILE: len(Rows(folder / DOCUMENTS_FILE, INDEXED)), INDEX_PRINTS: prints.rows}
     for name, rows in found.items():
         if rows != part.documents:
             raise BuildError(
@@ -450,7 +450,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None:
     """Check that each table in a store has the size of one row per document; `Rows` checks headers later."""
     width = settings.get("minhash", {}).get("permutations")
-    sizes = {DOCUMENTS_FILE: INDEXED.itemsize, PRINTS_FILE: width if isinstance(width, int) else 0}
+    sizes = {DOCUMENTS_FILE: INDEXED.itemsize, INDEX_PRINTS: width if isinstance(width, int) else 0}
     for name, size in sizes.items():
         expected = HEADER_BYTES + part.documents * size
         if part.files[name].bytes != expected:

@@ -51,6 +51,7 @@ from shardkit.writers.dedup.population import (
     BANDS_FILE,
     PARTS,
     PARTS_FILE,
+    PRINTS_FILE,
     STARTS_FILE,
     Part,
     Population,
@@ -70,7 +71,7 @@ from shardkit.writers.dedup.signatures import (
 from shardkit.writers.dedup.verify import VERIFY, VerifiedBlock
 from shardkit.writers.exchange.exchange import RunWriter, Slice, exchange
 from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, Files
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
@@ -127,7 +128,7 @@ def remove_near(
     _warn_of_unspaced(described)
     parts = [Part(commit.files, one.documents) for commit, one in zip(signed, described, strict=True)]
     population = Population.of([*parts, *(part for index in indexes for part in index.parts)])
-    stored = _store(run, population)
+    stored = _store(run, population, signed, consumed=not to_index)
 
     equal = _find_equal(run, signed, population, stored, memory_bytes, limits, consumed=not to_index)
     names = [split.name for split in splits]
@@ -181,15 +182,22 @@ def _find_equal(
     return equal
 
 
-def _store(run: RunTasks, population: Population) -> PopulationFile:
-    """Run a task that stores the locations of all parts in files, so that task arguments stay short."""
+def _store(
+    run: RunTasks, population: Population, signed: Sequence[Commit], *, consumed: bool
+) -> PopulationFile:
+    """Run a task that stores the locations of all parts in files, so that task arguments stay short.
+
+    With `consumed`, no stage after those that are given the result reads the prints of `signed`.
+    """
     inputs, others = population.parts[: population.inputs], population.parts[population.inputs :]
     named = [(part.folder.path.name, part.documents) for part in inputs]
     [[written]] = run([PARTS.task("parts", 0, named, [part.documents for part in others])])
     names, starts = written.file(PARTS_FILE), written.file(STARTS_FILE)
     first = inputs[0].folder if inputs else written.files
     content = digest_of([part.folder.content for part in population.parts])
-    return PopulationFile(names, starts, Artifact(first.path.parent, first.remote), tuple(others), content)
+    folder = Artifact(first.path.parent, first.remote)
+    prints = Files.of([commit.file(PRINTS_FILE) for commit in signed], content) if signed else None
+    return PopulationFile(names, starts, folder, tuple(others), content, prints, consumed)
 
 
 def _pair(

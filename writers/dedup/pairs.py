@@ -22,7 +22,7 @@ from shardkit.kernels.numba_support import Int64s, UInt8s, UInt64s, kernel
 from shardkit.writers.exchange.exchange import RunWriter, Table
 from shardkit.writers.kernels.sorting import sort_keys
 
-PAIRS = Table("pairs.run", np.dtype([("key", "<u8"), ("size", "<i8")]), payload=True)
+PAIRS = Table("pairs.run", np.dtype([("key", "<u8"), ("size", "<i8")]), payload=True, packed=0.25)
 
 RUN_PAIRS = 1 << 22
 WORD_DOCUMENTS = 1 << 32

@@ -7,11 +7,11 @@ Priority decides: documents of an index come before all others, then the lowest 
 lowest content rank (rows/documents.py).
 
     documents.npy    DOCUMENT, one row per document of the part
-    prints.npy       uint8[n, permutations]: a byte of each value of the signature, for hubs (hubs.py)
+    prints.once.npy  uint8[n, permutations]: a byte of each value of the signature, for hubs (hubs.py)
     bands.once.npy   uint64[n, bands]: the keys of the signature's bands, which differ between groups (scope)
     equal_keys.run   EQUAL_KEYS (signatures.py): the hash of the normalized words
 
-The last two go with their last reader, unless an index is made of the part.
+The last three go with their last reader, unless an index is made of the part.
 
 A part of an index has documents.npy with rows of INDEXED, prints.npy and sketches.bin (index.py). Only the
 rows of documents in candidate pairs are read of them.
@@ -20,19 +20,20 @@ rows of documents in candidate pairs are read of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, Files
 from shardkit.writers.execution.stage import Stage
 
 DOCUMENTS_FILE = "documents.npy"
-PRINTS_FILE = "prints.npy"
+PRINTS_FILE = "prints.once.npy"
+INDEX_PRINTS = "prints.npy"
 BANDS_FILE = "bands.once.npy"
 
 DOCUMENT = np.dtype(
@@ -110,6 +111,11 @@ class Part:
     folder: Artifact
     documents: int
     kind: Kind = "input"
+
+    @property
+    def prints(self) -> Artifact:
+        """The file with the prints of the documents."""
+        return self.folder / (PRINTS_FILE if self.kind == "input" else INDEX_PRINTS)
 
 
 @dataclass(frozen=True)
@@ -194,12 +200,13 @@ class _StoredParts(Sequence[Part]):
         return Part(self._folder / self._names[number].decode(), documents)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PopulationFile:
     """A population as a task argument whose size does not grow with the number of splits.
 
     `names` and `starts` are the files from `write_parts`; `folder` contains the folders of the splits' parts,
-    and `others` are the parts of indexes. `content` is a digest of the contents of all parts.
+    and `others` are the parts of indexes. `content` is a digest of the contents of all parts. `prints` are
+    the files with the prints of the splits' parts, for the driver; with `goes`, no later task reads them.
     """
 
     names: Artifact
@@ -207,6 +214,16 @@ class PopulationFile:
     folder: Artifact
     others: tuple[Part, ...]
     content: str
+    prints: Files | None = None
+    goes: bool = field(default=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"prints": None}
+
+    @property
+    def consumed(self) -> tuple[Files, ...]:
+        """The files that go with the last task that this is an argument of."""
+        return (self.prints,) if self.goes and self.prints is not None else ()
 
     def load(self) -> Population:
         """Return the population, with memory-mapped tables; a process caches the one that it loaded last."""

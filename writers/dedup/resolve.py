@@ -43,7 +43,7 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES, WAITING
 from shardkit.writers.exchange.exchange import RunWriter, Slice, Table, Unread, exchange
-from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
@@ -74,31 +74,43 @@ BEATEN = Table(
 # loser: a document removed for equal words; key: the document with the same words, with its content rank
 EQUALS = Table("equals.run", np.dtype([("key", "<u8"), ("loser", "<u8"), ("rank", "<u8", (2,))]))
 
-GAINED = Table("gained.run", np.dtype([("key", "<u8"), ("copies", "<i8")]))
+GAINED = Table("gained.run", np.dtype([("key", "<u8"), ("copies", "<i8")]), packed=0.25)
 
 _WAITS, _BEATEN = 1, 2
 
-_DECIDING = 4  # memory of edges in `decide_all`, as a multiple of their bytes in files
+_DECIDING = 4  # memory of edges in `decide_all`, as a multiple of their bytes in memory
 
 _U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Rows that a task wrote: `edges` from documents that are not decided yet, and `beaten` ones."""
+
+    edges: int
+    beaten: int
 
 
 def decided_edges(
     run: RunTasks,
     verified: Sequence[Commit],
+    written: int,
     documents: int,
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
     stages: Resolving | None = None,
-) -> list[Commit]:
-    """Run the rounds and stage `near`; return commits whose BEATEN rows are all edges from kept documents."""
+) -> tuple[list[Commit], int]:
+    """Run the rounds and stage `near`, from the edges that tasks have `written` in all.
+
+    Returns commits whose BEATEN rows are all edges from kept documents, and the number of these rows.
+    """
     stages = NEAR_RESOLVING if stages is None else stages
     edges, found, last = list(verified), list[Commit](), list[Commit]()
     move = partial(exchange, run, end=documents, limits=limits)
-    number = 0
+    number, left, beaten_rows, total = 0, written, 0, 0
     while True:
-        held = _bytes(edges, EDGES) + _bytes(last, BEATEN)
-        if held * _DECIDING <= memory_bytes:
+        held = left * EDGES.dtype.itemsize + beaten_rows * BEATEN.dtype.itemsize
+        if not left or held * _DECIDING <= memory_bytes:
             break
         number += 1
         stage, ranges = stages.round.step(str(number)), _ranges(held, documents, memory_bytes)
@@ -112,18 +124,15 @@ def decided_edges(
             weight = sum(piece.bytes for piece in pieces)
             tasks.append(stage.task(f"{start:012d}", weight, own, waiting, beaten, memory_bytes))
         [edges] = run(tasks)
-        last = edges
+        counts = [stage.result(commit) for commit in edges]
+        left, beaten_rows = sum(one.edges for one in counts), sum(one.beaten for one in counts)
+        last, total = edges, total + beaten_rows
         found += edges
-    left = move(stages.rest, EDGES, edges, readers=1).slice(0, documents)
+    rest = move(stages.rest, EDGES, edges, readers=1).slice(0, documents)
     beaten = move(stages.rest, BEATEN, last, readers=1, consumed=False).slice(0, documents)
-    made = stages.rest.task(stages.rest.name, 0, left, beaten, memory_bytes, Unread.of(WAITING, edges))
-    [finished] = run([made])
-    return [*found, *finished]
-
-
-def _bytes(commits: Sequence[Commit], table: Table) -> int:
-    """Return the total size of a table's runs in these commits, without the fixed part of each run."""
-    return sum(commit.outputs[table.file].bytes - EMPTY_BYTES for commit in commits)
+    made = stages.rest.task(stages.rest.name, 0, rest, beaten, memory_bytes, Unread.of(WAITING, edges))
+    [[finished]] = run([made])
+    return [*found, finished], total + stages.rest.result(finished).beaten
 
 
 def range_count(rows_bytes: int, documents: int, memory_bytes: int) -> int:
@@ -141,9 +150,9 @@ def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[in
 
 def decide_round(
     folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: MemoryBytes
-) -> None:
+) -> Decided:
     """Decide documents of one range; write the edges from undecided ones, and BEATEN rows for kept ones."""
-    some = memory_bytes // 8
+    some, counts = memory_bytes // 8, Decided(0, 0)
     states = np.zeros(edges.stop - edges.start, np.uint8)
     for told, mark in ((waiting, _WAITS), (beaten, _BEATEN)):
         for rows, _ in told.stream(some):
@@ -158,7 +167,10 @@ def decide_round(
             open_ = rows[state == _WAITS]
             left.write(open_)
             waits.write(np.unique(open_["lo"]).view(WAITING.dtype))
-            decided.write(_beaten(rows[state == 0]))
+            gone = _beaten(rows[state == 0])
+            decided.write(gone)
+            counts = Decided(counts.edges + len(open_), counts.beaten + len(gone))
+    return counts
 
 
 NEAR_ROUND = Stage("near-round", "near-duplicates", decide_round)
@@ -177,7 +189,7 @@ def decide_all(
     beaten: Slice,
     memory_bytes: MemoryBytes,
     waiting: Annotated[Unread | None, DecidesNoByte("not read: all documents are decided here")] = None,
-) -> None:
+) -> Decided:
     """Decide all remaining documents in memory; write a BEATEN row for each edge from a kept document."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
@@ -192,6 +204,7 @@ def decide_all(
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for start in range(0, len(stays), CHUNK_ROWS):
             writer.write(_beaten(stays[start : start + CHUNK_ROWS]))
+    return Decided(0, len(stays))
 
 
 NEAR = Stage("near", "near-duplicates", decide_all, cost=1)
@@ -372,8 +385,8 @@ NEAR_KEPT = Stage("near_kept", "near-duplicates", write_kept, cost=0.6)
 class Resolving:
     """The stages that decide: the rounds, the `rest` in memory, and the documents `lost` and `kept`."""
 
-    round: Stage[[Slice, Slice, Slice, int], None]
-    rest: Stage[[Slice, Slice, int, Unread | None], None]
+    round: Stage[[Slice, Slice, Slice, int], Decided]
+    rest: Stage[[Slice, Slice, int, Unread | None], Decided]
     lost: Stage[[Part, int, Slice, int, int], Lost]
     kept: Stage[[Part, int, Artifact, Slice, int], Kept]
 
@@ -456,7 +469,7 @@ def resolve(
     limits: Limits = DEFAULT_LIMITS,
     stages: Resolving = NEAR_RESOLVING,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
-    """Decide which documents are removed, from the edges in `verified` and the rows of EQUALS in `equal`.
+    """Decide which documents are removed, from `edges` rows in `verified` and `equals` rows in `equal`.
 
     `parts` are those of the inputs; `indexed` documents of indexes have the numbers after theirs. Without
     `equal`, stage `near_equal` does not run: no document was removed for equal words. Returns the totals, and
@@ -464,9 +477,9 @@ def resolve(
     """
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
-    decided = decided_edges(run, verified, end + indexed, memory_bytes, limits, stages)
+    decided, rows = decided_edges(run, verified, edges, end + indexed, memory_bytes, limits, stages)
     move = partial(exchange, run, end=end, limits=limits)
-    held = max(_bytes(equal, EQUALS), _bytes(decided, BEATEN))
+    held = max(equals * EQUALS.dtype.itemsize, rows * BEATEN.dtype.itemsize)
     ranges = _ranges(held, end, memory_bytes) if equal else []
     same = move(NEAR_EQUAL, EQUALS, equal, readers=len(ranges))
     beaten = move(NEAR_EQUAL, BEATEN, decided if equal else (), readers=len(ranges), consumed=False)

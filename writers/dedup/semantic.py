@@ -76,7 +76,7 @@ _U64 = npt.NDArray[np.uint64]
 def vector_table(dimensions: int) -> Table:
     """Return the table of vectors in clusters, by (cluster, source, longest text first)."""
     kind = [("key", "<u8"), ("number", "<u8"), ("priority", "<u8", (3,)), ("vector", "<f2", (dimensions,))]
-    return Table("vectors.run", np.dtype(kind))
+    return Table("vectors.run", np.dtype(kind), packed=1)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ EDGES = Table(
     np.dtype([("key", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")]),
 )
 
-WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
+WAITING = Table("waiting.run", np.dtype([("key", "<u8")]), packed=0.25)
 
 
 @dataclass(frozen=True, slots=True)

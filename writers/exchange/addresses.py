@@ -41,6 +41,7 @@ from shardkit.writers.exchange.sorted_runs import (
     have_hashes,
     payload_ends,
     read_footer,
+    unpacked,
 )
 from shardkit.writers.execution.artifacts import Artifact, Files
 from shardkit.writers.execution.digests import MemoryBytes
@@ -53,8 +54,9 @@ ADDRESSES = Table(
             ("key", "<u8"),  # first key of a range in which the block has rows
             ("file", "<i4"),
             ("rows", "<i4"),
+            ("packed", "<i4"),  # bytes of the packed rows
+            ("bytes", "<i8"),  # of the whole block
             ("offset", "<i8"),
-            ("bytes", "<i8"),
             ("hash", "<u8"),  # xxh3-64 of the block
         ]
     ),
@@ -105,9 +107,8 @@ class Pieces:
         """Return (rows, payloads), in the order of runs and keys. Memory: one copy and some megabytes."""
         blocks, _ = self.addresses.read()
         blocks = blocks[np.lexsort((blocks["offset"], blocks["file"]))]
-        count, size = int(blocks["rows"].sum()), int(blocks["bytes"].sum())
-        rows = np.empty(count, self.table.void)
-        payload = np.empty(size - count * self.table.dtype.itemsize, np.uint8)
+        rows = np.empty(int(blocks["rows"].sum()), self.table.void)
+        payload = np.empty(int((blocks["bytes"] - blocks["packed"]).sum()), np.uint8)
         row = at = 0
         for some, texts in self._fetched(blocks):
             rows[row : row + len(some)] = some.view(self.table.void)
@@ -133,12 +134,12 @@ class Pieces:
             yield from self._rows(*arrived.result())
 
     def _rows(self, blocks: Rows, data: npt.NDArray[np.uint8]) -> Iterator[Batch]:
-        at, width = 0, self.table.dtype.itemsize
-        for count, size in zip(blocks["rows"].tolist(), blocks["bytes"].tolist(), strict=True):
-            rows = data[at : at + count * width].view(self.table.dtype)
+        at, file = 0, self.files[int(blocks["file"][0])]
+        for count, packed, size in blocks[["rows", "packed", "bytes"]].tolist():
+            rows = unpacked(data[at : at + packed], count, self.table, file)
             first = int(rows["key"].searchsorted(np.uint64(self.start)))
             stop = int(rows["key"].searchsorted(np.uint64(self.stop - 1), "right"))
-            ends = payload_ends(rows, self.table) + (at + count * width)
+            ends = payload_ends(rows, self.table) + (at + packed)
             yield rows[first:stop], data[ends[first] : ends[stop]]
             at += size
 
@@ -263,7 +264,7 @@ def _addresses_of(
     number = first[block] + np.arange(len(block)) - (np.cumsum(times) - times)[block]
     rows = np.zeros(len(block), ADDRESSES.dtype)
     rows["key"] = (-(-(number << 32) // ranges)).astype(np.uint64) << np.uint64(32)
-    rows["file"], rows["rows"] = file, blocks["rows"][block]
+    rows["file"], rows["rows"], rows["packed"] = file, blocks["rows"][block], blocks["packed"][block]
     rows["offset"], rows["bytes"] = offsets[block], np.diff(offsets)[block]
     rows["hash"] = blocks["hash"][block]
     return rows

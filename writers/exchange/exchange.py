@@ -446,8 +446,8 @@ class _Cursor:
                 self._footers.append(self._open(run[number + 1]))
             first, stop = footer.blocks_of(keys)
             while first < stop:
-                most = footer.offsets[first] + self._chunk_bytes
-                last = min(stop, max(first + 1, int(np.searchsorted(footer.offsets, most, side="right")) - 1))
+                most = footer.held[first] + self._chunk_bytes
+                last = min(stop, max(first + 1, int(np.searchsorted(footer.held, most, side="right")) - 1))
                 yield self._workers.submit(
                     partial(read_blocks, segment, footer, slice(first, last), piece.table, keys)
                 )

@@ -1,7 +1,8 @@
 """The format of runs: files of rows sorted by key, whose key ranges can be read separately.
 
-A file is blocks of rows, each followed by its payloads, and a footer with the keys, sizes and hash of each
-block. The block size grows with the file, so that a footer stays below 64 KiB and usually takes one request.
+A file is blocks of packed rows (packing.py), each followed by its payloads, and a footer with the keys, sizes
+and hash of each block. The block size, of rows in memory, grows with the file, so that a footer stays below
+64 KiB (192 KiB in a merged run of rows that pack well) and usually takes one request.
 All data read is verified: blocks by the hashes in the footer, the footer by the hash after it. Sorting,
 merging and their tasks are in exchange.py.
 """
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardkit.errors import BuildError
+from shardkit.writers.exchange.packing import pack, unpack
 from shardkit.writers.execution.artifacts import RUN_SUFFIX, Artifact
 from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
 
@@ -29,9 +31,18 @@ Rows = npt.NDArray[np.void]
 Payload = npt.NDArray[np.uint8]
 Batch = tuple[Rows, Payload]
 
-_MOST_BLOCKS = 1500  # maximum number of blocks in a file, so that a footer stays below 64 KiB
+_MOST_BLOCKS = 1500  # maximum number of blocks in a file, if `expected` is right (`BlockWriter`)
 
-_BLOCK = np.dtype([("first", "<u8"), ("last", "<u8"), ("rows", "<u8"), ("payload", "<u8"), ("hash", "<u8")])
+_BLOCK = np.dtype(
+    [
+        ("first", "<u8"),  # keys
+        ("last", "<u8"),
+        ("rows", "<u4"),
+        ("packed", "<u4"),  # bytes of the packed rows
+        ("payload", "<u8"),  # bytes of the payloads
+        ("hash", "<u8"),  # xxh3-64 of both
+    ]
+)
 
 _TAIL = struct.Struct("<8sQ16s")  # magic, number of blocks, hash of the footer and of the table's layout
 
@@ -39,14 +50,14 @@ EMPTY_BYTES = _TAIL.size  # size of a run without rows
 
 _FOOTER_HASH_BYTES = 16  # size of the hash that is the last field of the tail
 
-_MAGIC = b"shardrun"
+_MAGIC = b"shardrow"
 
 _LEAST_TASKS = 64  # number of tasks that a small build should have, for machines of many cores
 _MANY_TASKS = 4096  # number of tasks that a build of 128 GB to 16 TB should have; a larger one has more
 _DOCUMENT_BYTES = 2048
 _BLOCKS_IN_PLACE = 4  # blocks per usual block, if a table is read in place: fewer rows of other ranges
 
-_GUESSED_BLOCKS = 16  # added to the expected number of blocks, so that one request reads the whole footer
+_GUESSED_BLOCKS = 32  # added to the expected number of blocks, so that one request reads the whole footer
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,8 @@ class Table:
     `size` (<i8, bytes). `origin` names an <i4 field that readers set to the number of the map task that wrote
     the row. The task itself must not write it: its number changes when input files are added. Runs of a table
     that is read `in_place` are merged only for very small pieces (addresses.py); their blocks are smaller.
+    `packed` is the share of a row's bytes that it takes in a run, about, for the plan of a build: hashes, and
+    0.25 for numbers of documents.
 
     Runs are removed when their last readers are finished, except those of a table that `stays`: it is small,
     and was made from all texts, which another setting or added inputs should not make read again.
@@ -68,6 +81,7 @@ class Table:
     origin: str | None = None
     stays: bool = False
     in_place: bool = False
+    packed: float = 0.6
 
     def __post_init__(self) -> None:
         fields = {"key": "<u8"} | ({"size": "<i8"} if self.payload else {})
@@ -86,6 +100,11 @@ class Table:
     def void(self) -> np.dtype[np.void]:
         """The dtype of rows as plain bytes, which NumPy copies several times as fast as fields."""
         return np.dtype((np.void, self.dtype.itemsize))
+
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes in a run."""
+        return self.packed * self.dtype.itemsize
 
     @cached_property
     def layout(self) -> str:
@@ -236,15 +255,16 @@ class BlockWriter:
                 self._file.write(footer + tail)
 
     def _write_block(self) -> None:
-        hasher, pieces = xxhash.xxh3_64(), self._pending
-        for part in (*(rows.view(np.uint8) for rows, _ in pieces), *(payload for _, payload in pieces)):
+        hasher = xxhash.xxh3_64()
+        rows, payload = joined(self._pending, self._table)
+        packed = pack(rows)
+        for part in (packed, payload):
             hasher.update(part.data)
             self._file.write(part.data)
-        count, first, last = sum(len(rows) for rows, _ in pieces), pieces[0][0][0], pieces[-1][0][-1]
-        payload_bytes = self._pending_bytes - count * self._table.dtype.itemsize
-        self._blocks.append((int(first["key"]), int(last["key"]), count, payload_bytes, hasher.intdigest()))
+        keys = int(rows["key"][0]), int(rows["key"][-1])
+        self._blocks.append((*keys, len(rows), len(packed), len(payload), hasher.intdigest()))
         self._pending, self._pending_bytes = [], 0
-        self.rows += count
+        self.rows += len(rows)
 
 
 class Chunk:
@@ -275,6 +295,7 @@ class Chunk:
 class Footer:
     blocks: npt.NDArray[np.void]
     offsets: npt.NDArray[np.int64]  # offset of each block, and of the footer, in the file
+    held: npt.NDArray[np.int64]  # bytes in memory of all rows and payloads before each block, and in all
     end: Payload  # the last bytes of the file, which were read to get the footer; may include blocks
 
     def blocks_of(self, keys: range) -> tuple[int, int]:
@@ -306,7 +327,8 @@ class Footer:
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
     """Read and verify a file's footer, or a small file whole; in two requests if it has many small blocks."""
     size = segment.bytes
-    blocks = size // limits.block_bytes_in(table, size) + _GUESSED_BLOCKS
+    in_memory = size if table.payload else int(1.5 * size / table.packed)
+    blocks = in_memory // limits.block_bytes_in(table, size) + _GUESSED_BLOCKS
     needed = blocks * _BLOCK.itemsize + _TAIL.size
     if size <= limits.block_bytes + needed:
         needed = size
@@ -315,7 +337,9 @@ def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
     if (footer_bytes := _footer_bytes(end)) > len(end):
         end = segment.file.read_range(size - footer_bytes, size, is_right)
     found = end[len(end) - _footer_bytes(end) : -_TAIL.size].copy().view(_BLOCK)
-    return Footer(found, _offsets(found, table), end)
+    rows = found["rows"].astype(np.int64) * table.dtype.itemsize
+    held = np.cumsum(rows + found["payload"].astype(np.int64))
+    return Footer(found, _offsets(found), np.concatenate([np.zeros(1, np.int64), held]), end)
 
 
 def _footer_bytes(end: Payload) -> int:
@@ -334,12 +358,12 @@ def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
     if end[-_FOOTER_HASH_BYTES:].tobytes() != _footer_hash(data, table):
         return False
     # The file may come from elsewhere: reject large numbers, so that the sums in `_offsets` cannot overflow.
-    is_possible = max(blocks["rows"].max(initial=0), blocks["payload"].max(initial=0)) <= size
-    return bool(is_possible) and int(_offsets(blocks, table)[-1]) == size - needed
+    is_possible = max(int(blocks[name].max(initial=0)) for name in ("rows", "packed", "payload")) <= size
+    return is_possible and int(_offsets(blocks)[-1]) == size - needed
 
 
-def _offsets(blocks: npt.NDArray[np.void], table: Table) -> npt.NDArray[np.int64]:
-    sizes = blocks["rows"] * np.uint64(table.dtype.itemsize) + blocks["payload"]
+def _offsets(blocks: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    sizes = blocks["packed"] + blocks["payload"]
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes).astype(np.int64)])
 
 
@@ -357,12 +381,12 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     is_own = len(data) < stop - start or not is_right(data)  # not read with the footer, or read wrong
     if is_own:
         data = segment.file.read_range(start, stop, is_right)
-    middles = edges[:-1] - start + listed["rows"].astype(np.int64) * table.dtype.itemsize
-    cuts = zip((edges - start).tolist(), middles.tolist(), (edges[1:] - start).tolist(), strict=False)
-    if table.payload:
-        rows, payload = joined([(data[a:b].view(table.dtype), data[b:c]) for a, b, c in cuts], table)
-    else:  # without payloads, the rows of all blocks are contiguous
-        rows, payload = (data if is_own else data.copy()).view(table.dtype), data[:0]
+    stored = zip((edges - start).tolist(), listed["packed"].tolist(), listed["rows"].tolist(), strict=False)
+    pieces = []
+    for (place, packed, count), after in zip(stored, (edges[1:] - start).tolist(), strict=True):
+        piece = unpacked(data[place : place + packed], count, table, segment.file)
+        pieces.append((piece, data[place + packed : after]))
+    rows, payload = joined(pieces, table)
     first_row = int(rows["key"].searchsorted(np.uint64(keys.start)))
     stop_row = int(rows["key"].searchsorted(np.uint64(keys.stop - 1), "right"))
     ends = payload_ends(rows, table)
@@ -384,6 +408,14 @@ def rows_of_keys(
     places = np.minimum(np.searchsorted(keys, found), len(keys) - 1)
     wanted: Rows = rows[keys[places] == found]
     return wanted
+
+
+def unpacked(data: Payload, count: int, table: Table, file: Artifact) -> Rows:
+    """Return the `count` rows of a block of `file`. Raises BuildError if there are not so many."""
+    try:
+        return unpack(data, count, table.dtype)
+    except ValueError as error:
+        raise BuildError(f"{file}: {error}; {file.remedy}") from None
 
 
 def have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:

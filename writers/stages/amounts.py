@@ -517,7 +517,7 @@ def _add(n: Needs, chosen: int, counted: int) -> None:
     c = n.corpus
     if counted:
         gets, read = n.scans(c.text_bytes * DOCUMENTS, c.gathered)
-        size = c.documents * CHOICES.dtype.itemsize
+        size = c.documents * CHOICES.row_bytes
         n.add(AMOUNTS_COUNT, c.gathered, gets, read, files=1, written=size)
         readers = c.limits.partitions(c.documents, CHOICES.dtype)
         found = n.exchange(AMOUNTS_SUMS, CHOICES, c.gathered, c.documents, readers, last=AMOUNTS_LASTS)

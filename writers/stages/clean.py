@@ -358,7 +358,7 @@ def _read(
 def needs(n: Needs) -> None:
     """Add the requests and bytes of cleaning; raw files are outside the work folder and not counted."""
     c = n.corpus
-    keys_bytes = (1 + ("url" in c.steps)) * c.documents * KEYS.dtype.itemsize
+    keys_bytes = (1 + ("url" in c.steps)) * c.documents * KEYS.row_bytes
     files = 3 + ("url" in c.steps) + c.shape.side_files + c.shape.columns
     written = c.text_bytes * DOCUMENTS + keys_bytes
     n.add(CLEAN, c.splits, n.looked_up * c.splits, 0, files=files, written=written)

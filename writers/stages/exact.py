@@ -232,7 +232,7 @@ def text_needs(n: Needs) -> None:
     """Add the requests and bytes of comparing texts, and of stage `url_left` before it."""
     c = n.corpus
     if not n.is_first:
-        read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
+        read, written = (c.documents * table.row_bytes for table in (KEYS, WEIGHTED_KEYS))
         n.add(URL_LEFT, c.gathered, 2 * c.gathered, read, files=1, written=written)
     _add(n, EQUAL_TEXTS, KEYS if n.is_first else WEIGHTED_KEYS)
 

@@ -231,6 +231,6 @@ def needs(n: Needs) -> None:
     text, tables = c.text_bytes * DOCUMENTS, 1 + ("url" in c.steps)
     gets, read = n.scans(text, c.splits)
     gets += (tables + c.shape.columns) * c.splits
-    moved = tables * c.documents * KEYS.dtype.itemsize
+    moved = tables * c.documents * KEYS.row_bytes
     files = 1 + tables + c.shape.columns
     n.add(GATHER, c.gathered, gets, read + moved, files=files, written=text + moved)

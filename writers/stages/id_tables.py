@@ -245,7 +245,7 @@ def table_needs(n: Needs, sort: Stage[..., Any], part: Stage[..., Any], table: T
     Returns the number of requests of a task that opens the table.
     """
     c, readers = n.corpus, n.corpus.limits.partitions(n.corpus.documents, table.dtype)
-    size = c.documents * table.dtype.itemsize
+    size = c.documents * table.row_bytes
     n.add(sort, c.splits, 0, files=1, written=size)
     runs = n.exchange(part, table, c.splits, c.documents, readers)
     n.add(part, readers, *n.slices(runs, readers), files=2, written=size)

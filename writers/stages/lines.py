@@ -37,12 +37,12 @@ def needs(n: Needs) -> None:
     c = n.corpus
     if not c.lines:
         return
-    text, size = c.text_bytes * DOCUMENTS, c.lines * LINE_KEYS.dtype.itemsize
+    text, size = c.text_bytes * DOCUMENTS, c.lines * LINE_KEYS.row_bytes
     n.add(lines.MAKE_LINE_KEYS, c.gathered, *n.scans(text, c.gathered), files=2, written=size)
     readers = c.limits.partitions(c.lines, LINE_KEYS.dtype)
     keys = n.exchange(lines.FIND_LINE_LOSERS, LINE_KEYS, c.gathered, c.lines, readers)
     cut = c.lines * _CUT
-    written = cut * LINE_LOSERS.dtype.itemsize
+    written = cut * LINE_LOSERS.row_bytes
     n.add(lines.FIND_LINE_LOSERS, readers, *n.slices(keys, readers), files=1, written=written)
     n.by_split(lines.LINES_REMOVED, LINE_LOSERS, readers, cut)
     gets, read = n.scans(text, c.gathered)

@@ -82,7 +82,8 @@ def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIn
     )
 
 
-_SIGNED_BYTES = 184  # bytes per document for its print and the key of its words
+_PRINT_BYTES = 112
+_SIGNED_BYTES = 36 + _PRINT_BYTES  # bytes per document for the key of its words and its print
 _BAND_BYTES = 8
 _PAIRS = 0.6  # candidate pairs per document (shares of web text; families that grow have more)
 _PAIR_BYTES = 4.0  # bytes per pair in files, without the fields of a document's row
@@ -109,12 +110,13 @@ def needs(n: Needs) -> None:
     gets, read = n.scans(stored, c.gathered)
     more, also = n.slices(lost, c.gathered)
     entries = c.documents * c.bands
-    size = entries * BANDS.dtype.itemsize
+    size = entries * BANDS.row_bytes
     n.last_reader(MAKE_BANDS, stored, c.gathered)
     n.add(MAKE_BANDS, c.gathered, gets + more, read + also, files=1, written=size)
     candidates = band_partitions(entries, c.task_memory)
     bands = n.exchange(CANDIDATES, BANDS, c.gathered, entries, candidates)
     written = c.documents * _PAIRS * _PAIR_BYTES
+    n.last_reader(CANDIDATES, c.documents * _PRINT_BYTES, 1)
     n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=1, written=written)
     _add_verified(n, text, candidates)
 
@@ -125,12 +127,12 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     blocks, coded, texts = 1 << block_bits(int(text), c.task_memory), pairs * _PAIR_BYTES, text * _PAIRED
     ranges, payload = number_ranges(int(coded), c.limits), coded / max(1.0, seconds)
     found = n.slices(n.exchange(LEADERS, PAIRS, candidates, seconds, ranges, payload, last=BLOCKS), ranges)
-    n.add(LEADERS, ranges, *found, files=2, written=seconds * 2 * FOLLOWERS.dtype.itemsize)
+    n.add(LEADERS, ranges, *found, files=2, written=seconds * 2 * FOLLOWERS.row_bytes)
     followers = n.slices(n.exchange(LABELING, FOLLOWERS, ranges, seconds, ranges), ranges)
     lowest = n.slices(n.exchange(LABELING, LOWEST, ranges, seconds, ranges), ranges)
-    n.add(LABELING, ranges, *_sum(followers, lowest), files=1, written=seconds * LABELS.dtype.itemsize)
+    n.add(LABELING, ranges, *_sum(followers, lowest), files=1, written=seconds * LABELS.row_bytes)
     labels = n.slices(n.exchange(BLOCKS, LABELS, ranges, seconds, ranges), ranges)
-    n.add(BLOCKS, ranges, *_sum(found, labels), files=2, written=coded + sent * PLACES.dtype.itemsize)
+    n.add(BLOCKS, ranges, *_sum(found, labels), files=2, written=coded + sent * PLACES.row_bytes)
     places = n.slices(n.exchange(SHINGLES, PLACES, ranges, sent, c.gathered), c.gathered)
     n.add(SHINGLES, c.gathered, *_sum(n.scans(text, c.gathered), places), files=1, written=texts)
     assigned = n.exchange(VERIFY, PAIRS_OF_BLOCK, ranges, seconds, blocks, payload)
@@ -138,7 +140,7 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     n.add(VERIFY, blocks, *_sum(n.slices(assigned, blocks), n.slices(moved, blocks)), files=2)
     n.add(NEAR, 1, 2 * blocks, pairs * PAIR.itemsize, files=1)
     equals = range_count(int(c.documents * LOSERS * BEATEN.dtype.itemsize), c.documents, c.task_memory)
-    n.add(NEAR_EQUAL, equals, 2 * equals, c.documents * LOSERS * EQUALS.dtype.itemsize, files=1)
+    n.add(NEAR_EQUAL, equals, 2 * equals, c.documents * LOSERS * EQUALS.row_bytes, files=1)
     n.add(NEAR_LOST, c.gathered, 4 * c.gathered, c.documents * 24, files=3)
     n.add(NEAR_KEPT, c.gathered, 5 * c.gathered, c.documents * 24, files=2)
     n.by_split(NEAR_REMOVED, OUTCOMES, 2 * c.gathered, c.documents * 2 * LOSERS)

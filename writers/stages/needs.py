@@ -258,7 +258,7 @@ class Needs:
         is the last stage that reads them, if it is another one.
         """
         limits = self.corpus.limits
-        row_bytes = table.dtype.itemsize + payload_bytes
+        row_bytes = table.row_bytes + payload_bytes
         found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
         level, own = 0, 0.0 if table.stays else found.bytes
         while limits.merges(found.count, int(found.bytes), readers, in_place=table.in_place):
@@ -291,7 +291,7 @@ class Needs:
         addresses = blocks + some * runs.count * (ranges - 1)  # a block with keys of two ranges has two
         tasks = address_tasks(runs.bytes, limits)
         stage = reader.step(f"{table.name}-addresses")
-        written = addresses * ADDRESSES.dtype.itemsize + tasks * _GUESSED_FOOTER_BYTES
+        written = addresses * ADDRESSES.row_bytes + tasks * _GUESSED_FOOTER_BYTES
         self.add(stage, tasks, files, files * _GUESSED_FOOTER_BYTES + blocks * 40, files=1, written=written)
         self.consumed[reader.name] = [(size, 1) for size, _ in self.consumed[reader.name]]  # all at the end
         moved = self.exchange(reader, ADDRESSES, tasks, addresses, ranges)

@@ -60,7 +60,7 @@ def _written(made: Outputs) -> int:
     return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
 
 
-_TWIN_BYTES = 250  # assumed size of a row of TWINS with its strings, in bytes
+_TWIN_BYTES = 215  # assumed size of a row of TWINS with its strings, in bytes
 _TEXT_BYTES = 1100  # bytes of a text that is stored as a sample, at most 2,000 characters
 
 
@@ -70,7 +70,7 @@ def needs(n: Needs) -> None:
     removed = c.documents * LOSERS * bool({*c.steps} - {"lines"})
     files = max(1, ceil(removed / DUPLICATES_OF_FILE))
     texts = min(2 * removed, 2 * TEXTS_OF_SPLIT * c.gathered) * _TEXT_BYTES
-    payload = _TWIN_BYTES - TWINS.dtype.itemsize + texts / max(1.0, 2 * removed)
+    payload = _TWIN_BYTES - TWINS.row_bytes + texts / max(1.0, 2 * removed)
     twins = n.exchange(DUPLICATES, TWINS, c.gathered, 2 * removed, files, payload)
     slices = n.slices(twins, files, c.task_memory // BATCHES)
     n.add(DUPLICATES, files, *slices, files=1, written=removed * _TWIN_BYTES + texts * 0.3)

@@ -190,7 +190,7 @@ def needs(n: Needs) -> None:
     text, written = c.text_bytes * DOCUMENTS, c.tokens * c.token_bytes
     gets, read = n.scans(text, c.gathered)
     times = c.shape.tokenized
-    spilled = written + c.documents * tokenize.TOKENS.dtype.itemsize
+    spilled = written + c.documents * tokenize.TOKENS.row_bytes
     n.add(TOKENIZE, times * c.gathered, times * gets, times * read, files=2, written=spilled)
     n.add(PARITY, 1, 3 * min(c.gathered, tokenize.PARITY_SPLITS), PARITY_BYTES)
     memory, shard = c.memory // c.scale, c.shard_bytes // c.scale

@@ -137,7 +137,7 @@ def needs(n: Needs) -> None:
     n.add(EMBED, c.gathered, gets + looked_up * c.gathered, read, files=2, written=size)
     sampled = min(rows, 64 * clusters) * 2 * _DIMENSIONS
     n.add(CLUSTERS, 1, 4 * c.gathered, rows * DOCUMENT.itemsize + sampled, files=1)
-    moved = rows * probes * table.dtype.itemsize
+    moved = rows * probes * table.row_bytes
     gets, read = n.scans(size, 2 * c.gathered)
     n.add(ASSIGN, c.gathered, gets + c.gathered, read, files=2, written=moved + CLUSTER.itemsize * rows)
     readers = min(clusters, c.limits.partitions(rows * probes, table.dtype))

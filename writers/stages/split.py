@@ -521,12 +521,12 @@ def needs(n: Needs) -> None:
     proposed, text = c.documents * _DRAWN, c.text_bytes * DOCUMENTS
     # Bytes of n-gram hashes per document: one 8-byte hash per word, assuming 6 bytes of text per word.
     ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)
-    row = PROPOSED.dtype.itemsize + ngrams
+    row = PROPOSED.row_bytes + ngrams
     tables = ranges = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
     gets, read = n.scans(text, c.gathered)
     if c.shape.has_families:
         ranges = c.limits.partitions(ceil(proposed), DRAWN.dtype)
-        n.add(SPLIT_DRAW, c.gathered, gets, read, files=1, written=proposed * DRAWN.dtype.itemsize)
+        n.add(SPLIT_DRAW, c.gathered, gets, read, files=1, written=proposed * DRAWN.row_bytes)
         drawn = n.exchange(SPLIT_FIT, DRAWN, c.gathered, proposed, ranges)
         n.add(SPLIT_FIT, ranges, *n.slices(drawn, ranges), files=2)
         n.by_split(SPLIT_FAMILIES, FITTING, ranges, proposed)

@@ -47,7 +47,7 @@ Lookup = Callable[[Sequence[str | bytes | None]], npt.NDArray[np.float16]]
 
 def joined_table(dimensions: int) -> Table:
     """Return the table of vectors by the ids of documents."""
-    return Table("joined.run", row_dtype("<f2", dimensions))
+    return Table("joined.run", row_dtype("<f2", dimensions), packed=1)
 
 
 @dataclass(frozen=True, slots=True)
