@@ -9,7 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil, log
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -42,7 +42,7 @@ from shardkit.tools.plan.quantities import (
 from shardkit.tools.plan.train import TrainNeeds, plan_train
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.exchange.exchange import exchange
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.stages import publish
@@ -410,7 +410,8 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
 
     def commit(task: Task, size: int) -> Commit:
         facts = facts_of({}, {KEYS.file: Output(size, "")})
-        return Commit(task.stage, task.name, Path("work"), task.digest, facts)
+        in_a_store = cast(RemoteFiles, object())  # of local files, an exchange merges less
+        return Commit(task.stage, task.name, Path("work"), task.digest, facts, remote=in_a_store)
 
     def run(*groups: Sequence[Task]) -> list[list[Commit]]:
         [group] = groups

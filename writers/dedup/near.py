@@ -79,8 +79,6 @@ from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.execution.work import Work
 
-_LOCAL_READS = 16  # reads of a local file that cost as much as a request to a store
-
 
 @dataclass(frozen=True)
 class NearResult:
@@ -262,8 +260,6 @@ def _verify(
     blocks = 1 << bits
     move = partial(exchange, run, VERIFY, readers=blocks, end=blocks)
     pairs_of = move(PAIRS_OF_BLOCK, assigned, limits=limits)
-    if all(commit.file(TEXTS.file).remote is None for commit in sent):  # local reads cost little
-        limits = replace(limits, segment_bytes=limits.segment_bytes // _LOCAL_READS)
     texts_of = move(TEXTS, sent, limits=limits)
     rule, tasks = PairRule.of(config), []
     for block in range(blocks):

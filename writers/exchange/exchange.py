@@ -71,6 +71,8 @@ _KEYS = 1 << 64
 
 LOCAL_READS = 4  # concurrent reads of files on this machine
 
+_LOCAL_REQUESTS = 16  # reads of a file on this machine that cost as much as a request to a store
+
 _GAP_BYTES = 64 << 10  # bytes of an object in a store that cost less than another request
 
 _SORT_BYTES = 24  # memory to sort a row, in addition to two copies of the row
@@ -335,6 +337,8 @@ def exchange(
         if segment.bytes > EMPTY_BYTES:
             origin = None if table.origin is None else number
             runs.append((replace(segment, start=0, stop=end, origin=origin),))
+    if all(segment.file.remote is None for segments in runs for segment in segments):
+        limits = replace(limits, segment_bytes=limits.segment_bytes // _LOCAL_REQUESTS)
     level = 0
     while limits.merges(
         len(runs), sum(s.bytes for segments in runs for s in segments), readers, in_place=table.in_place
