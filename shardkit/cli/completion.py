@@ -2,7 +2,8 @@
 
 A script is text with all verbs, options and choices in it, so that a shell answers without starting Python.
 After `shardkit VERB` come the verb's options, then the choices or keys of an option that has some, and names
-of files otherwise. `plan` has verbs of its own. zsh runs the script of bash by `bashcompinit`.
+of files otherwise. `plan` has verbs of its own. zsh runs the script of bash by `bashcompinit`, which has no
+`compopt`: there, a function says for each word whether a space follows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardkit.cli.declared import Keys
 _BASH = """\
 _shardkit() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command="" each offered=""
-  for each in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+  for each in "${{COMP_WORDS[@]:1:$((COMP_CWORD-1))}}"; do
     case "$command $each" in
 {commands}
     esac
@@ -43,6 +44,14 @@ _ZSH = """\
 (( $+functions[compdef] )) || { autoload -U +X compinit && compinit; }
 autoload -U +X bashcompinit && bashcompinit
 """
+_ZSH_END = """\
+_shardkit_zsh() {{
+  local spacing=()
+  [[ ${{words[CURRENT-1]}} == ({keyed}) ]] && spacing=(-o nospace)
+  _bash_complete -o default -o bashdefault $spacing -F _shardkit
+}}
+compdef _shardkit_zsh shardkit
+"""
 
 
 def script(shell: str, parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> str:
@@ -51,7 +60,11 @@ def script(shell: str, parser: argparse.ArgumentParser, shared: argparse.Argumen
     if shell == "fish":
         return "".join(_fish(commands, shared))
     bash = _bash(commands, shared)
-    return bash if shell == "bash" else _ZSH + bash
+    if shell == "bash":
+        return bash
+    actions = [action for parser in commands.values() for action in parser._actions]
+    keyed = {option for action in actions if isinstance(action, Keys) for option in action.option_strings}
+    return _ZSH + bash + _ZSH_END.format(keyed="|".join(sorted(keyed)))
 
 
 def _commands(

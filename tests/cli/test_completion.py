@@ -19,6 +19,19 @@ _shardkit
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
+# An interactive zsh completes the words at Tab, and prints the line at Ctrl-X.
+ASK_ZSH = """
+zmodload zsh/zpty
+zpty shell 'zsh -fi'
+zpty -w shell 'COLUMNS=200; source {script}; show() {{ print -r -- "<$BUFFER>" }}'
+zpty -w shell 'zle -N show; bindkey "^I" complete-word "^X" show; print rea""dy'
+zpty -r shell shown '*ready*'
+zpty -w -n shell $'shardkit {words}\\t\\x18'
+zpty -r shell shown '*<*>*'
+print -r -- "$shown"
+zpty -d shell
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Path:
@@ -56,13 +69,27 @@ def test_bash_completes_verbs_options_choices_and_keys(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["zsh"], indirect=True)
-def test_zsh_takes_the_script(script: Path) -> None:
+def test_zsh_completes_verbs_options_choices_keys_and_files(script: Path, tmp_path: Path) -> None:
     if shutil.which("zsh") is None:
         pytest.skip("zsh is not installed")
-    asked = f"source {script}; print $_comps[shardkit]"
-    done = subprocess.run(["zsh", "-fc", asked], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "_shardkit" in done.stdout
+    (tmp_path / "recipe.yaml").touch()
+    expected = {
+        "bui": "build ",
+        "--comp": "--completion ",
+        "build --engine r": "build --engine ray ",
+        "build --retry": "build --retry-failed ",
+        "plan tr": "plan train ",
+        "plan train --gpus-": "plan train --gpus-per-node ",
+        "upload out url --storage reg": "upload out url --storage region=",
+        "build rec": "build recipe.yaml ",
+        "build --output rec": "build --output recipe.yaml ",
+    }
+    for words, completed in expected.items():
+        asked = ASK_ZSH.format(script=script, words=words)
+        done = subprocess.run(
+            ["zsh", "-fc", asked], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert f"<shardkit {completed}>" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("script", ["fish"], indirect=True)
