@@ -50,7 +50,9 @@ _ID_NAME = re.compile(r"(?:.*[._-])?(?:u?uid|guid|id|hash|sha\d*|digest)|\w*Id",
 _URL = re.compile(r"https?://\S+")
 
 
-_HTML = re.compile(r"\s*<(?:!doctype html|html|head|body)\b", re.IGNORECASE)
+_COMMENTS = r"\s*(?:<\?xml[^>]*>\s*|<!--.*?-->\s*)*"
+_HTML = re.compile(rf"{_COMMENTS}<(?:!doctype html|html|head|body)\b", re.IGNORECASE | re.DOTALL)
+_MARKUP = re.compile(r"\s*<(?:!--|[!?/a-z])", re.IGNORECASE)
 
 
 LEAST_WORDS = 10
@@ -97,6 +99,8 @@ class Fields:
     """The beginning of the first text."""
     short: float = field(default=0.0, compare=False)
     """Share of texts in the sample with fewer than `LEAST_WORDS` words."""
+    markup: float = field(default=0.0, compare=False)
+    """Share of texts in the sample that begin with a tag or a comment of HTML."""
 
     @property
     def named(self) -> str:
@@ -113,7 +117,9 @@ def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | Non
     format = given or format
     if format in _FIELDS_OF_FORMATS:
         long = format == "text" and any(file.bytes > 1 << 26 for file in files)
-        return Fields(lines=long, format=given, encoding=encoding, others=_FIELDS_OF_FORMATS[format])
+        first = next(first_lines(files[0], compression), "") if format == "text" else ""
+        others, beginning = _FIELDS_OF_FORMATS[format], readable_text(first)
+        return Fields(lines=long, format=given, encoding=encoding, others=others, beginning=beginning)
     chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}
     samples = [first_records(file, format, compression) for file in list(chosen.values())[:_SAMPLED_FILES]]
     samples = [sample for sample in samples if sample]
@@ -183,6 +189,7 @@ def _choose(values: Mapping[str, list[object]]) -> Fields | None:
         others=[name for name in values if name not in (text, id, url)],
         beginning=readable_text(texts[text][0]),
         short=fmean(len(string.split()) < LEAST_WORDS for string in texts[text]),
+        markup=fmean(_MARKUP.match(string) is not None for string in texts[text]),
     )
 
 

@@ -15,7 +15,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from itertools import chain, islice
@@ -57,6 +57,8 @@ SEQUENCE_LENGTH = 2049  # tokens of a row: 2,048 to train on, and the label of t
 _TEXT_KEYS = ("text", "messages", "prompt", "completion", "tools")  # of an input: where its texts are
 _PATH_CHARACTERS = 4096
 _SIGNS = "*?[{"  # of patterns
+_PAGES = ("warc", "html")  # formats whose main text resiliparse extracts by default
+_MUCH_MARKUP = 0.2
 _TRIED_FILES = 256  # number of files per extension to examine; all others are assumed to be like these
 
 
@@ -70,6 +72,11 @@ class DraftInput:
     files: int
     bytes: int
     fields: Fields
+
+    @property
+    def seems_html(self) -> bool:
+        """Return whether so many texts begin with markup that the user should look at them."""
+        return not self.fields.html and self.fields.markup > _MUCH_MARKUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +289,12 @@ def _inputs_at(
             if guess_format(name) is None:
                 others[ending].append(file)
     found: dict[Fields, list[_Group]] = defaultdict(list)
+    markup: dict[_Group, float] = {}
     for group, files in groups.items():
         fields = fields_of(files, group.format, group.encoding)
         if isinstance(fields, Fields):
             found[fields].append(group)
+            markup[group] = fields.markup
         else:
             left_out[files[0].name] = f"{fields}, like {len(files) - 1:,} more files" if files[1:] else fields
     if not groups:
@@ -304,6 +313,7 @@ def _inputs_at(
         endings = sorted({group.ending for group in chosen}, key=[group.ending for group in chosen].index)
         exclude = _exclude(files, rest + unfit)
         size = sum(file.bytes for file in files)
+        fields = replace(fields, markup=max(markup.get(group, 0.0) for group in chosen))
         made.append(DraftInput(path, exclude, endings, len(files), size, fields))
     return made
 
@@ -471,6 +481,11 @@ def _yaml_of_input(entry: DraftInput, source: str) -> str:
         lines.append("    # rendered by the tokenizer's chat template; answers are trained on")
     if fields.html:
         lines.append("    extract: resiliparse  # the texts are HTML; needs pip install 'shardkit[html]'")
+    elif entry.seems_html:
+        share = f"{fields.markup:.0%} of a sample begin with markup"
+        lines.append(f"    # extract: resiliparse  # main text, if all texts are HTML: {share}")
+    elif any((guess_format(f"x{ending}") or ("",))[0] in _PAGES for ending in entry.endings):
+        lines.append("    # extract: trafilatura  # main text of pages; by default resiliparse")
     if fields.lines:
         lines.append("    lines: true  # each line is a document: the files are large")
     if fields.others:

@@ -128,6 +128,9 @@ def _show(draft: Draft, output: Path, missing: str | None) -> None:
     print_columns(
         "", ("input", "files", "size", "formats", "text field", "first text"), rows, left=(0, 3, 4, 5)
     )
+    for entry in draft.inputs:
+        if entry.seems_html:
+            console.print(f"{entry.path}: has texts that begin with markup: see `extract` in {output}")
     for name, why in list(draft.left_out.items())[:_SHOWN]:
         console.print(f"left out: {name}: {why}")
     if len(draft.left_out) > _SHOWN:

@@ -99,6 +99,52 @@ def test_fields_are_found_by_their_contents(
     assert (found.text, found.id, found.url) == (text, id, url)
 
 
+@pytest.mark.parametrize(
+    ("texts", "extract", "comment"),
+    [
+        (["<!-- a license -->\n<html><p>one</p></html>", "<?xml version='1.0'?><!DOCTYPE html><p>two"],
+         {"extract": "resiliparse"}, ""),
+        (["<!-- a license -->\n<script>1</script><p>one", "<table><tr><td>two", "<div>three"],
+         {}, "# extract: resiliparse  # main text, if all texts are HTML: 100% of a sample begin with"),
+        (["plain text", "a < b is no markup", "<- nor is this"], {}, ""),
+    ],
+)  # fmt: skip
+def test_texts_that_are_html_or_look_like_it_are_noticed(
+    texts: list[str],
+    extract: Mapping[str, str],
+    comment: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml")]) == 0
+    draft = (tmp_path / "recipe.yaml").read_text()
+    [entry] = yaml.safe_load(draft)["inputs"]
+    assert {key: entry[key] for key in entry if key == "extract"} == extract
+    assert comment in draft
+    assert ("# extract:" in draft) == bool(comment)
+    assert ("begin with markup: see `extract`" in capsys.readouterr().out) == bool(comment)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.txt", b"A first line\nand a second\n", "  # The first text begins: A first line\n"),
+        (
+            "a.wet",
+            b"WARC/1.0\r\n",
+            "    # extract: trafilatura  # main text of pages; by default resiliparse\n",
+        ),
+    ],
+)
+def test_a_draft_shows_the_first_line_of_plain_text_and_what_reads_pages(
+    name: str, content: bytes, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["init", str(tmp_path / name), "--output", str(tmp_path / "recipe.yaml")]) == 0
+    assert line in (tmp_path / "recipe.yaml").read_text()
+
+
 def test_texts_and_names_of_others_cannot_break_the_recipe(tmp_path: Path) -> None:
     hostile = "a\u2028b\x85c\nfilters: [x] \x1b[2J #\"' {"
     write_lines(tmp_path / "da ta: #1" / "a.jsonl", [{hostile: hostile * 9, "x: y\n- z": 3, "id: #": "v"}])
