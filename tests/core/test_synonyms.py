@@ -31,6 +31,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with data of several kinds and no recipe that can be built."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "row.jsonl").write_text('{"text": "a"}\n')  # one line is also YAML
+    (tmp_path / "long.jsonl").write_text(f'{{"url": "https:/a/b", "text": "{"word/ " * 900}"}}\n' * 2)
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     (tmp_path / "t.parquet").write_bytes(b"PAR1\x00\x9b" * 300_000)
     (tmp_path / "texts").mkdir()
@@ -50,7 +51,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         *(
             (f"build {name}", f"`shardkit init {name}`")
-            for name in ("rows.jsonl", "row.jsonl", "rows.jsonl.gz")
+            for name in ("rows.jsonl", "row.jsonl", "rows.jsonl.gz", "long.jsonl")
         ),
         *((f"build {name}", f"`shardkit init {name}`") for name in ("t.parquet", "texts", "texts/a.txt")),
         ("build built", "`shardkit info built`"),
@@ -107,7 +108,8 @@ def test_a_command_on_something_else_names_the_command_for_it(
         ("train out", "`StreamingLoader`"),
         ("push out", "`upload`"),
         ("lint r.yaml", "`build RECIPE --explain`"),
-        ("why out", "`trace`"),
+        ("why out", "`trace PATH --why`"),
+        ("dropped out", "`trace PATH --dropped`"),
         ("help", "`shardkit --help`"),
         ("version", "`shardkit --version`"),
         ("completion", "`shardkit --completion SHELL`"),

@@ -56,8 +56,8 @@ def _as_path(value: object) -> str:
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     raise RecipeError(
-        f"recipe: a {type(value).__name__} is no setting; give documents as build(recipe, documents=…), and "
-        "name files and functions by text"
+        f"recipe: a value of type {type(value).__name__} is no setting; give documents as build(recipe, "
+        "documents=…), and name files and functions by text"
     )
 
 
@@ -106,6 +106,8 @@ def _lists_paths(path: Path) -> bool:
         return True
     with path.open("rb") as file:
         line = file.readline(_LINE_BYTES).decode(errors="replace").strip()
-    return "://" in line.split(" ")[0] or (
-        "/" in line and any((folder / line).is_file() for folder in (Path(), path.parent))
-    )
+    if "://" in line.split(" ")[0]:
+        return True
+    with suppress(OSError):  # a line of text may be too long for a name
+        return "/" in line and any((folder / line).is_file() for folder in (Path(), path.parent))
+    return False
