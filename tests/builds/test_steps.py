@@ -323,6 +323,14 @@ def test_a_result_says_what_each_filter_judged_dropped_and_took(folder: Path) ->
     assert result.to_dict()["costs"][2]["documents"] == costs[2].documents
 
 
+def test_a_result_names_each_step_that_dropped_something(folder: Path) -> None:
+    bounds = [{"length": {"max_words": words}} for words in range(118, 112, -1)]  # each drops a few
+    result = run(folder, "out", steps=[LENGTH, "url", PYTHON, "exact", *bounds])
+    listed = [name for name, _ in result.describe()[1]]
+    lost = [step.label for step in result.steps if step.lost_documents]
+    assert listed[1 : listed.index("kept")] == lost
+
+
 def test_the_filters_of_a_pass_are_listed_in_the_order_of_the_recipe(folder: Path) -> None:
     steps = [{"ratios": {"max_digit_ratio": 0.9}}, LENGTH, "exact"]
     assert [cost.step for cost in run(folder, "out", steps=steps).costs] == ["ratios", "length", "exact"]

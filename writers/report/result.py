@@ -27,7 +27,7 @@ from shardkit.writers.report.costs import StepCost, better_place
 from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.publish import REPORT_NAME
 
-_MOST_LOSSES = 4  # maximum number of steps listed one by one: those that removed the most bytes
+_MOST_LOSSES = 8  # maximum number of steps listed one by one: those that removed the most bytes
 _MOST_STEPS = 3
 
 
@@ -221,7 +221,8 @@ class BuildResult(Described):
     def describe(self) -> tuple[str, Facts]:
         """Return the title and the facts to display: the funnel, sizes, places and next steps."""
         losses = [step for step in self.steps if step.lost_documents or step.lost_bytes]
-        shown = {id(s) for s in sorted(losses, key=lambda s: -abs(s.lost_bytes))[:_MOST_LOSSES]}
+        most = len(losses) if len(losses) == _MOST_LOSSES + 1 else _MOST_LOSSES  # never "1 other step"
+        shown = {id(s) for s in sorted(losses, key=lambda s: -abs(s.lost_bytes))[:most]}
         read, kept = self.funnel.read, self.funnel.kept
         facts = [("read", f"{read.documents:,} documents, {format_bytes(read.bytes)} of text")]
         facts += [
