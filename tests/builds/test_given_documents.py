@@ -352,7 +352,7 @@ def test_two_columns_of_one_name_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_generator_inside_the_recipe_is_told_where_to_go(settings: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"a value of type generator is no setting; give documents as build\("):
+    with pytest.raises(RecipeError, match=r"of type generator is no setting; give documents as build\("):
         sk.build(settings | {"inputs": (row for row in ROWS)}, progress=False)
     recipe = recipe_from_mapping(settings | {"inputs": "x.jsonl"}, folder=Path.cwd())
     with pytest.raises(RecipeError, match="either files"):
