@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     """What the pages name."""
     folder = tmp_path_factory.mktemp("pages") / "pages"
     recipe = make_corpus(folder, 160)
-    recipe.write_text(recipe.read_text().replace("source: plain", "source: docs"))
+    recipe.write_text(recipe.read_text().replace("source: plain", "source: data"))
     sk.build(recipe, workers=1, progress=False)
     mapping = load_yaml(recipe) | {"filters": MILD_FILTERS, "annotate": True, "output": "annotated"}
     sk.build(recipe_from_mapping(mapping, folder=folder), workers=1, progress=False)
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
         json.dumps({"text": f"Text {number} " * (9 + number), "score": number / 60}) for number in range(60)
     ]
     (folder / "scored.jsonl").write_text("\n".join(lines))
-    scored = {"path": "scored.jsonl", "source": "docs", "metadata": ["score"]}
+    scored = {"path": "scored.jsonl", "source": "data", "metadata": ["score"]}
     rest = {"inputs": [scored, mapping["inputs"][1]], "output": "scored", "filters": [], "annotate": False}
     sk.build(recipe_from_mapping(mapping | rest, folder=folder), workers=1, progress=False)
     for name in ("web", "code", "books", "out-val"):
