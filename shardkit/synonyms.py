@@ -577,5 +577,6 @@ OPTION_SENTENCES: Mapping[str, str] = {
         "`--set inputs=PATH`, or `shardkit init PATH` for a recipe of its own",
     ),
     **_for("config config_name config_path c recipe", "the recipe, without an option"),
+    **_for("search grep find query", "the page Search of `shardkit view PATH`, or `trace PATH --url URL`"),
 }
 """Sentences for options of other commands that no option replaces."""

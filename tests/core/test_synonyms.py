@@ -93,6 +93,7 @@ def test_a_command_on_something_else_names_the_command_for_it(
         ("build r --seed 5", "--set seed=…"),
         ("build r --seq-len 5", "`pack.sequence_length`"),
         ("build r --config-name x", "the recipe, without an option"),
+        ("trace out --search word", "the page Search of `shardkit view PATH`"),
         ("build r --logfile x", "did you mean --log-file?"),
         ("build r --qiet", "did you mean --quiet?"),
         ("build r --max-samples 9", "did you mean --limit?"),
