@@ -240,6 +240,7 @@ TRACE: Mapping[str, str] = {
     **_for("doc doc_id doc_ids documents docid", "`document`, an id of shardkit's, or `id`, one of yours"),
     **_for("batch iteration global_step", "`step`, counted from 1, with `state` and `batch_size`"),
     **_for("checkpoint", "`state`, of `loader.state_dict()` or its file"),
+    **_for("seed shuffle lanes window tail", "`state`, of `loader.state_dict()`, which has the whole order"),
 }
 """Words for questions about documents that `trace` calls by another name."""
 

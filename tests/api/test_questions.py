@@ -133,8 +133,10 @@ def test_a_question_that_cannot_be_answered_says_why(built: Path, tmp_path: Path
         dataset.trace(row=1, url="example.org/*")
     with pytest.raises(TypeError, match="unexpected keyword argument 'urls'; in shardkit: `url`"):
         dataset.trace(urls="example.org/*")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="depend on the run: give state and batch_size"):
+    with pytest.raises(TypeError, match=r"depends on the run: give state=loader\.state_dict\(\) and batch"):
         dataset.trace(step=1)
+    with pytest.raises(TypeError, match=r"argument 'seed'; in shardkit: `state`, of `loader"):
+        dataset.trace(step=1, batch_size=2, seed=17)  # type: ignore[call-arg]
     for ask in (dataset.text, dataset.documents):
         with pytest.raises(IndexError, match=f"no row {len(dataset)}; the dataset has {len(dataset)}"):
             ask(len(dataset))

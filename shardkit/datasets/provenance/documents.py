@@ -218,7 +218,7 @@ def trace_of(dataset: OpenDataset, question: Question) -> Trace:
         tracer.check_rows()
         answer = trace_rows(tracer, [_row(dataset, question["row"])], run)
     elif run is None:
-        raise TypeError("the documents of a step depend on the run: give state and batch_size")
+        raise TypeError("a step depends on the run: give state=loader.state_dict() and batch_size")
     else:
         answer = trace_step(tracer, run, question["step"], limit=limit)
     asked = [f"{name}={value!r}" for name, value in question.items() if name in _KINDS]
