@@ -73,6 +73,19 @@ def test_the_bound_is_marked_where_dropped_documents_end_and_kept_ones_begin(out
     assert "estimated from all, which length judged again just now" in page.words
 
 
+def test_a_value_far_from_the_bound_is_outside_of_the_picture_and_counted(
+    tmp_path: Path, inline_builds: None
+) -> None:
+    recipe = make_corpus(tmp_path, 80)
+    texts = [f"{n} " + "word " * length for n, length in enumerate([*[40, 41, 42] * 200, 5000])]
+    lines = [json.dumps({"text": text, "number": n}) for n, text in enumerate(texts)]
+    (tmp_path / "plain-0.jsonl").write_text("\n".join(lines) + "\n")
+    made = Path(build(recipe, overrides=['filters=[{"length": {"max_words": 30}}]'], progress=False).output)
+    page = show(Site(explore(made)), "rule", rule="length/too_many_words")
+    outside = r"Outside of the picture: \d dropped[ \w]*\. Dropped documents have values from 3\d to 5,001\."
+    assert re.search(outside, page.words)
+
+
 def test_kept_documents_have_the_values_that_a_build_annotated(tmp_path: Path, inline_builds: None) -> None:
     recipe = make_corpus(tmp_path, 80)
     lines = [json.dumps({"text": " ".join(["word"] * n), "number": n}) for n in range(1, 60)]
