@@ -123,6 +123,9 @@ def test_without_allowance_the_first_bad_record_stops_the_build_and_is_named(tmp
     name = put(tmp_path, "a.jsonl", b'{"text": "good"}\n{"text": 1}\n')
     with pytest.raises(BuildError, match=r"a.jsonl: record 1 \(byte 17\): no_text: .*; repair or remove it"):
         read(tmp_path, name, allowed=0)
+    foreign = put(tmp_path, "b.jsonl", b'{"text": "gr\xfc\xdfe"}\n')
+    with pytest.raises(BuildError, match=r"bad_utf8: .*; set `on_bad_text: replace`, or .* `encoding`;"):
+        read(tmp_path, foreign, allowed=0)
 
 
 ROWS = [orjson.dumps({"text": f"text number {i} " * (i % 9), "id": i}) for i in range(300)]

@@ -156,8 +156,7 @@ class Quarantine:
         if self._file is not None:
             self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
         if self.allows_none:
-            repair = "; repair or remove it, or set max_bad_fraction to quarantine such records and continue"
-            raise BuildError(f"{bad}{'' if bad.reason == 'no_column' else repair}")
+            raise BuildError(f"{bad}{_repair(bad.reason)}")
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +166,14 @@ class Quarantine:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _repair(reason: str) -> str:
+    """Return what to do about an unreadable record that stops a build, as the end of a sentence."""
+    if reason == "no_column":
+        return ""
+    other = " set `on_bad_text: replace`, or for text files their `encoding`;" if reason == "bad_utf8" else ""
+    return f";{other} repair or remove it, or set max_bad_fraction to quarantine such records and continue"
 
 
 def check_bad_fraction(
