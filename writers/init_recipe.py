@@ -289,12 +289,12 @@ def _inputs_at(
             if guess_format(name) is None:
                 others[ending].append(file)
     found: dict[Fields, list[_Group]] = defaultdict(list)
-    markup: dict[_Group, float] = {}
+    alone: dict[_Group, Fields] = {}
     for group, files in groups.items():
         fields = fields_of(files, group.format, group.encoding)
         if isinstance(fields, Fields):
             found[fields].append(group)
-            markup[group] = fields.markup
+            alone[group] = fields
         else:
             left_out[files[0].name] = f"{fields}, like {len(files) - 1:,} more files" if files[1:] else fields
     if not groups:
@@ -303,19 +303,30 @@ def _inputs_at(
                 group = _Group(ending, "text", as_text.encoding)
                 groups[group] = files
                 found[as_text].append(group)
+                alone[group] = as_text
                 unfit = [file for file in unfit if file not in files]
                 for file in files:
                     del left_out[file.name]
     made = []
-    for fields, chosen in found.items():
+    for chosen in found.values():
         files = [file for group in chosen for file in groups[group]]
         rest = [file for group, members in groups.items() if group not in chosen for file in members]
         endings = sorted({group.ending for group in chosen}, key=[group.ending for group in chosen].index)
         exclude = _exclude(files, rest + unfit)
         size = sum(file.bytes for file in files)
-        fields = replace(fields, markup=max(markup.get(group, 0.0) for group in chosen))
-        made.append(DraftInput(path, exclude, endings, len(files), size, fields))
+        joined = _joined([alone[group] for group in chosen])
+        made.append(DraftInput(path, exclude, endings, len(files), size, joined))
     return made
+
+
+def _joined(fields: Sequence[Fields]) -> Fields:
+    """Return equal fields of several extensions as one, with what samples of any of them showed."""
+    return replace(
+        fields[0],
+        others=next((one.others for one in fields if one.others), ()),
+        beginning=next((one.beginning for one in fields if one.beginning), ""),
+        markup=max(one.markup for one in fields),
+    )
 
 
 class _Group(NamedTuple):

@@ -145,6 +145,15 @@ def test_a_draft_shows_the_first_line_of_plain_text_and_what_reads_pages(
     assert line in (tmp_path / "recipe.yaml").read_text()
 
 
+def test_an_input_of_pages_and_records_shows_the_text_and_the_fields_of_the_records(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<html><p>a page</p></html>")
+    write_lines(tmp_path / "b.jsonl", [{"text": "A first text", "lang": "en"}])
+    assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml")]) == 0
+    draft = (tmp_path / "recipe.yaml").read_text()
+    assert "  # The first text begins: A first text\n" in draft
+    assert "    # metadata: [lang]  #" in draft
+
+
 def test_texts_and_names_of_others_cannot_break_the_recipe(tmp_path: Path) -> None:
     hostile = "a\u2028b\x85c\nfilters: [x] \x1b[2J #\"' {"
     write_lines(tmp_path / "da ta: #1" / "a.jsonl", [{hostile: hostile * 9, "x: y\n- z": 3, "id: #": "v"}])
