@@ -15,6 +15,7 @@ from shardkit.cli.common import (
     storage_options,
 )
 from shardkit.cli.declared import add_options, given
+from shardkit.display import counted
 from shardkit.units import format_bytes
 
 
@@ -54,16 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         stderr_console().print(f"{problem.file}: {problem.problem}")
     if report.problem_count > len(report.problems):
         stderr_console().print(f"… and {report.problem_count - len(report.problems):,} more")
-    how = (
-        "sizes and structure" if report.quick else f"hashes of {report.hashed:,} shards, sizes and structure"
-    )
-    verdict = (
-        "intact"
-        if report.ok
-        else f"{report.problem_count:,} problem{'s' if report.problem_count > 1 else ''}"
-    )
+    hashes = "" if report.quick else f"hashes of {counted(report.hashed, 'shard')}, "
+    how = f"{hashes}sizes and structure"
+    verdict = "intact" if report.ok else counted(report.problem_count, "problem")
     stdout_console().print(
-        f"{report.path}: {verdict}: {report.shards:,} shards, {report.samples:,} samples, "
+        f"{report.path}: {verdict}: {counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, "
         f"{format_bytes(report.bytes)} checked ({how}); fingerprint {report.fingerprint}"
     )
     return 0 if report.ok else 1

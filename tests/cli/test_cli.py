@@ -15,6 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.cli.main import VERBS, main, make_parser
+from shardkit.formats.mds import MdsWriter
 from support.small_build import make_corpus
 
 
@@ -104,6 +105,10 @@ def test_verify_names_the_damage_and_fails(
     subprocess.run(["cp", "-r", str(corpus.parent / "out"), str(dataset)], check=True)
     assert main(["verify", str(dataset)]) == 0
     assert "intact" in capfd.readouterr().out
+    with MdsWriter(tmp_path / "one", columns={"text": "str"}) as writer:
+        writer.write({"text": "a"})
+    assert main(["verify", str(tmp_path / "one")]) == 0
+    assert "intact: 1 shard, 1 sample, " in capfd.readouterr().out
     shard = dataset / "shard.00001.mds"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     (dataset / "report.html").write_text("")
