@@ -106,6 +106,7 @@ def overlapping(
         return [commit.result for commit in run_all(engine, planned, work)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("amount", "at_once", "seen"),
     [(1.0, 2, {"3", "5"}), (0.5, 4, {"3", "5"}), (2.0, 1, {"3,5"}), (0.0, 4, {""})],
@@ -324,6 +325,7 @@ SLEEPER = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_build(tmp_path: Path, tasks: ModuleType, number: signal.Signals) -> None:

@@ -403,6 +403,7 @@ def test_rates_hold_for_all_processes_that_share_the_answers(tmp_path: Path) -> 
         meter.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("status", "problem"),
     [

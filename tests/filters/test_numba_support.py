@@ -97,6 +97,7 @@ def test_a_named_folder_that_cannot_be_written_is_replaced(tmp_path: Path) -> No
     assert not warned
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "damage",
     ["cut", *(pytest.param(damage, marks=pytest.mark.extended) for damage in ("nonsense", "folder"))],
@@ -133,6 +134,7 @@ print(numba.njit(lambda number: number + 1)(1))
 """
 
 
+@pytest.mark.extended
 def test_extensions_of_numba_are_loaded_for_code_of_the_user_only() -> None:
     done = subprocess.run([sys.executable, "-c", EXTENDED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["started", "loaded", "2"]

@@ -117,6 +117,7 @@ def of_function(folder: Path, name: str, **more: Any) -> Recipe:
     return recipe(folder, {"function": name, "file": "my_readers.py"}, inputs=inputs, **more)
 
 
+@pytest.mark.extended
 def test_two_workers_make_the_bytes_of_one_and_a_bad_record_is_named(folder: Path) -> None:
     allowed = recipe(folder, max_bad_fraction=0.1)
     one = sk.build(allowed, workers=1, progress=False)
