@@ -44,6 +44,7 @@ RULES = {
     ],
     "http://xn--bcher-kva.example:8080": ["http://BÜCHER.example:8080", "http://xn--bcher-kva.example:8080/"],
     "http://[::1]:8080/x": ["http://[::1]:8080/x", "https://[::1]:8080/x/"],
+    "http://[www.%C2%80]": ["http://[WWW.\x80]", "http://[www.%c2%80]"],
     "ftp://example.org/x": ["FTP://example.org:21/x"],
     "mailto:A@example.org": ["MAILTO:A@example.org#x"],
 }

@@ -286,10 +286,10 @@ Pairs = tuple[Numbers, Numbers]
 class HubLimits:
     """Limits of the work on one bucket."""
 
-    documents: int = 512  # a bucket with more documents does not get all pairs
+    documents: int = 128  # a bucket with more documents does not get all pairs
     sub_documents: int = 64  # a sub-bucket with more documents does not get all pairs
     leaders: int = 4096  # maximum per sub-bucket; comparing a document with all takes 12 microseconds
-    pairs: int = 16  # maximum per document with the leaders of a sub-bucket
+    pairs: int = 6  # maximum per document with the leaders of a sub-bucket, of which it is in many
     covering: int = 3  # number of firm leaders, each with an estimate >= similarity, that cover it
 
 

@@ -112,8 +112,8 @@ def _without_www(host: str) -> str:
 
 
 def _host(host: str) -> str:
-    if host.startswith("[") and host.endswith("]"):
-        return _lower(host)
+    if host.startswith("[") and host.endswith("]"):  # an IPv6 address, or what is written like one
+        return f"[{_encoded(_lower(_encoded(host[1:-1])))}]"
     if not host.isascii():
         with suppress(UnicodeError):  # a name that is not valid in IDNA is percent-encoded below
             named = host.encode("idna").decode().lower()
