@@ -15,6 +15,7 @@ from shardkit.cli.common import (
     storage_options,
 )
 from shardkit.cli.declared import add_options, given, settings
+from shardkit.display import counted
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -128,14 +129,14 @@ def _show(result: ConvertResult) -> None:
     columns = ", ".join(f"{name} ({encoding})" for name, encoding in result.columns.items())
     rate = format_bytes(result.bytes / result.seconds) if result.seconds > 0 else "?"
     console.print(
-        f"{result.target}: {result.rows:,} rows in {result.shards:,} {result.format} shards, "
+        f"{result.target}: {counted(result.rows, 'row')} in {result.shards:,} {result.format} shards, "
         f"{format_bytes(result.stored_bytes)}, from {result.source_format}; {result.seconds:.1f} s, {rate}/s"
     )
     console.print(f"columns: {columns}")
     counts = result.counts
     if counts:
-        parts = [f"{counts['documents']:,} documents"] if counts["documents"] else []
-        parts.append(f"{counts['tokens_read']:,} tokens read")
+        parts = [f"{counted(counts['documents'], 'document')}"] if counts["documents"] else []
+        parts.append(f"{counted(counts['tokens_read'], 'token')} read")
         for name, words in (
             ("eos_added", "eos tokens added"),
             ("padding", "tokens of padding in last rows"),

@@ -17,6 +17,7 @@ from shardkit.cli.common import (
     storage_options,
 )
 from shardkit.cli.declared import add_options, given
+from shardkit.display import counted
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -82,9 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result.to_dict())
     else:
-        lines = [f"removed: {reason}: {lost:,} documents" for reason, lost in sorted(result.removed.items())]
+        lines = [
+            f"removed: {reason}: {counted(lost, 'document')}"
+            for reason, lost in sorted(result.removed.items())
+        ]
         lines.append(
-            f"{result.location} holds the signatures of {result.documents:,} documents, "
+            f"{result.location} holds the signatures of {counted(result.documents, 'document')}, "
             f"{format_bytes(result.bytes)} of text"
         )
         print_message(arguments, "\n".join(lines))

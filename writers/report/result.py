@@ -224,7 +224,7 @@ class BuildResult(Described):
         most = len(losses) if len(losses) == _MOST_LOSSES + 1 else _MOST_LOSSES  # never "1 other step"
         shown = {id(s) for s in sorted(losses, key=lambda s: -abs(s.lost_bytes))[:most]}
         read, kept = self.funnel.read, self.funnel.kept
-        facts = [("read", f"{read.documents:,} documents, {format_bytes(read.bytes)} of text")]
+        facts = [("read", f"{counted(read.documents, 'document')}, {format_bytes(read.bytes)} of text")]
         facts += [
             (step.label, _lost(step.lost_documents, step.lost_bytes, read.documents))
             for step in losses
@@ -234,13 +234,16 @@ class BuildResult(Described):
             lost = sum(step.lost_documents for step in others), sum(step.lost_bytes for step in others)
             facts.append((f"{len(others)} other steps", _lost(*lost, read.documents)))
         place = shlex.quote(self.location)
-        facts.append(("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"))
+        facts.append(("kept", f"{counted(kept.documents, 'document')}, {format_bytes(kept.bytes)} of text"))
         next_steps = [("next", f"shardkit view {place} (in the browser), or: shardkit info {place}")]
         if not self.sequence_length:
-            facts.append(("written", f"{kept.documents:,} documents in {self._shards()}"))
+            facts.append(("written", f"{counted(kept.documents, 'document')} in {self._shards()}"))
         else:
             facts.append(
-                ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}")
+                (
+                    "rows",
+                    f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}",
+                )
             )
             next_steps += [
                 ("", f"import shardkit as sk; dataset = sk.open({self.location!r})"),
@@ -251,7 +254,7 @@ class BuildResult(Described):
             facts.append(("tokens", f"{self.tokens:,}, and {share:.2f}% padding"))
         for other in self.others:
             rows, written = other.sequence_length, other.funnel.kept.documents
-            size = f"{other.samples:,} rows" if rows else f"{written:,} documents"
+            size = f"{counted(other.samples, 'row')}" if rows else f"{counted(written, 'document')}"
             facts.append(("and", f"{other.location}: {size}, in {other._shards()}"))
         return f"Dataset {self.location}", [
             *facts,
