@@ -169,9 +169,9 @@ def _add_buckets(
     counts["hubs"] += int(large.sum())
     counts["largest_bucket"] = max(counts["largest_bucket"], int(sizes[useful].max(initial=0)))
     _all_pairs(numbers, edges, inputs, useful & ~large, writer.add)
-    for bucket in np.flatnonzero(large).tolist():
-        for a, b in hubs.pairs(numbers[edges[bucket] : edges[bucket + 1]]):
-            writer.add(a, b)
+    buckets = [numbers[edges[bucket] : edges[bucket + 1]] for bucket in np.flatnonzero(large).tolist()]
+    for a, b in hubs.pairs_of(buckets):
+        writer.add(a, b)
 
 
 def _all_pairs(

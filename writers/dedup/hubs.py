@@ -41,7 +41,7 @@ them at once: about 3 ns per comparison of 112 values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -273,6 +273,8 @@ _CHUNK_DOCUMENTS = 1 << 14  # maximum number of documents whose signatures are r
 
 _BYTES_PER_VALUE = 10  # most memory per value while stored bytes become prints; measured with 4 bytes each
 
+_HELD_BYTES = 64  # of a document beside its print, while buckets are read together: numbers, priority
+
 _OUT_PAIRS = 1 << 16
 
 Numbers = npt.NDArray[np.uint64]
@@ -337,8 +339,23 @@ class HubSearch:
         self._similarity = similarity
         self._limits = limits
         self._memory_bytes = memory_bytes
+        self._held: _Held | None = None
         parts = len(population.parts)
         self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, PRINTS_FILE)}
+
+    def pairs_of(self, buckets: Sequence[Numbers]) -> Iterator[Pairs]:
+        """Yield the `pairs` of each bucket. What buckets need is read for as many as fit a quarter of memory:
+        parts are many, and a small bucket has one document of each."""
+        if not buckets:
+            return
+        each = 2 * self.permutations(buckets[0][0]) + _HELD_BYTES  # chunks of prints are put together
+        for some in _batches(buckets, self._memory_bytes // 4 // each):
+            if len(some) > 1:
+                numbers = np.unique(np.concatenate(some))
+                self._held = _Held(numbers, self.priorities(numbers), self._read_in_chunks(numbers))
+            for numbers in some:
+                yield from self.pairs(numbers)
+            self._held = None
 
     def pairs(self, numbers: Numbers) -> Iterator[Pairs]:
         """Yield arrays (a, b), a < b, of pairs among these ascending document numbers; pairs may repeat."""
@@ -353,6 +370,8 @@ class HubSearch:
 
     def priorities(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
         """Return the priorities, uint64[n, 3], of these ascending document numbers."""
+        if self._held is not None:
+            return self._held.priorities[np.searchsorted(self._held.numbers, numbers)]
         found = np.empty((len(numbers), 3), np.uint64)
         for start in range(0, len(numbers), _CHUNK_DOCUMENTS):
             chunk = slice(start, start + _CHUNK_DOCUMENTS)
@@ -364,10 +383,22 @@ class HubSearch:
 
     def prints(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
         """Return the prints, uint64[n, words], of these ascending document numbers."""
+        if self._held is not None:
+            return self._held.prints[np.searchsorted(self._held.numbers, numbers)]
         found = [
             make_prints(self._file(part, PRINTS_FILE).read(rows)) for part, rows, _ in self._by_part(numbers)
         ]
         return np.concatenate(found)
+
+    def chunk_documents(self, permutations: int) -> int:
+        """Return how many documents' stored signatures are read at a time, in a quarter of the memory."""
+        most = self._memory_bytes // 4 // (_BYTES_PER_VALUE * permutations)
+        return min(_CHUNK_DOCUMENTS, max(256, most))
+
+    def _read_in_chunks(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
+        size = self.chunk_documents(self.permutations(numbers[0]))
+        chunks = [self.prints(numbers[first : first + size]) for first in range(0, len(numbers), size)]
+        return np.concatenate(chunks)
 
     def permutations(self, number: np.uint64) -> int:
         """Return the number of values in the signature of an input, which is the same for all documents."""
@@ -388,6 +419,29 @@ class HubSearch:
         own = population.parts[part]
         file = own.prints if name == PRINTS_FILE else own.folder / name
         return self._headers[name].open(file, part, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The priorities and prints of ascending document numbers."""
+
+    numbers: Numbers
+    priorities: npt.NDArray[np.uint64]
+    prints: npt.NDArray[np.uint64]
+
+
+def _batches(buckets: Sequence[Numbers], most: int) -> Iterator[list[Numbers]]:
+    """Yield consecutive buckets with at most `most` documents in all, or one bucket that has more."""
+    held: list[Numbers] = []
+    documents = 0
+    for bucket in buckets:
+        if held and documents + len(bucket) > most:
+            yield held
+            held, documents = [], 0
+        held.append(bucket)
+        documents += len(bucket)
+    if held:
+        yield held
 
 
 class _Headers:
@@ -430,8 +484,7 @@ class _Hub:
         self._limits = limits
         self._permutations = search.permutations(numbers[0])
         self.rows = sub_rows(similarity, self._permutations)
-        most = memory_bytes // 4 // (_BYTES_PER_VALUE * self._permutations)
-        self._chunk_documents = min(_CHUNK_DOCUMENTS, max(256, most))
+        self._chunk_documents = search.chunk_documents(self._permutations)
         floor, similar, cover = (np.uint64(least) for least in thresholds(similarity, self._permutations))
         never = np.uint64((1 << 64) - 1)
         every = limits.documents + 1  # a limit that is never reached
