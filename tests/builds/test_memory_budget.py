@@ -45,7 +45,7 @@ MEMORY = 1 << 28
 LIBRARIES = 390_000_000  # RSS of a worker that has loaded all kernels, with what zstd keeps; half is shared
 TASK = MEMORY // 5  # of duplicate removal: writers/stages/flow.py
 LARGE = {"tokenize", "parity", "pack", "provenance", "duplicates"}  # the last, as others leave its workers
-DOCUMENTS = 150_000
+DOCUMENTS = 190_000
 RECIPE = """\
 inputs:
   - {path: "documents-*.jsonl", source: plain}
