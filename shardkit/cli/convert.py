@@ -135,7 +135,7 @@ def _show(result: ConvertResult) -> None:
     console.print(f"columns: {columns}")
     counts = result.counts
     if counts:
-        parts = [f"{counted(counts['documents'], 'document')}"] if counts["documents"] else []
+        parts = [counted(counts["documents"], "document")] if counts["documents"] else []
         parts.append(f"{counted(counts['tokens_read'], 'token')} read")
         for name, words in (
             ("eos_added", "eos tokens added"),

@@ -348,11 +348,11 @@ class HubSearch:
         parts are many, and a small bucket has one document of each."""
         if not buckets:
             return
-        each = 2 * self.permutations(buckets[0][0]) + _HELD_BYTES  # chunks of prints are put together
+        each = self.permutations(buckets[0][0]) + _HELD_BYTES
         for some in _batches(buckets, self._memory_bytes // 4 // each):
             if len(some) > 1:
                 numbers = np.unique(np.concatenate(some))
-                self._held = _Held(numbers, self.priorities(numbers), self._read_in_chunks(numbers))
+                self._held = _Held(numbers, self.priorities(numbers), self.prints(numbers))
             for numbers in some:
                 yield from self.pairs(numbers)
             self._held = None
@@ -382,23 +382,22 @@ class HubSearch:
         return found
 
     def prints(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
-        """Return the prints, uint64[n, words], of these ascending document numbers."""
+        """Return the prints, uint64[n, words], of these document numbers; files are read in order."""
         if self._held is not None:
             return self._held.prints[np.searchsorted(self._held.numbers, numbers)]
-        found = [
-            make_prints(self._file(part, PRINTS_FILE).read(rows)) for part, rows, _ in self._by_part(numbers)
-        ]
-        return np.concatenate(found)
+        permutations = self.permutations(numbers[0])
+        found = np.empty((len(numbers), -(-permutations // 8)), np.uint64)
+        order, size = np.argsort(numbers), self.chunk_documents(permutations)
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            for part, rows, places in self._by_part(numbers[some]):
+                found[some[places]] = make_prints(self._file(part, PRINTS_FILE).read(rows))
+        return found
 
     def chunk_documents(self, permutations: int) -> int:
         """Return how many documents' stored signatures are read at a time, in a quarter of the memory."""
         most = self._memory_bytes // 4 // (_BYTES_PER_VALUE * permutations)
         return min(_CHUNK_DOCUMENTS, max(256, most))
-
-    def _read_in_chunks(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
-        size = self.chunk_documents(self.permutations(numbers[0]))
-        chunks = [self.prints(numbers[first : first + size]) for first in range(0, len(numbers), size)]
-        return np.concatenate(chunks)
 
     def permutations(self, number: np.uint64) -> int:
         """Return the number of values in the signature of an input, which is the same for all documents."""
@@ -500,23 +499,13 @@ class _Hub:
         )
         self._out = np.empty((max(_OUT_PAIRS, limits.documents + 1, limits.pairs), 2), np.int64)
         at_once = max(self._chunk_documents, memory_bytes // 2 // (8 * words))
-        self._prints: npt.NDArray[np.uint64] | RowFile = self._gathered(0, at_once)
+        self._prints: npt.NDArray[np.uint64] | RowFile = search.prints(self._numbers[:at_once])
         if len(numbers) > at_once:
             with RowsWriter(search.scratch, np.uint64, width=words) as file:
                 file.write(self._prints)
                 for first in range(at_once, len(numbers), at_once):
-                    file.write(self._gathered(first, at_once))
+                    file.write(search.prints(self._numbers[first : first + at_once]))
             self._prints = RowFile(Artifact(search.scratch))
-
-    def _gathered(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        """Return the prints of `count` ranks from `first` on, uint64[n, words]; files are read in order."""
-        numbers = self._numbers[first : first + count]
-        order = np.argsort(numbers)
-        prints = np.empty((len(numbers), len(self._space[0])), np.uint64)
-        for start in range(0, len(order), self._chunk_documents):
-            some = order[start : start + self._chunk_documents]
-            prints[some] = self._search.prints(numbers[some])
-        return prints
 
     def split(self, members: Ranks, rows: int, *, again: bool = True) -> Iterator[Pairs]:
         """Yield pairs of members (ascending ranks) that agree in all `rows` values of a sub-band."""

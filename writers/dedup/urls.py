@@ -113,13 +113,17 @@ def _without_www(host: str) -> str:
 
 def _host(host: str) -> str:
     if host.startswith("[") and host.endswith("]"):  # an IPv6 address, or what is written like one
-        return f"[{_encoded(_lower(_encoded(host[1:-1])))}]"
+        return f"[{_folded(host[1:-1])}]"
     if not host.isascii():
         with suppress(UnicodeError):  # a name that is not valid in IDNA is percent-encoded below
             named = host.encode("idna").decode().lower()
             host = named if _PLAIN_HOST.fullmatch(named) else host
-    host = _encoded(_lower(_encoded(host))).replace(":", "%3A")
-    return _without_www(host.strip("."))
+    return _without_www(_folded(host).replace(":", "%3A").strip("."))
+
+
+def _folded(text: str) -> str:
+    """Percent-encode what a URL may not have, and lower all letters but those of the encoding."""
+    return _encoded(_lower(_encoded(text)))
 
 
 def _lower(text: str) -> str:

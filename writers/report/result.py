@@ -240,10 +240,7 @@ class BuildResult(Described):
             facts.append(("written", f"{counted(kept.documents, 'document')} in {self._shards()}"))
         else:
             facts.append(
-                (
-                    "rows",
-                    f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}",
-                )
+                ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}")
             )
             next_steps += [
                 ("", f"import shardkit as sk; dataset = sk.open({self.location!r})"),
